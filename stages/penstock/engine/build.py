@@ -1,9 +1,10 @@
-"""The order of construction. This file is that order; read it top to bottom.
+"""Build a model for training: the order of construction, read top to bottom.
 
-    meta -> bits -> adapters -> division -> recomputation -> sharding -> storage -> weights ->
-    optimizer
+    meta device -> quantized layers -> adapters -> tensor and expert parallelism ->
+    activation checkpointing -> FSDP sharding -> storage -> weights -> optimizer
 
-Nothing is allocated until it is known where it lies, so a model larger than one device assembles.
+Parameters stay on the meta device until their sharding is known, so a model larger than one device
+can be built.
 """
 
 from collections.abc import Callable, Sequence
@@ -111,11 +112,11 @@ class BuiltModel:
 
     engine: TrainStep
     onlooker: EvalModel
-    """The same model, for those who only look."""
+    """The same model, for evaluation without gradients."""
     answers: SequenceLogProbs
-    """The same model, for those who ask about whole answers."""
+    """The same model, for log-probs of whole completions."""
     generator: Generator
-    """The same model, for those who want answers."""
+    """The same model, for generation."""
     trained: TrainState
     degrees: ParallelDims
     layout: dict[str, Any]
@@ -123,9 +124,11 @@ class BuiltModel:
     config: DecoderConfig
     learning: Learning
     pairs_per_token: int
-    """What a token costs in pairs of tokens, for telling dear rows from cheap ones."""
+    """The attention cost of a token in query-key pairs; used to estimate the cost of packed
+    sequences.
+    """
     quantised: tuple[str, ...] = ()
-    """The formats in which matrices of the base model are kept."""
+    """The quantization formats of the base model's matrices."""
 
 
 def assemble(
@@ -137,10 +140,10 @@ def assemble(
     *,
     adapter: Path | None = None,
 ) -> BuiltModel:
-    """Build the model that `run` asks for, laid out over `ranks`, with its weights and optimizer.
+    """Build the model that `run` describes, sharded over `ranks`, with its weights and optimizer.
 
-    `weights` is a folder of safetensors, or None for a random start from `train.seed`; `adapter` is
-    a folder of an adapter to go on from.
+    `weights` is a folder of safetensors, or None for a random initialization from `train.seed`;
+    `adapter` is the folder of an adapter to resume from.
     """
     train = run.train
     validate_model(run, hf_config)
@@ -193,7 +196,7 @@ def assemble(
     if train.enable_compile:
         for part in parts:
             compile_layers(part, ranks.device)
-    # Offloaded weights stay in host memory.
+    # Parameters under FSDP CPU offload stay in host memory.
     home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
     for part in parts:
         part.to_empty(device="cpu" if train.init_device == "cpu" else home)
@@ -204,7 +207,7 @@ def assemble(
     for part in parts:
         part.to(home)
     enable_fp8_all_gather(parts, train, notify)
-    # Again: moving a parameter may have made another of it.
+    # Collect them again: `Module.to` may replace a parameter by a new object.
     held = local_params(parts, pieces, mesh, train)
     set_grad_dtype(train, held)
     copies = CPUOffloadedParams.of(held) if train.optimizer_offload == "cpu" else None
@@ -290,7 +293,7 @@ def build_empty(
     attend: AttentionFn,
     experts: ExpertOperations,
 ) -> Decoder:
-    """The architecture with its adapters, on the meta device: shapes and no storage."""
+    """Build the model with its adapters on the meta device: shapes without storage."""
     with torch.device("meta"):
         model = Decoder(
             base.names.config,
@@ -324,10 +327,10 @@ def build_pipeline(
     residual: Residual,
     casting: Casting,
 ) -> "Pipeline | None":
-    """What passes hidden states from part to part; None where one rank has all layers."""
+    """Build pipeline parallelism over the model parts; None when one rank holds all layers."""
     if mesh.size("pipeline") == 1:
         return None
-    # Its schedules bring the compiler with them, a second that others need not wait.
+    # Imported here: torch's pipeline schedules import the compiler, which takes a second.
     from penstock.engine.distributed.pipeline_parallel import Pipeline  # noqa: PLC0415
 
     how = {"residual": residual, "casting": casting}
@@ -335,8 +338,11 @@ def build_pipeline(
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> Casting:
-    """What casts for a forward pass; nothing where FSDP casts the weights themselves, or where they
-    are kept in what is computed in."""
+    """Return the autocast context of the forward pass.
+
+    It is a null context when FSDP casts the weights itself or the weights are kept in the compute
+    dtype.
+    """
     dtype = train.computes_in
     if train.data_parallel_mode == "fsdp2" or train.keeps_in == dtype:
         return nullcontext
@@ -344,7 +350,7 @@ def autocast_context(train: TrainConfig, device: torch.device) -> Casting:
 
 
 def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
-    """What the `lora` section says, in the adapter's words."""
+    """Convert the `lora` config section to a LoraSpec."""
     lora, targets = run.lora, run.lora.lora_target_modules
     targets = (targets,) if isinstance(targets, str) else targets
     return LoraSpec(
@@ -361,19 +367,22 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
 
 
 def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
-    """What bears adapters in all parts of the model, by the names in a checkpoint."""
+    """The layers with adapters in all parts of the model, by their checkpoint names."""
     with torch.device("meta"):
         whole = Decoder(config, merge_qkv=run.model.merge_qkv)
     return chosen_layers(whole, lora_spec(run, family).targets or ())
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:
-    """Whether checkpoints leave out the base model: it is nowhere else if adapters are merged."""
+    """Whether checkpoints leave out the base model.
+
+    With ReLoRA merging they cannot: only the checkpoint has the merged weights.
+    """
     return lora.enable_lora and not lora.merge_lora_interval
 
 
 def expert_lora_sharing(lora: LoraConfig) -> Form:
-    """Which factors experts have in common."""
+    """Which LoRA factors experts share."""
     if lora.moe_shared_lora:
         return "shared"
     return "hybrid" if lora.moe_hybrid_shared_lora else "each"
@@ -387,8 +396,11 @@ def load(
     ranks: ProcessInfo,
     begun: AdapterStart | None = None,
 ) -> None:
-    """Fill the empty model: base weights from `weights` or the seed, adapters from the seed or as
-    they were `begun`."""
+    """Load the weights of the empty model.
+
+    Base weights come from `weights` or from the seed; adapters come from the seed or from the saved
+    adapter `begun`.
+    """
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
     seen = partial(base.seen, device=ranks.device)

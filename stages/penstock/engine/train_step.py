@@ -1,8 +1,9 @@
-"""One optimizer step over micro-batches, and the losses it reports.
+"""Train step: gradient accumulation over micro-batches, gradient clipping, one optimizer step.
 
 The loss is the sum of the losses of all trained tokens of the step, over every rank and
-micro-batch, divided by their number; where preferences are learnt, that of all samples divided by
-theirs. It does not depend on how the step was cut. What routers add to it is told beside it.
+micro-batch, divided by the number of trained tokens. In preference training it is the sum over
+samples divided by the number of samples. It does not depend on how the step is split into
+micro-batches and ranks. Router losses are reported separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,46 +43,47 @@ class StepResult:
     tokens: int
     trained_tokens: int
     of_routers: Mapping[str, Any]
-    """What there is to tell of them, by name: losses beside `loss`, and how they chose."""
+    """Router metrics by name: auxiliary losses, which are not part of `loss`, and load statistics.
+    """
     of_norms: Mapping[str, Any]
-    """What there is to tell of norms besides `grad_norm`, by name."""
+    """Norm metrics other than `grad_norm`, by name."""
     of_scaling: Mapping[str, Any]
-    """What there is to tell of the loss's scale, by name."""
+    """Loss-scale metrics, by name."""
     of_preferences: Mapping[str, Any]
-    """What there is to tell of answers, by name."""
+    """Preference metrics, by name."""
     share: torch.Tensor
-    """This rank's part of `loss`; the only thing that differs between ranks. A scalar."""
+    """This rank's part of `loss`, a scalar; the only field that differs between ranks."""
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """A model laid out over ranks, and its optimizer: everything a step needs."""
+    """A parallelized model with its optimizer: everything a step needs."""
 
     layout: ParallelModel
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
     sum_of_losses: SumOfLosses
     told_losses: SumOfLosses
-    """What validation tells."""
+    """The losses used for validation."""
     max_grad_norm: float
     noise_seed: int | None = None
-    """What dropout is drawn from; None where nothing is dropped."""
+    """Seed of dropout and noise; None when the model has neither."""
     preferences: Preferences | None = None
-    """None where tokens are learnt, each by itself."""
+    """None in training on a per-token loss."""
     routers: Routers | None = None
-    """None where a step has nothing to do with them."""
+    """None when a step does nothing with routers."""
     merging: ReLoRA | None = None
-    """None where adapters stay apart from the weights."""
+    """None when adapters are not merged into the weights."""
     norms: Norms | None = None
-    """None where nothing is told of norms but that of all gradients."""
+    """None when only the total gradient norm is logged."""
     scaling: GradScaler | None = None
-    """None where the loss is as it is."""
+    """None without loss scaling."""
     fused: OptimizerInBackward | None = None
-    """What steps the optimizer within the backward pass; None where it steps after that."""
+    """Steps the optimizer in the backward pass; None when it steps afterwards."""
     copies: CPUOffloadedParams | None = None
-    """What the optimizer steps in place of the parameters; None where it steps these."""
+    """CPU copies of the parameters that the optimizer steps; None when it steps the parameters."""
     changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
-    """Where it says that weights, or what the optimizer keeps, are about to change."""
+    """Hooks called before weights or optimizer states are modified."""
 
     def step(
         self,
@@ -90,11 +92,12 @@ class TrainStep:
         number: int,
         references: Sequence[torch.Tensor] = (),
     ) -> StepResult:
-        """Forward, backward and update, of the step with this number, from 0, which decides what
-        is dropped and whether adapters are merged. `references` say what a reference model makes
-        of each micro-batch's answers, [D, A], where preferences are learnt with one. Raises
-        StageError if the gradients are not finite; if a smaller scale of the loss may help, the
-        update is left out instead.
+        """Run forward, backward and update of one step.
+
+        `number` is the step number, from 0; it seeds dropout and decides whether adapters are
+        merged. `references` are the reference log-probs of each micro-batch's completions, [D, A],
+        in preference training with a reference model. Raises StageError if the gradients are not
+        finite; if a smaller loss scale may help, it skips the update instead.
         """
         tokens, trained = self._count(batches)
         scale = self.scaling.scale if self.scaling else 1.0
@@ -126,7 +129,7 @@ class TrainStep:
         is_finite = bool(torch.isfinite(norm))
         if not is_finite and not (self.scaling and self.scaling.can_give_way()):
             raise self._not_finite(batches, norm, number)
-        # Also where no update follows: merging and routers' biases are changes too.
+        # Call the hooks on skipped updates too: merging and router biases also modify weights.
         self.changes.begin()
         if is_finite and not self.fused:
             self._update(trainable, norm)
@@ -141,7 +144,7 @@ class TrainStep:
         loss = self.ranks.total(mine.clone()).item()
         return StepResult(
             loss,
-            # No number is that of gradients that overflowed.
+            # Report 0 on overflow: the norm of overflowed gradients is meaningless.
             norm.item() if is_finite else 0.0,
             tokens,
             trained,
@@ -156,7 +159,7 @@ class TrainStep:
         return self.fused.norm() if self.fused else gradient_norm(trainable, self.ranks)
 
     def _update(self, trainable: Sequence[LocalParam], norm: torch.Tensor) -> None:
-        """One step of the optimizer."""
+        """Clip the gradients and step the optimizer."""
         scale_gradients(trainable, norm, self.max_grad_norm)
         if self.copies:
             self.copies.bring()
@@ -169,7 +172,7 @@ class TrainStep:
     def _not_finite(
         self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int
     ) -> StageError:
-        """The end of a run whose gradients are not finite in the step with this number, from 0."""
+        """Build the error for non-finite gradients in the step with this number, from 0."""
         if self.fused:
             return StageError(
                 f"the gradient norm of step {number + 1} is {norm.item()}, and with "
@@ -199,7 +202,9 @@ class TrainStep:
         return DropoutRNG(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
     def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
-        """Hidden states and head to the sum of the losses of this rank's tokens, divided."""
+        """Return a function from hidden states and LM head to this rank's summed token losses /
+        divisor.
+        """
         labels_T = self.layout.context.part(batch.labels_T)
         labels_T = labels_T.to(self.ranks.device, non_blocking=True)
 
@@ -209,7 +214,11 @@ class TrainStep:
         return reduce
 
     def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        """Tokens and trained tokens of all replicas; each rank that shares one counts it."""
+        """Count tokens and trained tokens of all replicas.
+
+        Every rank of a replica counts the same batch, so the sum is divided by the ranks per
+        replica.
+        """
         mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
         counted = self.ranks.total(torch.tensor(mine, device=self.ranks.device))
         tokens, trained = (counted // self.layout.ranks_per_replica).tolist()
