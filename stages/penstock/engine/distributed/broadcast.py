@@ -1,6 +1,6 @@
-"""What rank 0 tells all ranks, and what each of them tells the others of how it went, as bytes.
+"""Control broadcasts of bytes: messages from rank 0, and error reports from every rank.
 
-On a group of its own, which a rank that failed in the midst of a computation can still speak over.
+They use a process group of their own, so a rank whose computation failed can still communicate.
 Nothing is pickled.
 """
 
@@ -13,10 +13,10 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 
 class ControlBroadcast:
-    """Every rank makes one at the same time, and the same calls."""
+    """Broadcasts of bytes between ranks; every rank must create it and call it in the same order."""
 
     def __init__(self, ranks: ProcessInfo, seconds: float | None = None) -> None:
-        """`seconds`: how long ranks wait for one another; None: half an hour, as torch has it."""
+        """`seconds` is the timeout of a broadcast; None: torch's default, half an hour."""
         self._ranks = ranks
         timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
         group = dist.new_group(backend="gloo", timeout=timeout)
@@ -24,12 +24,17 @@ class ControlBroadcast:
         self._group = group
 
     def heard(self, frame: bytes = b"") -> bytes:
-        """What rank 0 says, on all ranks. They do not wait for ever: rank 0 has to say something,
-        be it nothing, before."""
+        """Broadcast rank 0's `frame` and return it on all ranks.
+
+        Ranks do not wait forever: rank 0 must send something, even an empty frame, before the
+        timeout.
+        """
         return self._from(0, frame)
 
     def agreed(self, fault: bytes | None) -> list[bytes | None]:
-        """What went wrong on each rank, in their order, on all of them; None where nothing did."""
+        """Return the error of each rank, in rank order, on all ranks; None for ranks without an
+        error.
+        """
         marks = torch.zeros(self._ranks.world, dtype=torch.int64)
         marks[self._ranks.rank] = fault is not None
         dist.all_reduce(marks, group=self._group)

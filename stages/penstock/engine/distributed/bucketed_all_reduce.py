@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks that hold the same whole weights, while the backward pass runs."""
+"""Bucketed gradient all-reduce (as in DDP), overlapped with the backward pass."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,23 +9,27 @@ import torch.distributed as dist
 from torch import nn
 
 BUCKET_MB = 25
-"""MiB of gradients that are sent at once: large enough to use the network well, small enough that
-the first are on their way early."""
+"""MiB of gradients in one all-reduce: large enough for bandwidth, small enough that the first
+buckets start early in the backward pass.
+"""
 
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are all-reduced together."""
 
     parameters: list[nn.Parameter]
     missing: int = 0
-    """Gradients that are not there yet."""
+    """How many gradients of the bucket are not computed yet."""
     buffer: torch.Tensor | None = None
     under_way: Any = field(default=None, repr=False)
 
 
 class BucketedAllReduce:
-    """The sums over one group. Every rank must hold the same parameters in the same order."""
+    """All-reduces gradients over one group.
+
+    Every rank must hold the same parameters in the same order.
+    """
 
     def __init__(
         self,
@@ -35,11 +39,14 @@ class BucketedAllReduce:
         overlaps: bool,
         bucket_mb: int = BUCKET_MB,
     ) -> None:
-        """With `overlaps`, buckets are sent as soon as backward has filled them; without it (a
-        backward pass that is none, or several), when `finish` is called."""
+        """With `overlaps`, a bucket is reduced as soon as the backward pass has filled it.
+
+        Without it all buckets are reduced by `finish`, as needed for reentrant checkpointing and
+        pipelines, which run several backward passes.
+        """
         self._group = group
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # Backward reaches the last parameters first.
+        # The backward pass computes the gradients of the last parameters first.
         self._buckets = list(_buckets(trained[::-1], bucket_mb << 20))
         self._collects = False
         self._next = 0
@@ -48,7 +55,7 @@ class BucketedAllReduce:
                 parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
 
     def start(self) -> None:
-        """The backward pass that comes now is the last one of the step."""
+        """Start collecting: the next backward pass is the last one of the step."""
         self._collects, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
@@ -67,7 +74,7 @@ class BucketedAllReduce:
             if not self._collects:
                 return
             bucket.missing -= 1
-            # In one order on all ranks, whatever order gradients come in.
+            # Reduce buckets in the same order on all ranks, in whatever order gradients are ready.
             while self._next < len(self._buckets) and not self._buckets[self._next].missing:
                 self._send()
 
@@ -81,7 +88,7 @@ class BucketedAllReduce:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], full: int) -> Iterable[_Bucket]:
-    """Buckets of `full` bytes, or a little more, and of one dtype."""
+    """Split parameters into buckets of one dtype and at least `full` bytes, except the last."""
     held: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -95,7 +102,7 @@ def _buckets(parameters: Sequence[nn.Parameter], full: int) -> Iterable[_Bucket]
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    # A gradient that this rank has none of is a zero: others may have one.
+    # A missing gradient counts as zero: other ranks may have one.
     return torch.cat([(_zeros(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
 
 
@@ -107,6 +114,6 @@ def _unpack(bucket: _Bucket) -> None:
     assert bucket.buffer is not None
     sizes = [parameter.numel() for parameter in bucket.parameters]
     for parameter, flat in zip(bucket.parameters, bucket.buffer.split(sizes), strict=True):
-        # A view: the buffer lives as long as the gradients, and is not copied again.
+        # A view: the buffer lives as long as the gradients, without a copy.
         parameter.grad = flat.view_as(parameter)
     bucket.buffer = bucket.under_way = None

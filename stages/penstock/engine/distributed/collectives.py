@@ -1,10 +1,10 @@
-"""What passes between ranks of a group where a divided region begins and ends, as autograd sees it.
+"""Autograd collectives at the boundaries of tensor-parallel regions.
 
-Each rank computes a region (attention, the feed-forward network, the head) with some of its
-features, so what comes out of a region has to be summed, and so has the gradient of what goes in.
-These are the functions f, g (Shoeybi et al. 2019, "Megatron-LM", section 3) and, for a residual
-stream of which each rank holds some tokens, g and g-bar (Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models", section 4.2.2).
+Each rank computes a region (attention, the feed-forward network, the LM head) with some of its
+features, so the output of a region has to be all-reduced, and so has the gradient of its input.
+These are the functions f and g (Shoeybi et al. 2019, "Megatron-LM", section 3) and, with sequence
+parallelism, where each rank holds some tokens of the residual stream, g and g-bar (Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2).
 
 T tokens, D model width, V vocabulary, C tokens of a chunk.
 """
@@ -15,25 +15,27 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-# Torch 2.13 has other names for them, and warns of these.
+# Torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Residual = Literal["whole", "split"]
-"""Whether each rank of a group holds all tokens of the residual stream, or its share of them."""
+"""Whether each rank of a group holds all tokens of the residual stream, or its share (sequence
+parallelism).
+"""
 
 
 SumsIn = torch.dtype | None
-"""In what ranks add up; None: in that of what they add."""
+"""The dtype of reductions; None: the dtype of the tensor."""
 
 
 def copy_to_tp_region(
     x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
 ) -> torch.Tensor:
-    """The residual stream's tokens, all of them, as a divided region needs them.
+    """Enter a tensor-parallel region: all tokens of the residual stream on every rank.
 
-    Its gradient is the sum over the group. Each rank gives all tokens (`whole`) or its own
-    consecutive share of them (`split`).
+    The gradient is summed over the group. Each rank passes all tokens (`whole`) or its own
+    consecutive share of them (`split`, which is all-gathered).
     """
     return (_Copy if residual == "whole" else _Gather).apply(x_TD, group, sums)
 
@@ -41,19 +43,19 @@ def copy_to_tp_region(
 def reduce_from_tp_region(
     x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
 ) -> torch.Tensor:
-    """The sum of what the ranks of a group computed: all tokens (`whole`) or a share (`split`).
+    """Leave a tensor-parallel region: all-reduce (`whole`) or reduce-scatter over tokens (`split`).
 
     Raises:
-        ValueError: for `split`, if the tokens cannot be shared evenly.
+        ValueError: for `split`, if the tokens do not divide evenly.
     """
     return (_Sum if residual == "whole" else _Scatter).apply(x_TD, group, sums)
 
 
 def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's consecutive share of tokens that all ranks of a group hold alike.
+    """Keep this rank's consecutive share of tokens that all ranks of a group hold.
 
-    Where they do not divide evenly, zeros are added behind the last. All ranks get the gradient of
-    all tokens.
+    If they do not divide evenly, zeros are appended. In the backward pass all ranks get the
+    gradient of all tokens.
     """
     return _KeepShare.apply(x_TD, group)
 
@@ -61,10 +63,10 @@ def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -
 def gather_from_sequence_parallel(
     x_TD: torch.Tensor, group: dist.ProcessGroup, count: int
 ) -> torch.Tensor:
-    """The first `count` tokens of all ranks' shares, one after another: undoes
+    """All-gather the shares and keep the first `count` tokens: inverse of
     `scatter_to_sequence_parallel`.
 
-    What comes after must be computed alike on all ranks, so that each has the whole gradient.
+    What follows must be computed identically on all ranks, so that each has the complete gradient.
     """
     return _GatherShares.apply(x_TD, group)[:count]
 
@@ -72,15 +74,16 @@ def gather_from_sequence_parallel(
 def gather_columns(
     x_CV: torch.Tensor, group: dist.ProcessGroup, widths: Sequence[int]
 ) -> torch.Tensor:
-    """The columns of all ranks, `widths[i]` of rank i, side by side.
+    """All-gather columns side by side, `widths[i]` columns from rank i.
 
-    Each rank must make the same of them: a column's gradient is taken from its own rank alone.
+    What follows must be computed identically on all ranks: the gradient of a rank's columns is
+    taken from that rank alone, without communication.
     """
     return _GatherColumns.apply(x_CV, group, widths)
 
 
 def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The equally large tensors of all ranks, one after the other along dimension 0."""
+    """All-gather equally large tensors along dimension 0."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     _all_gather(out, x, group=group)
@@ -88,7 +91,7 @@ def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _summed(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
-    # A copy: whoever made the tensor may still need it.
+    # A copy: the caller may still need the tensor.
     total = x.to(sums or x.dtype, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
@@ -97,7 +100,7 @@ def _summed(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Te
 def _scattered(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
     tokens, rest = divmod(x.shape[0], group.size())
     if rest:
-        # Said here because a backend may end the process over it without a word.
+        # Checked here because a backend may abort the process without a message.
         raise ValueError(f"{x.shape[0]} tokens cannot be shared evenly by {group.size()} ranks")
     out = x.new_empty((tokens, *x.shape[1:]), dtype=sums)
     _reduce_scatter(out, x.to(out.dtype).contiguous(), group=group)
@@ -150,7 +153,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def local_share(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What `scatter_to_sequence_parallel` keeps of a tensor that has no gradient."""
+    """Return the share that `scatter_to_sequence_parallel` keeps, for a tensor without gradient."""
     if padding := -x.shape[0] % group.size():
         x = torch.cat((x, x.new_zeros((padding, *x.shape[1:]))))
     return x.chunk(group.size())[group.rank()].contiguous()
@@ -185,7 +188,7 @@ class _GatherColumns(torch.autograd.Function):
     ) -> torch.Tensor:
         rank = group.rank()
         ctx.first, ctx.width = sum(widths[:rank]), widths[rank]
-        # Collectives want equal sizes.
+        # Collectives need equal sizes.
         padded = torch.nn.functional.pad(x, (0, max(widths) - widths[rank]))
         parts = gathered(padded, group).chunk(group.size())
         return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1)

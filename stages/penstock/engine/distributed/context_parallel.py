@@ -1,10 +1,11 @@
-"""Context parallelism: several ranks share the tokens of each row, and only attention notices.
+"""Context parallelism: the tokens of each packed sequence are split over ranks; only attention
+communicates.
 
-Over the ring axis tokens stay and keys and values travel (`ring.py`); over the ulysses axis tokens
-are exchanged for heads (`ulysses.py`). With both, a ring rank's tokens are cut over its ulysses
-ranks, and the ring runs on the share of the heads that each of these gets.
+Over the ring axis keys and values are sent (`ring_attention.py`); over the ulysses axis an
+all-to-all exchanges tokens for heads (`ulysses.py`). With both, the tokens of a ring rank are split
+over its ulysses ranks, and ring attention runs on the share of the heads that each of these gets.
 
-T tokens of a row or micro-batch, padding included.
+T tokens of a packed sequence or micro-batch, padding included.
 """
 
 from dataclasses import replace
@@ -29,10 +30,10 @@ def multiple(degrees: ParallelDims) -> int:
 
 
 class ContextParallel:
-    """This rank's share of the tokens of a row, and attention from them to all of it."""
+    """This rank's share of the tokens of packed sequences, and attention from it to all tokens."""
 
     def __init__(self, mesh: Mesh) -> None:
-        """Every rank of the mesh must make one at the same time."""
+        """Every rank of the mesh must create it at the same time."""
         self.multiple = multiple(mesh.degrees)
         """What T must be a multiple of."""
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
@@ -44,11 +45,14 @@ class ContextParallel:
 
     @property
     def keeps(self) -> bool:
-        """Whether `attend` knows passes that fill or read a cache of keys and values."""
+        """Whether `attend` supports passes with a KV cache."""
         return self._ring is None
 
     def mine(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens. What is not a tensor stays that of the whole micro-batch."""
+        """Slice the batch to this context-parallel rank.
+
+        Non-tensor fields still describe the full micro-batch.
+        """
         return replace(
             batch,
             input_ids_T=self.part(batch.input_ids_T),
@@ -57,7 +61,9 @@ class ContextParallel:
         )
 
     def segments(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
-        """What `attend` needs to know of a micro-batch's documents, once for all layers."""
+        """The document boundaries of a micro-batch as `attend` needs them, built once for all
+        layers.
+        """
         spans = batch.spans()
         if self._ring:
             return ring_segments(
@@ -67,22 +73,23 @@ class ContextParallel:
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows)
 
     def attend(self, backend: str) -> AttentionFn:
-        """Attention from this rank's tokens to the whole row's, on `attention`'s backend."""
+        """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else keeping(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
 
     def total(self, mine: torch.Tensor) -> torch.Tensor:
-        """The sum of what the ranks that share a row found, on all of them.
+        """All-reduce `mine` over the context-parallel ranks.
 
-        The gradient of each one's own is the sum's: what is made of it must be made alike on all.
+        The gradient of each rank's term is the gradient of the sum, so what follows must be
+        computed identically on all ranks.
         """
         for group in self._groups:
             mine = reduce_from_tp_region(mine, group, "whole")
         return mine
 
     def part(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what there is for each token of a micro-batch."""
+        """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )

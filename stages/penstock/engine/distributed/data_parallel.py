@@ -1,4 +1,4 @@
-"""What the settings say of one model over a mesh, in the words of the files beside this one."""
+"""Data parallelism: FSDP2 sharding, or replicated weights with gradient all-reduce (DDP)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,30 +30,31 @@ from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 
 
 class GradSync(Protocol):
-    """What happens to gradients as a step goes on."""
+    """Gradient reduction over the passes of a step."""
 
     def before(self, *, last: bool) -> None:
-        """A forward and backward pass begins; `last`: of the step."""
+        """Called before each forward and backward pass; `last` marks the last one of the step."""
         ...
 
     def finish(self) -> None:
-        """The step's last backward pass has ended; return when all gradients are sums."""
+        """Called after the step's last backward pass; returns when all gradients are reduced."""
         ...
 
 
 @dataclass(frozen=True)
 class FSDPPolicy:
-    """How weights are sharded."""
+    """The FSDP2 settings."""
 
     kept: ReshardAfter
     compute: torch.dtype | None
-    """Of gathered weights and activations; None: the weights' own."""
+    """The dtype of gathered weights and activations; None: the dtype of the weights."""
     reduce: torch.dtype | None
-    """Of gradients on their way; None: the dtype of compute."""
+    """The dtype of gradient reduction; None: the compute dtype."""
     offload: bool
-    """Whether sharded weights, gradients and optimizer states lie in host memory."""
+    """Whether sharded weights, gradients and optimizer states are offloaded to host memory."""
     prefetch: bool
-    """Whether the next unit's weights are gathered during the forward pass of this one."""
+    """Whether the weights of the next unit are gathered during the forward pass of the current one.
+    """
 
 
 def shard(
@@ -67,14 +68,14 @@ def shard(
 ) -> None:
     """Shard parameters with FSDP2, unit by unit, in place.
 
-    `mesh` has copies along `replicate` and parts along `shard`. `exact` are modules whose weights
-    are never cast: units of their own, where others are. `elsewhere` are modules with a mesh of
-    their own.
+    `mesh` replicates along `replicate` and shards along `shard` (HSDP). The weights of `exact`
+    modules are never cast; they are separate units if other weights are cast. `elsewhere` are
+    modules with a mesh of their own.
     """
     mixed = MixedPrecisionPolicy(param_dtype=how.compute, reduce_dtype=how.reduce)
     uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce)
     apart = [module for module in exact if how.compute is not None and module not in units]
-    # Without copies the one-dimensional mesh saves a collective per unit.
+    # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     pinned = torch.cuda.is_available()
     offload = CPUOffloadPolicy(pin_memory=pinned) if how.offload else OffloadPolicy()
@@ -95,53 +96,55 @@ def shard(
             reshard_after_forward=frees,
             offload_policy=offload,
         )
-    # The root is needed again first thing in backward; resharding it would only gather it twice.
+    # The backward pass needs the root first; resharding it would only gather it a second time.
     fully_shard(
         model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False, offload_policy=offload
     )
     for module in _sharded_modules(model):
-        # A factor of 1 with a forced sum is exact on NCCL and gloo alike, also on one rank.
+        # A divide factor of 1 with a forced sum is exact on NCCL and gloo, also on one rank.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     if how.prefetch:
-        # Modules are listed in the order they run in, which units written by name need not be.
+        # Modules are listed in execution order; `basic_modules` need not be.
         in_order = [module for module in _sharded_modules(model) if module is not model]
         for unit, following in pairwise(in_order):
             unit.set_modules_to_forward_prefetch([following])
 
 
 class FSDPSync:
-    """FSDP2 sums gradients by itself; it has to be told which backward pass is the last."""
+    """Gradient sync of FSDP2, which reduces by itself but must know which backward pass is the
+    last.
+    """
 
     def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
         self._kept = kept
 
     def before(self, *, last: bool) -> None:
-        """Gradients stay where they are, and unreduced, until the last pass."""
+        """Accumulate gradients without reduction until the last pass."""
         for part in self._parts:
             part.set_requires_gradient_sync(last)
             part.set_is_last_backward(last)
             part.set_reshard_after_backward(last or self._kept != "step")
 
     def finish(self) -> None:
-        """They were summed during the last pass."""
+        """FSDP2 reduced the gradients during the last pass."""
 
 
 class ReplicatedSync:
-    """Every rank holds whole weights, and gradients are summed over those that share them."""
+    """Gradient sync of replicated weights: all-reduce over the ranks that share them."""
 
     def __init__(self, sums: Sequence[BucketedAllReduce]) -> None:
-        """Those of weights with which other ranks compute too."""
+        """`sums` are the all-reduces of weights that other ranks also hold."""
         self._sums = sums
 
     def before(self, *, last: bool) -> None:
-        """Gradients stay local until the last pass."""
+        """Keep gradients local until the last pass."""
         for sums in self._sums if last else ():
             sums.start()
 
     def finish(self) -> None:
-        """Wait for the sums."""
+        """Wait for the all-reduces."""
         for sums in self._sums:
             sums.finish()
 
@@ -153,9 +156,9 @@ def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
 def shard_parts(
     parts: Iterable[Decoder], mesh: Mesh, train: TrainConfig, basic_modules: list[str]
 ) -> None:
-    """Shard each part under `fsdp2`; under the other modes do nothing.
+    """Shard each part under `fsdp2`; do nothing in the other modes.
 
-    Raises CapabilityError for a name in `basic_modules` that is no module's.
+    Raises CapabilityError for a name in `basic_modules` that matches no module.
     """
     if train.data_parallel_mode != "fsdp2":
         return
@@ -175,14 +178,14 @@ def shard_parts(
 
 
 def separately_sharded_experts(part: Decoder, mesh: Mesh) -> list[nn.Module]:
-    """The experts of a part's layers, where they lie otherwise than other weights."""
+    """The experts of a part's layers if expert parallelism shards them over another mesh."""
     if not mesh.parts_experts:
         return []
     return [mixture.experts for mixture in moe_layers(part)]
 
 
 def sharding(train: TrainConfig) -> FSDPPolicy:
-    """What the settings say of weights that are sharded."""
+    """The FSDP2 settings of a run."""
     computes_in: torch.dtype = getattr(torch, train.computes_in)
     return FSDPPolicy(
         kept=reshard_policy(train),
@@ -196,10 +199,10 @@ def sharding(train: TrainConfig) -> FSDPPolicy:
 def gradient_sync(
     train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], held: Sequence[LocalParam]
 ) -> GradSync:
-    """Who sums gradients over the ranks that compute other tokens."""
+    """Return the gradient sync over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
         return FSDPSync(parts, reshard_policy(train))
-    # The reentrant kind of recomputation is a backward pass within the backward pass.
+    # Reentrant checkpointing runs a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
     by_copies: dict[int, list[LocalParam]] = {}
@@ -220,10 +223,10 @@ def gradient_sync(
 
 
 def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
-    """The modules that are gathered one at a time: what the user named inside layers, then layers.
+    """The FSDP units: modules that `basic_modules` names inside layers, then the layers.
 
-    A name is a module's last name (`mlp`) or its class (`FeedForward`). Raises CapabilityError for
-    one that is nowhere, also in other parts of the model.
+    A name is the last part of a module's name (`mlp`) or its class (`FeedForward`). Raises
+    CapabilityError for a name without a match, also in other parts of the model.
     """
     units: list[nn.Module] = []
     for wanted in basic_modules:
@@ -245,7 +248,7 @@ def _called(wanted: str, model: Decoder) -> list[nn.Module]:
 
 
 def _outline(config: DecoderConfig) -> Decoder:
-    """A model with a layer of each kind: what every part of it may be called."""
+    """A meta model with one layer of each kind, to check module names against."""
     sparse = config.experts.layers[:1] if config.experts else ()
     with torch.device("meta"):
         return Decoder(config, part=PipelineStageModules([0, *sparse]))
@@ -257,7 +260,7 @@ def local_params(
     mesh: Mesh,
     train: TrainConfig,
 ) -> list[LocalParam]:
-    """Every parameter of the parts as it lies now, and which pieces of which tensors it is."""
+    """Every parameter of the parts as it is sharded now, with the checkpoint tensors it is part of."""
     copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
     found: list[LocalParam] = []
     for part, pieces_here in zip(parts, pieces, strict=True):
@@ -268,7 +271,7 @@ def local_params(
         }
         for name, parameter in part.named_parameters():
             its = pieces_here[name]
-            # A head that is a copy of the embedding is treated like it, also by its name.
+            # A head that is a copy of the tied embedding is treated as the embedding, also by name.
             is_copy = name == HEAD_WEIGHT and its[0].tensor == part.config.names.embedding
             called = EMBEDDING_WEIGHT if is_copy else name
             group = of_experts if id(parameter) in apart else copying
@@ -277,7 +280,7 @@ def local_params(
 
 
 def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
-    """The ranks that hold the very same of most weights as this one; None where it alone does."""
+    """The ranks that hold the same part of most weights as this one; None if there is no other."""
     if train.data_parallel_mode != "fsdp2":
         return mesh.group(*ROWS)
     replicate = mesh.weights(train.cp_fsdp_mode)["replicate"]
@@ -285,7 +288,7 @@ def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
 
 
 def _copying_experts(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
-    """The same of experts."""
+    """The ranks that hold the same part of the experts as this one; None if there is no other."""
     if train.data_parallel_mode == "fsdp2" or not mesh.parts_experts:
         return None
     alike = mesh.experts()["shard"]

@@ -1,11 +1,13 @@
-"""Expert parallelism through DeepEP: tokens travel over NVLink, each once to every rank that has
-some of its experts (https://github.com/deepseek-ai/DeepEP, its `Buffer`; an optional package).
+"""DeepEP token dispatch: expert parallelism over NVLink (https://github.com/deepseek-ai/DeepEP).
 
-Weights travel with the tokens, so each rank weighs and adds up what its own experts make of a
-token, and what comes back are the sums of ranks. In bf16 these are rounded once more than the rows
-that `expert.Dispatch` gets back.
+Each token is sent once to every rank that holds some of its experts. Uses `Buffer` of the optional
+package.
 
-T tokens of this rank, S tokens that arrive, D model width, K experts per token.
+Routing weights are sent with the tokens, so each rank weights and sums the outputs of its own
+experts for a token, and these partial sums are sent back. In bf16 they are rounded once more than
+the rows that `expert_parallel.Dispatch` gets back.
+
+T tokens of this rank, S received tokens, D model width, K experts per token.
 """
 
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
@@ -23,25 +25,25 @@ from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert
 
 BYTES = 2
-"""Of a number that travels: it takes bfloat16 alone."""
+"""Bytes of an element that is sent: DeepEP takes bfloat16 only."""
 
 ALIGNMENT = 128
-"""Bytes that a buffer's size is a multiple of."""
+"""The buffer size must be a multiple of so many bytes."""
 
 Combining = Literal["at_once", "meanwhile"]
-"""Whether what experts made is waited for where it is sent, or where it is used."""
+"""Whether combine waits for its result at once, or where the result is used (overlap)."""
 
 
 class Event(Protocol):
-    """The end of what a buffer was asked for."""
+    """The completion event of a buffer operation."""
 
     def current_stream_wait(self) -> None:
-        """Let what is computed from here on wait for it."""
+        """Make the current stream wait for it."""
         ...
 
 
 class Buffer(Protocol):
-    """What is used of `deep_ep.Buffer`."""
+    """The part of `deep_ep.Buffer` that is used here."""
 
     def get_dispatch_layout(
         self, topk_idx: torch.Tensor, num_experts: int
@@ -57,11 +59,12 @@ class Buffer(Protocol):
 
 
 def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_sms: int) -> Buffer:
-    """Memory of this rank that the others of the group write into; called by all of them.
+    """Open the communication buffer of this rank; a collective call.
 
-    `width` is the model's. Raises ConfigError if DeepEP's kernels need more memory than that.
+    `width` is the model width. Raises ConfigError if DeepEP's kernels need more memory than
+    `gigabytes`.
     """
-    # Loads kernels for the GPU: not before this process has chosen one.
+    # The import loads GPU kernels, so it must follow the choice of this process's device.
     from deep_ep import Buffer  # noqa: PLC0415
 
     Buffer.set_num_sms(num_sms)
@@ -82,15 +85,17 @@ def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_s
 
 
 class DeepEP:
-    """The sockets `dispatch` and `arrive` of one mixture whose experts are on several ranks."""
+    """The `dispatch` and `arrive` hooks of one MoE layer whose experts are on several ranks."""
 
     def __init__(self, buffer: Buffer, num_experts: int, *, combining: Combining) -> None:
-        """`num_experts` are those of all ranks; each has equally many, in the order of ranks."""
+        """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
+        order.
+        """
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
         self._on_its_way: _Return | None = None
 
     def plug(self, mixture: MoE) -> None:
-        """Into a mixture that has this rank's experts."""
+        """Register the hooks on an MoE layer that holds this rank's experts."""
         mixture.dispatch = self
         if self._combining == "meanwhile":
             mixture.arrive = self.arrive
@@ -103,11 +108,13 @@ class DeepEP:
         experts: Experts,
         /,
     ) -> torch.Tensor:
-        """Send each token to the ranks of its experts, and add up what comes back, [T, D]. Unless
-        waited for at once, this is not there before `arrive`."""
+        """Dispatch tokens to the ranks of their experts and combine the outputs, [T, D].
+
+        Unless combining waits at once, the result is not complete before `arrive`.
+        """
         trip = _Trip(self._buffer, self._num_experts)
         x_SD, choice_SK, weights_SK = _Send.apply(x_TD, choice_TK, weights_TK, trip)
-        # Of most tokens some experts are elsewhere: their copies come last, and are left out.
+        # Most tokens also have experts on other ranks: those copies are sorted last and left out.
         order = sort_by_expert(choice_SK, experts.num_experts)
         order = replace(order, copy_of_row=order.copy_of_row[: trip.num_rows])
         operations = experts.operations
@@ -119,24 +126,24 @@ class DeepEP:
         return _CombineMeanwhile.apply(made_SD, self._on_its_way)
 
     def arrive(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """What was dispatched last, once it is there."""
+        """Wait for the last combine and return its result."""
         returned, self._on_its_way = self._on_its_way, None
         assert returned, "what arrives has been dispatched"
         return _Arrive.apply(y_TD, returned)
 
 
 class _Trip:
-    """Of tokens that were sent: how to send others the same way, and back."""
+    """The dispatch layout of sent tokens, reused to combine and for the backward pass."""
 
     def __init__(self, buffer: Buffer, num_experts: int) -> None:
         self.buffer, self.num_experts = buffer, num_experts
         self.handle: Any = None
         self.num_rows = 0
-        """Copies of arrived tokens that have an expert here."""
+        """Copies of received tokens that have an expert on this rank."""
 
 
 class _Return:
-    """What is on its way back: outputs in the forward pass, their gradients in a backward one."""
+    """A combine in progress: outputs in the forward pass, their gradients in the backward pass."""
 
     def __init__(self, trip: _Trip) -> None:
         self.trip = trip
@@ -144,14 +151,14 @@ class _Return:
         self.grad_SD: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Let what is computed from here on wait for it."""
+        """Make the current stream wait for it."""
         assert self.event, "nothing is on its way"
         self.event.current_stream_wait()
         self.event = None
 
 
 class _Send(torch.autograd.Function):
-    """Tokens to the ranks of their experts; the gradient is added up on its way back."""
+    """Dispatch tokens to the ranks of their experts; the backward pass combines the gradients."""
 
     @staticmethod
     def forward(
@@ -190,7 +197,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Each token's sums from all ranks, added up; the gradient goes to the ranks of its experts."""
+    """Combine each token's partial sums from all ranks; the backward pass dispatches the gradient."""
 
     @staticmethod
     def forward(ctx: Any, made_SD: torch.Tensor, trip: _Trip) -> torch.Tensor:
@@ -203,7 +210,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _CombineMeanwhile(torch.autograd.Function):
-    """The same, without waiting."""
+    """`_Combine` without waiting for the result."""
 
     @staticmethod
     def forward(ctx: Any, made_SD: torch.Tensor, returned: _Return) -> torch.Tensor:
@@ -224,8 +231,11 @@ class _CombineMeanwhile(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The same tokens, once they are there. Their gradient is sent without waiting: autograd goes
-    on with what was computed between, before it comes to the experts."""
+    """Wait for the combined tokens.
+
+    The backward pass dispatches their gradient without waiting: autograd continues with the
+    operations in between before it reaches the experts.
+    """
 
     @staticmethod
     def forward(ctx: Any, y_TD: torch.Tensor, returned: _Return) -> torch.Tensor:
@@ -241,6 +251,6 @@ class _Arrive(torch.autograd.Function):
 
 
 def _sent_again(dy_TD: torch.Tensor, trip: _Trip, **how: Any) -> tuple[torch.Tensor, Event]:
-    """Other numbers of the same tokens, to where those were sent."""
+    """Dispatch other values of the same tokens with the layout of the first dispatch."""
     dy_SD, *_, event = trip.buffer.dispatch(dy_TD.contiguous(), handle=trip.handle, **how)
     return dy_SD, event

@@ -1,6 +1,6 @@
-"""Whether this machine can send tokens over NVLink with DeepEP: judged before ranks start.
+"""DeepEP requirements: checks for GPUs, NVLink and the package before ranks start.
 
-No torch here. What cannot be known without it, the ranks judge themselves.
+No torch here. The ranks check what needs torch.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,20 @@ from penstock.core.machine.gpus import Gpus
 
 PACKAGE = "deep_ep"
 OLDEST = (9, 0)
-"""The CUDA capability from which its kernels are used here."""
+"""The lowest CUDA compute capability supported here."""
 
 
 def require_nvlink(run: RunConfig, gpus: Gpus) -> None:
-    """Refuse `model.ep_dispatch: deepep` without its package, or without GPUs that are new enough
-    and joined by NVLink. Raises CapabilityError."""
+    """Reject `model.ep_dispatch: deepep` without its package, recent GPUs or NVLink.
+
+    Raises CapabilityError.
+    """
     if run.model.ep_dispatch == "deepep":
         _refuse(_lacking(gpus))
 
 
 def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> None:
-    """Refuse `model.ep_dispatch: deepep` where experts are shared by ranks of several machines.
+    """Reject `model.ep_dispatch: deepep` if an expert-parallel group spans several machines.
 
     `world` processes fit the layout. Raises CapabilityError.
     """
@@ -69,7 +71,7 @@ def _apart(run: RunConfig, world: int, ranks_per_machine: int) -> str | None:
 
 
 def _ranks_that_share(train: TrainConfig, world: int) -> Iterator[range]:
-    """The groups that `mesh.Mesh.experts` makes of the ranks of each pipeline stage."""
+    """The expert-parallel groups of `device_mesh.Mesh.experts` for each pipeline stage."""
     stage, count = world // train.pipeline_parallel_size, train.expert_parallel_size
     groups = stage // count
     for first in range(0, world, stage):

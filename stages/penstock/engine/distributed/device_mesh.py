@@ -1,7 +1,7 @@
-"""The ranks of a run as a grid, and the groups of those that differ in some of its axes only.
+"""Device mesh: ranks as a grid of parallel dimensions, and the process groups along its axes.
 
-The one file that says which rank stands where. Ranks of the last axis are neighbours, which talk
-the most; those of the first talk the least.
+This is the only file that decides the position of a rank. Ranks along the last axis are neighbours
+and communicate most; those along the first axis communicate least.
 """
 
 import math
@@ -16,10 +16,10 @@ from penstock.engine.distributed.parallel_dims import ParallelDims
 
 Axis = Literal["pipeline", "replicate", "shard", "ring", "ulysses", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
-"""Outermost first."""
+"""The axes, outermost first."""
 
 Folding = Literal["all", "ulysses_only", "ring_only", "none"]
-"""Which of the axes that split rows also hold parts of the weights (`train.cp_fsdp_mode`)."""
+"""Which context-parallel axes also shard the weights (`train.cp_fsdp_mode`)."""
 
 FOLDED: dict[Folding, tuple[Axis, ...]] = {
     "all": ("ring", "ulysses"),
@@ -29,10 +29,10 @@ FOLDED: dict[Folding, tuple[Axis, ...]] = {
 }
 
 Placement = Literal["neighbours", "strangers"]
-"""Which ranks share a layer's experts (`train.ep_outside`)."""
+"""Which ranks form an expert-parallel group (`train.ep_outside`)."""
 
 ROWS: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
-"""Axes whose ranks compute other tokens with the same weights: over these gradients are summed."""
+"""Axes whose ranks compute other tokens with the same weights; gradients are summed over them."""
 
 
 class Mesh:
@@ -46,9 +46,9 @@ class Mesh:
         *,
         experts: Placement = "neighbours",
     ) -> None:
-        """The world must have as many ranks as the degrees multiply to.
+        """The world size must be the product of the degrees.
 
-        Experts are shared by `neighbours`, or by `strangers`: ranks as far apart as can be.
+        Experts are shared by `neighbours`, or by `strangers`: ranks as far apart as possible.
         """
         self._placement: Placement = experts
         self.degrees, self.rank = degrees, rank
@@ -59,11 +59,11 @@ class Mesh:
         self._views: dict[object, DeviceMesh] = {}
 
     def size(self, *axes: Axis) -> int:
-        """Ranks along these axes."""
+        """The number of ranks along these axes."""
         return math.prod(getattr(self.degrees, axis) for axis in axes)
 
     def index(self, *axes: Axis) -> int:
-        """This rank's number among those that differ from it in these axes only."""
+        """This rank's index among those that differ from it in these axes only."""
         found = 0
         for axis in axes:
             found = found * self.size(axis) + self._place[axis]
@@ -74,11 +74,12 @@ class Mesh:
         return self._laid([axes])[self._others([axes])].tolist()
 
     def group(self, *axes: Axis) -> dist.ProcessGroup | None:
-        """The group of those ranks; None where this one is alone."""
+        """The process group of those ranks; None if this rank is the only one."""
         return self._view([axes]).get_group("0") if self.size(*axes) > 1 else None
 
     def neighbours(self, count: int) -> dist.ProcessGroup | None:
-        """The group of `count` ranks in a row along `tensor` that this one is of; None for one.
+        """The group of `count` consecutive ranks along `tensor` that includes this rank; None for
+        one.
 
         `count` must divide the size of the axis.
         """
@@ -93,14 +94,17 @@ class Mesh:
         return self._views[key].get_group("near")
 
     def weights(self, folding: Folding) -> DeviceMesh:
-        """How weights lie: copies along `replicate`, parts along `shard`."""
+        """The weight mesh: replicas along `replicate`, shards along `shard` (HSDP)."""
         shard: tuple[Axis, ...] = ("shard", *FOLDED[folding])
         replicate: tuple[Axis, ...] = tuple(axis for axis in ROWS if axis not in shard)
         return self._view([replicate, shard], names=("replicate", "shard"))["replicate", "shard"]
 
     def experts(self) -> DeviceMesh:
-        """The ranks of this pipeline stage as experts see them: `expert` are those that share a
-        layer's experts, `shard` those that hold the same ones and part their weights."""
+        """The expert mesh of this pipeline stage.
+
+        `expert` ranks share a layer's experts; `shard` ranks hold the same experts and shard their
+        weights.
+        """
         if "experts" not in self._views:
             stages = self._grid.reshape(self.size("pipeline"), -1)
             count = self.degrees.expert
@@ -117,13 +121,13 @@ class Mesh:
 
     @property
     def parts_experts(self) -> bool:
-        """Whether experts lie otherwise than the other weights."""
+        """Whether experts are sharded differently from the other weights."""
         return self.degrees.expert > 1 or self.degrees.tensor > 1
 
     def _view(
         self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None
     ) -> DeviceMesh:
-        """The grid with other axes: one of each part, after one of all that is in none."""
+        """The grid reshaped to one axis per part, after one axis of all remaining axes."""
         key = tuple(parts), names
         if key not in self._views:
             self._views[key] = DeviceMesh(
@@ -134,7 +138,7 @@ class Mesh:
         return self._views[key]
 
     def _laid(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
-        """Rank numbers, shape [all others, *sizes of the parts]."""
+        """Rank numbers, shape [remaining, *sizes of the parts]."""
         rest: tuple[Axis, ...] = tuple(
             axis for axis in AXES if not any(axis in part for part in parts)
         )

@@ -1,10 +1,10 @@
-"""Expert parallelism: each rank of a group holds some of a layer's experts, and tokens travel.
+"""Expert parallelism: a layer's experts are split over ranks; tokens are exchanged by all-to-all.
 
-Nothing is dropped and nothing padded: every rank sends each other one the rows that chose its
-experts, however many these are, and gets back what became of them (Lepikhin et al. 2020, "GShard";
-Gale et al. 2022, "MegaBlocks", for experts of uneven load).
+No tokens are dropped and none are padded: every rank sends each other rank the rows routed to its
+experts, however many, and gets their outputs back (Lepikhin et al. 2020, "GShard"; Gale et al.
+2022, "MegaBlocks", for experts of uneven load).
 
-T tokens of this rank, D model width, K experts per token, E experts in all, R rows that arrive.
+T tokens of this rank, D model width, K experts per token, E experts in all, R received rows.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert, unpermute
 
 Plug = Callable[[MoE, dist.ProcessGroup, int], None]
-"""Gives a mixture, whose experts are on the ranks of a group and so many in all, its sockets."""
+"""Registers a token dispatcher on an MoE layer, given its group and total number of experts."""
 
 
 def moe_layers(model: Decoder) -> list[MoE]:
-    """The mixtures of experts in a model, in the order of its layers."""
+    """The MoE layers of a model, in layer order."""
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
-    """Keep of every layer's experts those that are this rank's, and let tokens travel as `plug`
-    says; in place.
+    """Keep this rank's experts of every layer and register a token dispatcher with `plug`; in
+    place.
 
-    To be called on every rank before anything is sharded. The ranks that share experts must be as
-    many as divide the experts. Without any that share: nothing.
+    Call it on every rank before anything is sharded. The size of the expert-parallel group must
+    divide the number of experts. Does nothing without expert parallelism.
     """
     if mesh.degrees.expert == 1:
         return
@@ -45,7 +45,7 @@ def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
         total = experts.num_experts
         assert total % size == 0, f"{total} experts over {size} ranks"
         experts.num_experts = total // size
-        # With those of adapters that each expert has for itself.
+        # Including the adapters of each expert.
         for name, parameter in list(experts.named_parameters()):
             mine = parameter.detach().chunk(size)[index].clone()
             owner, _, leaf = name.rpartition(".")
@@ -55,20 +55,21 @@ def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
 
 
 def use_all_to_all_dispatcher(mixture: MoE, group: dist.ProcessGroup, total: int) -> None:
-    """Tokens travel by the collectives that every backend has."""
+    """Dispatch tokens by all-to-all, which every backend supports."""
     mixture.dispatch = Dispatch(group, total)
 
 
 class Dispatch:
-    """The socket of a mixture whose experts are on several ranks.
+    """All-to-all token dispatcher of an MoE layer whose experts are on several ranks.
 
-    Five messages in a layer and micro-batch: how many rows go where, the rows, and back what was
-    made of them; in the backward pass the gradients of both. Where the layer is recomputed, the
-    first three are repeated.
+    Five all-to-alls per layer and micro-batch: the row counts, the rows, their outputs, and in the
+    backward pass the gradients of both. With activation checkpointing the first three are repeated.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """`num_experts` are those of all ranks; each has equally many, in the order of ranks."""
+        """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
+        order.
+        """
         self.group, self.num_experts = group, num_experts
 
     def __call__(
@@ -79,17 +80,17 @@ class Dispatch:
         experts: Experts,
         /,
     ) -> torch.Tensor:
-        """Send each row to the rank of its expert, and add up what comes back, [T, D]."""
+        """Send each row to the rank of its expert, and sum the outputs that come back, [T, D]."""
         operations = experts.operations
         order = sort_by_expert(choice_TK, self.num_experts)
-        # Sorted by expert, rows are sorted by rank as well.
+        # Rows sorted by expert are sorted by rank as well.
         rows = operations.permute(x_TD, order)
         leaving = order.counts.reshape(self.group.size(), -1)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=self.group)
         sends, receives = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
         arrived_RD = _Exchange.apply(rows, sends, receives, self.group)
-        # They come by rank, and for each rank by expert.
+        # Received rows are ordered by source rank, then by expert.
         numbers = torch.arange(experts.num_experts, device=arriving.device)
         expert_R = numbers.repeat(self.group.size()).repeat_interleave(arriving.flatten())
         here = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
@@ -100,8 +101,10 @@ class Dispatch:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to other ranks, `sends[i]` of them to rank i, and `receives[i]` from it. Its gradient
-    goes the other way."""
+    """All-to-all of rows: `sends[i]` to rank i and `receives[i]` from it.
+
+    The backward pass runs the reverse all-to-all.
+    """
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
-"""A group of this process and of processes that are no ranks of ours, to which tensors go out.
+"""External process group: broadcasts tensors to processes that are not training ranks.
 
-This process is its rank 0 and holds the store at which all meet. Others find each other there by
-torch's own `init_process_group` machinery, under `<name>`, `<name>/` and the kind of device in
-front of every key, which is how SGLang, and what grew out of OpenRLHF, join such a group. It is
-none of torch's registered groups, so that nothing of training waits for it or is split off it, and
-it can be left while others still hang in it.
+This process is rank 0 of the group and hosts the store for rendezvous. The others join with torch's
+`init_process_group` machinery, which puts `<name>`, `<name>/` and the device type before every key;
+SGLang, and projects derived from OpenRLHF, join such a group this way. It is not registered with
+torch, so training never waits for it and no group is split from it, and this process can leave it
+while others still hang in it.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from penstock.core import env
 from penstock.engine.launch.stores import listening_store
 
 ENDS_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""NCCL's watchdog, and whoever watches that, would else end this process for a fault of somebody
-else's."""
+"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another process.
+"""
 
 WITHOUT_NUMBERS = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Types that backends do not know. They go out as the bytes that they are."""
+"""Dtypes that backends do not support; they are sent as bytes."""
 
 
 class ExternalProcessGroup:
-    """Rank 0 of it. `join` comes first, in one thread; `abandon` may be called in another."""
+    """Rank 0 of the group. Call `join` first, in one thread; another thread may call `abandon`."""
 
     def __init__(
         self,
@@ -46,38 +46,40 @@ class ExternalProcessGroup:
     ) -> None:
         """Listen at `address` and `port` (0: a free one) for the others of `size`.
 
-        Whatever takes longer than `seconds` fails, and so does a tensor over gloo that takes longer
-        than `tensor_seconds`. Raises OSError where one cannot listen there, or there is no one
-        address.
+        Operations that take longer than `seconds` fail, and so does a tensor over gloo that takes
+        longer than `tensor_seconds`. Raises OSError if it cannot listen there, or if the address is
+        unspecified.
         """
         self._size, self._device, self._address = size, device, address
         self._timeout = datetime.timedelta(seconds=seconds)
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
         found = str(socket.getaddrinfo(address, None)[0][4][0])
         if ipaddress.ip_address(found.partition("%")[0]).is_unspecified:
-            # Anybody may write to a store, and others could not reach it there.
+            # Anybody could write to a store on all interfaces, and 0.0.0.0 is no address to connect
+            # to.
             raise OSError("that is every address of this machine, and one is wanted")
         self._server, self.port = listening_store(address, port, timeout=self._timeout, size=size)
-        # Another connection: where the server goes, what waits at this one ends.
+        # A separate connection: closing the server ends what waits on this one.
         store = TCPStore(address, self.port, size, timeout=self._timeout, wait_for_workers=False)
         self._store = PrefixStore(
             f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store))
         )
-        # Of torch's, whose stubs leave out most of what it does.
+        # Untyped: torch's stubs leave out most of its methods.
         self._backend: Any = None
 
     @property
     def kind(self) -> str:
-        """What torch calls the backend, which the others are to use as well."""
+        """The backend, by torch's name, that the others must also use."""
         return "nccl" if self._device.type == "cuda" else "gloo"
 
     def join(self) -> None:
-        """Wait until the others have joined; over NCCL, which connects late, do not wait.
+        """Wait until the others have joined; NCCL connects lazily, so do not wait there.
 
-        Raises RuntimeError when they do not come, or the group was abandoned meanwhile.
+        Raises RuntimeError if they do not join in time, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
-            # Of torch's, whose stubs leave them out; by itself gloo takes the ranks' interface.
+            # Options that torch's stubs leave out; by default gloo binds the training ranks'
+            # interface.
             gloo: Any = dist.ProcessGroupGloo
             own = gloo._Options()
             own._timeout = self._timeout
@@ -91,9 +93,9 @@ class ExternalProcessGroup:
             self._backend = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send these to all others, one after another, and wait until they have gone.
+        """Broadcast tensors to all others, one after another, and wait for completion.
 
-        Raises RuntimeError when another one is gone or does not take them in time.
+        Raises RuntimeError if another process is gone or does not receive in time.
         """
         assert self._backend is not None, "nobody has joined"
         options = dist.BroadcastOptions()
@@ -110,30 +112,32 @@ class ExternalProcessGroup:
             while works:
                 works.pop(0).wait()
         finally:
-            # An error would keep them, and they the connections.
+            # A raised error would keep references to the works, and those keep the connections
+            # open.
             works.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """End a group in which nothing is under way."""
+        """Close a group with no operation in progress."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()
         self.close_store()
 
     def abandon(self) -> None:
-        """Leave at once, whatever is under way: that fails, here and for others, soon or in time.
+        """Leave at once, whatever is in progress: operations fail here and for others, soon or by
+        timeout.
 
-        Gloo cannot break off a tensor that is under way: a thread sees to its end. The store stays,
-        for those who come late: without it they would look for it for minutes.
+        Gloo cannot cancel a tensor in progress: a thread waits for its end. The store stays for
+        late joiners: without it they would retry for minutes.
         """
         backend, self._backend = self._backend, None
         if backend is not None:
             threading.Thread(target=_abort, args=[backend], daemon=True).start()
 
     def close_store(self) -> None:
-        """Whoever waits there for others to come, waits no more."""
+        """Close the store, so that processes waiting in it for others stop waiting."""
         self._server = None
 
 

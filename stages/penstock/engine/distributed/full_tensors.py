@@ -1,8 +1,8 @@
-"""What all ranks hold of a model, tensor by tensor, as the leading rank sees it.
+"""Gather full tensors of a sharded model on rank 0, by name.
 
-The leading rank asks for tensors by name, and the others give what they have of them until it lets
-them go. Only what is asked for at once is ever whole: neither more of the model, nor on any other
-rank. What lies where is read off the pieces, so that no layout is known here.
+Rank 0 requests tensors by name, and the other ranks send their shards of them until it finishes.
+Only requested tensors are ever complete, and only on rank 0. The location of shards is read from
+the TensorShard tables, so this file depends on no layout.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +16,12 @@ from penstock.engine.distributed.param_shards import LocalParam, TensorShard, lo
 from penstock.engine.distributed.ranks import ProcessInfo
 
 ENOUGH = -1
-"""Told in place of a number of tensors: nothing more is asked for."""
+"""Sent in place of the number of tensors: no more requests."""
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A part of a tensor, the same on every rank that has it."""
+    """A box of a tensor, the same on every rank that holds it."""
 
     tensor: str
     whole: tuple[int, ...]
@@ -34,18 +34,21 @@ class _Box:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of it in all of the tensor."""
+        """The view of this box in the full tensor."""
         for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, first, size)
         return tensor
 
 
 class FullTensorGather:
-    """The parameters of a model by their names in a checkpoint. Every rank makes one at the same
-    time, of all that it holds; then the leading one reads, and the others `give`."""
+    """A model's parameters by checkpoint name.
+
+    Every rank must create it at the same time, with everything it holds; then rank 0 calls `read`,
+    and the others call `give`.
+    """
 
     folder = "the model in training"
-    """Where they are, for errors."""
+    """The source named in errors."""
 
     def __init__(self, held: Iterable[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
@@ -57,23 +60,25 @@ class FullTensorGather:
         found: dict[str, dict[_Box, int]] = {}
         for rank, boxes in enumerate(ranks.gather(list(self._here))):
             for box in boxes:
-                # The lowest rank sends it: what the leading one has does not travel.
+                # The lowest rank sends a shard: what rank 0 holds is not sent.
                 found.setdefault(box.tensor, {}).setdefault(box, rank)
         self._sources = {name: found[name] for name in sorted(found)}
         self._numbers = {name: number for number, name in enumerate(self._sources)}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of every parameter, in the order of the names."""
+        """Name -> (shape, dtype) of every parameter, sorted by name."""
         boxes = {name: next(iter(sources)) for name, sources in self._sources.items()}
         return {name: (box.whole, box.dtype) for name, box in boxes.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Copies of these, whole, on this rank's device. Of the leading rank alone, while all
-        others give."""
+        """Return copies of these full tensors on this rank's device.
+
+        Rank 0 only, while all others `give`.
+        """
         assert self._ranks.leads, "another rank reads"
         wanted = list(names)
         shapes, device = self.shapes(), self._ranks.device
-        # Before anybody sends: a rank without room must not leave others waiting for it.
+        # Allocate before anybody sends: a rank without memory must not leave others waiting for it.
         wholes = {
             name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
             for name in wanted
@@ -81,7 +86,7 @@ class FullTensorGather:
         arriving: list[tuple[int, list[_Box], torch.Tensor]] = []
         for rank in range(1, self._ranks.world):
             if boxes := self._from(rank, wanted):
-                # As bytes, which every backend sends.
+                # Sent as bytes, which every backend supports.
                 size = sum(box.nbytes for box in boxes)
                 arriving.append((rank, boxes, torch.empty(size, dtype=torch.uint8, device=device)))
         self._tell([self._numbers[name] for name in wanted])
@@ -91,18 +96,18 @@ class FullTensorGather:
             with self._ranks.pulse.waiting():
                 dist.recv(arrived, src=rank)
             for box, part in zip(boxes, arrived.split([b.nbytes for b in boxes]), strict=True):
-                # In memory of its own, where a number of several bytes may begin.
+                # Cloned for alignment: a view to a wider dtype needs an aligned start.
                 numbers = part.clone().view(box.dtype).view(box.sizes)
                 box.within(wholes[box.tensor]).copy_(numbers)
         return wholes
 
     def let_go(self) -> None:
-        """Let the others go on. Called once by the leading rank, whatever has happened."""
+        """End the requests. Rank 0 calls it once, whatever has happened."""
         assert self._ranks.leads, "another rank reads"
         self._tell(None)
 
     def give(self) -> None:
-        """Send the leading rank what it asks for, until it lets go. Called by all others."""
+        """Send rank 0 the shards it requests, until it finishes. Called by all other ranks."""
         names = list(self._sources)
         while (numbers := self._told()) is not None:
             self._sent([names[number] for number in numbers])
@@ -127,7 +132,7 @@ class FullTensorGather:
             return numbers.cpu()
 
     def _from(self, rank: int, names: Sequence[str]) -> list[_Box]:
-        """What a rank sends of these, in order."""
+        """The shards that a rank sends of these tensors, in order."""
         return [
             box for name in names for box, source in self._sources[name].items() if source == rank
         ]
@@ -139,7 +144,7 @@ class FullTensorGather:
                 dist.send(torch.cat([_bytes(self._part(box)) for box in boxes]), dst=0)
 
     def _part(self, box: _Box) -> torch.Tensor:
-        """What this rank has of a tensor, where its group reaches it."""
+        """This rank's shard of a tensor, on the device of the process group."""
         piece, parameter = self._here[box]
         return piece.of(local(parameter.detach())).to(self._ranks.device)
 

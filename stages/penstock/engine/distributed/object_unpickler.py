@@ -1,11 +1,11 @@
-"""What torch's object collectives may rebuild from the bytes that arrive.
+"""Restricted unpickling for torch's object collectives.
 
-`all_gather_object` and its kin, which distributed checkpoints use as well, unpickle what comes over
-the network of the ranks. Neither gloo nor NCCL knows who sends it, and a pickle may name any
-function to call. Here it may name records alone: dataclasses, named tuples, enumerations and
-exceptions of torch's checkpoints and of this package, of modules that are loaded already, and a few
-plain types. Tensors and arrays go as their bytes, for torch's own way is a pickle within the
-pickle.
+`all_gather_object` and related functions, which distributed checkpoints use as well, unpickle bytes
+from the network of the ranks. Neither gloo nor NCCL authenticates the sender, and a pickle may call
+any function. This unpickler accepts only records: dataclasses, named tuples, enumerations and
+exceptions of torch's checkpoints and of this package, from modules that are already imported, and a
+few plain types. Tensors and arrays are sent as bytes, because torch's own way is a pickle within
+the pickle.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ PLAIN = {
     ("traceback", "StackSummary"),
     *((__name__, name) for name in ("rebuild_tensor", "rebuild_array")),
 }
-"""By module and name: what is called with anything that a message says."""
+"""Allowed by module and name: functions that a message may call with any arguments."""
 RECORDS_OF = ("penstock.", "torch.distributed.checkpoint.")
 """Modules whose records are rebuilt."""
 EXCEPTIONS_OF = ("builtins", "penstock", "torch")
-"""Packages whose exceptions are."""
+"""Packages whose exceptions are rebuilt."""
 NUMBERS = "biufc"
-"""Kinds of numpy's types that hold numbers alone."""
+"""Numpy dtype kinds that hold only numbers."""
 
 
 class ObjectPickler(pickle.Pickler):
     """Writes what `ObjectUnpickler` reads."""
 
     def reducer_override(self, obj: Any, /) -> Any:
-        """Tensors of any device and arrays of numbers as their bytes; the rest as usual."""
+        """Tensors of any device and numeric arrays as bytes; everything else as usual."""
         if type(obj) is torch.Tensor:
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return rebuild_tensor, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
@@ -53,17 +53,18 @@ class ObjectPickler(pickle.Pickler):
             shape = obj.shape if isinstance(obj, np.ndarray) else None
             return rebuild_array, (obj.tobytes(), obj.dtype.str, shape)
         if isinstance(obj, BaseException):
-            # Not as a library may have registered for exceptions (tblib does, for all of them).
+            # Not with a reducer that a library registered for exceptions (tblib does for all of
+            # them).
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
 class ObjectUnpickler(pickle.Unpickler):
-    """Rebuilds records and plain values, and raises UnpicklingError for anything else."""
+    """Rebuilds records and plain values; raises UnpicklingError for anything else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The class of this name, if it is one of those."""
-        # Nothing is imported for the sake of a message.
+        """The class of this name, if it is allowed."""
+        # A message must never trigger an import.
         module = sys.modules.get(module_name)
         found = vars(module).get(global_name) if module else None
         if (module_name, global_name) in PLAIN or isinstance(found, torch.dtype):
@@ -76,14 +77,14 @@ class ObjectUnpickler(pickle.Unpickler):
 
 
 def rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor on the CPU from its bytes."""
+    """A CPU tensor from its bytes."""
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def rebuild_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:
-    """An array of numbers from its bytes; without a shape, one number of numpy's."""
+    """A numeric array from its bytes; without a shape, a numpy scalar."""
     kind = np.dtype(dtype)
     if kind.kind not in NUMBERS:
         raise pickle.UnpicklingError(f"{dtype} is no type of numbers")
@@ -102,6 +103,6 @@ def _is_record(found: type) -> bool:
 
 
 def restrict_pickling() -> None:
-    """Have all object collectives of this process rebuild nothing else."""
+    """Restrict unpickling in all object collectives of this process."""
     distributed_c10d._pickler = ObjectPickler
     distributed_c10d._unpickler = ObjectUnpickler
