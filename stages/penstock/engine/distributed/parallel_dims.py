@@ -1,6 +1,7 @@
-"""From settings and a world size to the degree of each axis. The only place where they multiply.
+"""Parallel dimensions: the degree of each axis, from settings and a world size.
 
-No torch here: plans and keys need the global batch before anything heavy is imported.
+The only place where the degrees are multiplied. No torch here: plans and cache keys need the global
+batch size before heavy imports.
 """
 
 import math
@@ -30,12 +31,12 @@ SIZES: Mapping[str, str] = {
 EXPERTS = "expert_parallel_size"
 
 DATA = ("replicate", "shard")
-"""Axes that may be left to be filled in."""
+"""Axes whose size may be -1, to be inferred."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each axis takes; the product is the world."""
+    """The number of ranks along each axis; their product is the world size."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -44,26 +45,27 @@ class ParallelDims:
     ulysses: int = 1
     tensor: int = 1
     expert: int = 1
-    """Ranks that share a layer's experts: another view of the ranks of a pipeline stage, and no
-    factor of the world."""
+    """Expert-parallel ranks per layer: another view of the ranks of a pipeline stage, not a factor
+    of the world size.
+    """
 
     @property
     def num_replicas(self) -> int:
-        """Groups of ranks that each compute rows of their own."""
+        """Data-parallel replicas: groups of ranks that each compute their own packed sequences."""
         return self.replicate * self.shard
 
     @property
     def context(self) -> int:
-        """Ranks that a row is cut over."""
+        """Context-parallel ranks: those that share the tokens of a packed sequence."""
         return self.ring * self.ulysses
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The world size."""
         return self.pipeline * self.num_replicas * self.context * self.tensor
 
     def __str__(self) -> str:
-        """The axes that take more than one rank, by the names of their settings."""
+        """The axes with more than one rank, by the names of their settings."""
         names = {**SIZES, "expert": EXPERTS}
         sizes = {names[axis]: size for axis, size in asdict(self).items() if size > 1}
         return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 process"
@@ -71,7 +73,7 @@ class ParallelDims:
 
 @dataclass(frozen=True)
 class LayoutError:
-    """Why a layout cannot be, and the settings that are most likely to be wrong."""
+    """Why a layout is invalid, and the settings that are most likely wrong."""
 
     reason: str
     blamed: tuple[str, ...]
@@ -79,10 +81,10 @@ class LayoutError:
 
 
 def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
-    """The layout that `train` asks for on `world` ranks.
+    """The parallel dimensions that `train` asks for on `world` ranks.
 
-    Raises ConfigError if there is none, with the nearest one. What the model or a row's length
-    allows is judged elsewhere (`fits.py`).
+    Raises ConfigError for an invalid layout, with the nearest valid one. Limits of the model and of
+    the sequence length are checked in `validate_layout.py`.
     """
     found = compute_dims(train, world)
     if isinstance(found, ParallelDims):
@@ -97,7 +99,7 @@ def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
 
 
 def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
-    """The degrees that multiply to `world`, or why there are none."""
+    """The degrees that multiply to `world`, or an error."""
     sizes = {axis: getattr(train, field) for axis, field in SIZES.items()}
     fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA)
     left, rest = divmod(world, fixed)
@@ -124,7 +126,7 @@ def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
         said = " and ".join(f"train.{SIZES[axis]} is {sizes[axis]}" for axis in written)
         return LayoutError(
             f"{said}, and {_left(world, left)} to be shared out",
-            # The other one is best filled in where it was left out.
+            # The other data-parallel axis is best inferred if it was left out.
             tuple(f"train.{SIZES[axis]}" for axis in DATA if train.data_parallel_mode == "fsdp2"),
         )
     experts, in_stage = train.expert_parallel_size, world // train.pipeline_parallel_size
@@ -139,7 +141,7 @@ def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
 
 
 def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
-    """What the mode of data parallelism itself rules out."""
+    """The error of an invalid combination with the data-parallel mode itself."""
     mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
     replicate = train.data_parallel_replicate_size
     if mode != "fsdp2" and shard not in (-1, 1):
@@ -164,14 +166,14 @@ def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
 
 
 def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
-    """Other sizes for each axis on `world` ranks, and other modes."""
+    """Other sizes for each axis on `world` ranks, and other data-parallel modes."""
     found: list[LayoutSuggestion] = []
     for axis, field in SIZES.items():
         now = getattr(train, field)
         if now == -1 and axis == "shard":
-            continue  # it is whatever the others leave
+            continue  # inferred from the others
         for size in (size for size in range(1, world + 1) if world % size == 0 and size != now):
-            # A smaller size before a larger one that is as near.
+            # Of equally near sizes prefer the smaller.
             distance = abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0)
             found.append(
                 LayoutSuggestion(f"train.{field}", size, distance, field in train.model_fields_set)
@@ -192,7 +194,7 @@ def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
 
 
 def fallback_dims(train: TrainConfig) -> dict[str, Any]:
-    """What to write for a layout of nothing but data parallelism."""
+    """The settings of a layout with data parallelism only."""
     plain = {field: -1 if axis in DATA else 1 for axis, field in SIZES.items()} | {EXPERTS: 1}
     plain = {name: size for name, size in plain.items() if getattr(train, name) not in (size, 1)}
     mode = {"data_parallel_mode": "fsdp2"} if train.data_parallel_mode == "none" else {}
@@ -200,16 +202,16 @@ def fallback_dims(train: TrainConfig) -> dict[str, Any]:
 
 
 def rows_per_step(train: TrainConfig, num_replicas: int) -> int:
-    """Packed rows in one optimizer step over all replicas: the global batch."""
+    """The global batch size: packed sequences per optimizer step over all replicas."""
     if train.global_batch_size is not None:
         return train.global_batch_size
     return train.micro_batch_size * train.gradient_accumulation_steps * num_replicas
 
 
 def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
-    """Micro-batches each replica runs per optimizer step.
+    """Gradient accumulation steps: micro-batches per replica and optimizer step.
 
-    Raises ConfigError when the global batch cannot be cut that way.
+    Raises ConfigError if the global batch size does not divide that way.
     """
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""A model laid out over ranks: its parts here, and how a step runs through them."""
+"""Parallel model: this rank's model parts, and the forward and backward passes through them."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,63 +21,64 @@ from penstock.rows.collate import MicroBatch
 from penstock_kernels.attention import VarlenMetadata
 
 Casting = Callable[[], AbstractContextManager[object]]
-"""What is entered around a forward pass, to compute it in another precision."""
+"""Context manager around a forward pass, such as autocast."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The tensors are on the device, and hold this rank's tokens alone."""
+    """Model inputs of a micro-batch: device tensors with this rank's tokens only."""
 
     input_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     position_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     segments: VarlenMetadata
-    """What attention needs to know of the documents, in the words of this rank's own attention."""
+    """Document boundaries, as this rank's attention needs them."""
     reduce: Reduce
-    """Hidden states and head to the summed loss of this rank's tokens."""
+    """Function from hidden states and LM head to the summed loss of this rank's tokens."""
     noise: DropoutRNG | None = None
-    """What the model draws from; None: it drops nothing."""
+    """Dropout RNG; None: no dropout."""
     watch: RouterObserver | None = None
-    """Who looks on while routers choose."""
+    """The observer of router choices."""
 
 
 if TYPE_CHECKING:
-    # Imported by whoever makes one: it takes a second.
+    # Importing it takes a second, so only its users do.
     from penstock.engine.distributed.pipeline_parallel import Pipeline
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """What this rank holds of the model, and whom it computes with."""
+    """This rank's parts of the model, and the ranks it communicates with."""
 
     mesh: Mesh
     parts: Sequence[Decoder]
-    """One, or with several stages of a pipeline on a rank, one of each."""
+    """One part, or one for each pipeline stage of this rank."""
     held: Sequence[LocalParam]
     """Every parameter of the parts."""
     context: ContextParallel
     sync: GradSync
     pipeline: "Pipeline | None"
-    """None where the only part is the whole model."""
+    """None without pipeline parallelism."""
     casting: Casting
-    """Entered around forward passes: casts, where the weights are not cast themselves."""
+    """Context manager around forward passes: autocast, if the weights are not cast themselves."""
     pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Hears which pass begins, where gradients are computed. What sums them is of the backward
-    ones."""
+    """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
+    """
 
     @property
     def trainable(self) -> list[LocalParam]:
-        """What gradients are wanted of."""
+        """The trainable parameters."""
         return [held for held in self.held if held.parameter.requires_grad]
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that compute the same rows together."""
+        """Ranks that compute the same packed sequences together."""
         return self.mesh.degrees.world // self.mesh.degrees.num_replicas
 
     @property
     def tells(self) -> bool:
-        """Whether this rank speaks for those that compute the same rows, of which each stage of a
-        pipeline has one."""
+        """Whether this rank reports for those that compute the same packed sequences, one per
+        pipeline stage.
+        """
         return self.mesh.index("tensor", "ring", "ulysses") == 0
 
     def call(
@@ -87,7 +88,7 @@ class ParallelModel:
         device: torch.device,
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
-        """What the model is called with for this rank's tokens of a micro-batch."""
+        """The model inputs for this rank's tokens of a micro-batch."""
         mine = self.context.mine(batch)
         return ModelInputs(
             mine.input_ids_T.to(device, non_blocking=True),
@@ -98,9 +99,9 @@ class ParallelModel:
         )
 
     def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
-        """Leave the gradients of all ranks' calls, summed, in the parameters.
+        """Accumulate the gradients of the calls, summed over all ranks, in the parameters.
 
-        Returns this rank's share of the sum of what the calls reduce to, a scalar in fp32.
+        Returns this rank's share of the summed losses, a scalar in fp32.
         """
         if self.pipeline:
             self.sync.before(last=True)
@@ -115,7 +116,7 @@ class ParallelModel:
         return self._share(total)
 
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
-        """The same without gradients, in fp64."""
+        """The summed losses without gradients, in fp64."""
         with self.at_rest():
             if self.pipeline:
                 total = self.pipeline.forward(calls).double()
@@ -125,7 +126,7 @@ class ParallelModel:
 
     @contextmanager
     def at_rest(self) -> Generator[None]:
-        """While this is entered nothing is dropped, and nothing random is drawn."""
+        """Context manager: evaluation mode, without dropout or other random draws."""
         for part in self.parts:
             part.eval()
         try:
@@ -136,7 +137,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def look(self, call: ModelInputs) -> None:
-        """Pass forward as the model is, at rest or not, for what `reduce` itself takes down."""
+        """Run a forward pass in the current mode, for what `reduce` itself records."""
         if self.pipeline:
             self.pipeline.forward([call])
         else:
@@ -144,7 +145,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def observe(self, calls: Sequence[ModelInputs]) -> None:
-        """Pass forward as in training, for those who look on, and compute no loss."""
+        """Run a forward pass as in training for router observers, without a loss."""
         calls = [replace(call, reduce=_nothing) for call in calls]
         if self.pipeline:
             self.pipeline.forward(calls)
@@ -169,7 +170,7 @@ class ParallelModel:
             return model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
 
     def _share(self, total: torch.Tensor) -> torch.Tensor:
-        # Ranks along the tensor axis come to the same sum; one of them tells it.
+        # Ranks along the tensor axis compute the same sum; one of them reports it.
         return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)
 
 

@@ -1,8 +1,8 @@
-"""Which part of which tensor of a checkpoint a rank's own tensor is.
+"""Parameter shards: which part of which checkpoint tensor a rank's parameter holds.
 
-A rank holds boxes of whole tensors: some rows, some columns, or, where projections are fused, rows
-of several. Loading, checkpoints, export, the gradient norm and sums of gradients all read these
-tables, so none of them knows any layout.
+A rank holds boxes of full tensors: some rows, some columns, or, for fused projections, rows of
+several tensors. Loading, checkpoints, export, the gradient norm and gradient sums all read these
+tables, so none of them depends on a layout.
 """
 
 import math
@@ -17,29 +17,31 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Shared = Literal["tensor", "kv"]
-"""Ranks among which copies lie: all of the tensor axis, or those that hold the same key heads."""
+"""The ranks that hold copies: the whole tensor axis, or those with the same key-value heads."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a checkpoint's tensor, and the rows of a local tensor that are it.
+    """A box of a checkpoint tensor, and the rows of the local tensor that hold it.
 
-    Rows of a local tensor that has more dimensions than the box, such as one of many experts'
-    matrices, are those of its first dimensions together.
+    If the local tensor has more dimensions than the box (stacked expert matrices), its leading
+    dimensions are flattened into rows.
     """
 
     tensor: str
-    """Its name in a checkpoint: Hugging Face's, or an adapter's own."""
+    """The name in a checkpoint: Hugging Face's, or the adapter's."""
     whole: tuple[int, ...]
-    """The shape of all of it."""
+    """The shape of the full tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int = 0
-    """The local tensor's first row that belongs to it; as many as `sizes` says follow."""
+    """The first local row of the box; `sizes` gives the number of rows."""
     copies: int = 1
-    """Ranks of one pipeline stage's tensor axis, or stages, that hold this very box."""
+    """The number of ranks of one pipeline stage's tensor axis, or of stages, that hold this same
+    box.
+    """
     summed: Shared | None = None
-    """Among which ranks the gradients of the copies are parts of a sum; None: each is whole."""
+    """The ranks over which the gradients of the copies must be summed; None: each is complete."""
 
     @property
     def rows(self) -> int:
@@ -48,17 +50,17 @@ class TensorShard:
 
     @property
     def numel(self) -> int:
-        """Numbers in the box."""
+        """The number of elements of the box."""
         return math.prod(self.sizes)
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The box itself: a view of the local tensor."""
+        """The box as a view of the local tensor."""
         first = local.dim() - len(self.sizes) + 1
         rows = math.prod(local.shape[:first])
         return local.view(rows, *local.shape[first:]).narrow(0, self.start, self.rows)
 
     def within(self, first: int, end: int) -> "TensorShard | None":
-        """What is left of it in local rows `first` to `end`, which become the local tensor."""
+        """Restrict the shard to local rows `first` to `end`, which become the local tensor."""
         low, high = max(first, self.start), min(end, self.start + self.rows)
         if low >= high:
             return None
@@ -71,43 +73,45 @@ class TensorShard:
 
 
 def whole_piece(tensor: str, shape: Iterable[int]) -> TensorShard:
-    """All of a tensor."""
+    """The shard that is a full tensor."""
     shape = tuple(shape)
     return TensorShard(tensor, shape, (0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, and what it is."""
+    """One parameter of this rank, with the checkpoint tensors it holds."""
 
     name: str
-    """Its name in the model."""
+    """The name in the model."""
     parameter: nn.Parameter
     pieces: tuple[TensorShard, ...]
-    """Of the local part of the parameter, in order; none where this rank holds no row."""
+    """The shards of the local part of the parameter, in order; empty if this rank holds no row."""
     copying: dist.ProcessGroup | None
-    """Ranks that compute other tokens with the very same part; None where no other does."""
+    """The ranks that compute other tokens with the same part; None if there is no other."""
 
     @property
     def replicas(self) -> int:
-        """How many they are, this one included."""
+        """The number of those ranks, this one included."""
         return 1 if self.copying is None else self.copying.size()
 
     @property
     def copies(self) -> int | None:
-        """Ranks that hold the same; None if that differs from piece to piece."""
+        """The number of ranks that hold the same part; None if it differs between shards."""
         found = {piece.copies for piece in self.pieces} or {1}
         return self.replicas * found.pop() if len(found) == 1 else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
+    """The local part of a tensor (a DTensor's local tensor, or the tensor itself)."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
-    """First and end of this rank's rows of a tensor, which is seen as one of `dims` dimensions:
-    rows are those of all its others and the first of these together."""
+    """First and end row of this rank's part of a tensor that is flattened to `dims` dimensions.
+
+    All dimensions but the last `dims - 1` are flattened into rows.
+    """
     within = math.prod(tensor.shape[1 : tensor.dim() - dims + 1])
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] * within
@@ -126,7 +130,7 @@ def make_local_param(
     *,
     copying: dist.ProcessGroup | None = None,
 ) -> LocalParam:
-    """`pieces` of the tensor before it was sharded; `copying` as in Held."""
+    """Build a LocalParam from the shards before FSDP; `copying` as in LocalParam."""
     pieces = tuple(pieces)
     if isinstance(parameter, DTensor) and pieces:
         pieces = tuple(_within(pieces, *rows_here(parameter, len(pieces[0].sizes))))

@@ -1,7 +1,7 @@
-"""Pipeline parallelism: each rank runs some stages, and only hidden states pass between ranks.
+"""Pipeline parallelism: each rank runs some stages; only hidden states pass between ranks.
 
-All ranks of a pipeline load the same rows, so everything else that a stage needs of a micro-batch
-it has already. T tokens of a micro-batch on this rank, D model width.
+All ranks of a pipeline load the same batches, so a stage already has everything else that it needs
+of a micro-batch. T tokens of a micro-batch on this rank, D model width.
 """
 
 import logging
@@ -28,14 +28,14 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import dropout_rng
 from penstock.models.layers.router_observer import observe_routers
 
-# Of an error it prints the whole schedule, a hundred lines, above the error itself.
+# On an error torch logs the whole schedule, a hundred lines, above the error itself.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 BETWEEN_PASSES = "waiting for other stages"
 
 
 class Pipeline:
-    """The stages of one rank, and how a step's micro-batches pass through them."""
+    """The stages of one rank, and the schedule that runs micro-batches through them."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Pipeline:
         casting: Casting = nullcontext,
         pulse: Heartbeat | None = None,
     ) -> None:
-        """`parts` are those of `parts_of`, in that order, sharded or not.
+        """`parts` are those of `build_stage_modules`, in that order, sharded or not.
 
-        With a `residual` split over the tensor axis, each rank passes its own part of the hidden
-        states on. `casting` is entered around each forward pass, and never around a backward one.
-        `pulse` hears of each pass where gradients are computed, and of what lies between them.
+        With a `residual` split over the tensor axis, each rank sends its own part of the hidden
+        states. `casting` is entered around each forward pass, and never around a backward pass.
+        `pulse` reports each pass that computes gradients, and the time between passes.
         """
         self._parts, self._train, self._device = parts, train, device
         self._width = parts[0].config.hidden_size
@@ -65,23 +65,23 @@ class Pipeline:
         self._rank_of = {
             stage: rank for at, rank in enumerate(ranks) for stage in stages_of_rank(train, at)
         }
-        # Of its own: messages between pairs would come between the collectives of a shared one,
-        # at other places on each rank.
+        # A separate group: in a shared one, P2P messages would interleave with collectives in a
+        # different order on each rank.
         group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._running: _Running | None = None
 
     def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
-        """Compute the gradients of all micro-batches, added to those that are there already.
+        """Compute the gradients of all micro-batches, accumulated onto existing gradients.
 
-        All calls must have the same number of tokens. Returns the sum of what the last stage's
-        `reduce` gave, detached; 0 on ranks that do not hold the last stage. Gradients of a model
-        sharded by FSDP are reduced at the end, once.
+        All calls must have the same number of tokens. Returns the sum of the last stage's `reduce`
+        results, detached; 0 on ranks without the last stage. Gradients of an FSDP model are reduced
+        once, at the end.
         """
         key = (len(calls), len(calls[0].position_ids_T))
         if self._running is None or self._running.key != key:
-            # Only the newest: each owns a buffer for every micro-batch, in and out.
+            # Keep only the newest: each owns input and output buffers for every micro-batch.
             self._running = None
             self._running = self._prepare(*key)
         return self._running.step(calls)
@@ -91,8 +91,8 @@ class Pipeline:
         """The same sum without gradients, under any schedule: stage after stage."""
         total = torch.zeros((), device=self._device)
         sending: list[Any] = []
-        # One call after another, so that the two ranks of a pair name their messages in the same
-        # order whichever way these go.
+        # One call after another, so that both ranks of a pair match their messages in the same
+        # order.
         for call in calls:
             hidden_TD: torch.Tensor | None = None
             for number, part in zip(self._numbers, self._parts, strict=True):
@@ -108,16 +108,17 @@ class Pipeline:
                 else:
                     to = self._rank_of[number + 1]
                     given = given.contiguous()
-                    # Kept with its message: memory that is being read must not be given away.
+                    # Keep the tensor with its message: memory that is being sent must not be freed.
                     sending.append((dist.isend(given, to, group=self._group), given))
         for message, _ in sending:
             message.wait()
         return total
 
     def sum_tied(self) -> None:
-        """Give both copies of a tied embedding, the first stage's and the last one's, the sum of
-        their gradients; then the same optimizer keeps them the same. Nothing for a model whose head
-        is its own. Called by all ranks, before or after gradients are summed over rows.
+        """All-reduce the gradients of a tied embedding between the first and the last stage.
+
+        The same optimizer then keeps both copies equal. Does nothing for an untied head. Called by
+        all ranks, before or after gradients are reduced over data-parallel ranks.
         """
         if not self._parts[0].config.tie_word_embeddings:
             return
@@ -129,17 +130,17 @@ class Pipeline:
         ]
         gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
         if len(gradients) == 2:
-            # Both ends of a V are on one rank.
+            # In a V-shaped schedule the first and the last stage are on one rank.
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
         elif gradients:
-            # Of two summands the order does not matter: both ranks get the same bits. Gradients of
-            # offloaded weights are in host memory, from which no GPU sends.
+            # A sum of two terms does not depend on their order, so both ranks get bitwise identical
+            # results. Gradients of offloaded weights are in host memory, which no GPU can send.
             mine = gradients[0].to(self._device)
             gradients[0].add_(self._exchanged(mine).to(gradients[0].device))
 
     def _exchanged(self, mine: torch.Tensor) -> torch.Tensor:
-        """The other end's tensor for this one's."""
+        """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
         other = self._rank_of[last if 0 in self._numbers else 0]
         theirs = torch.empty_like(mine)
@@ -152,7 +153,7 @@ class Pipeline:
         return theirs
 
     def _received(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        """What `stage` gave, on this rank or another."""
+        """The output of `stage`, from this rank or another."""
         if stage in self._numbers:
             assert here is not None
             return here
@@ -164,7 +165,7 @@ class Pipeline:
         return num_tokens // self._share, self._width
 
     def _prepare(self, num_calls: int, num_tokens: int) -> "_Running":
-        # Shapes that are given are not found out by a run of the model on garbage.
+        # With given shapes torch does not run the model on dummy data to infer them.
         ids_T = torch.empty(num_tokens, dtype=torch.int64, device="meta")
         hidden_TD = torch.empty(
             self._shape(num_tokens), dtype=self._dtype, device="meta", requires_grad=True
@@ -189,7 +190,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that takes from its own calls what torch's would be sent or cut out of tensors."""
+    """A pipeline stage that takes inputs from its own calls, not from torch's split arguments."""
 
     calls: Sequence[ModelInputs] = ()
     casting: Casting = nullcontext
@@ -233,19 +234,19 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.casting():
             given = super().forward_maybe_with_nosync(*args, **kwargs)
-        # A stage where nothing is trained passes on what needs no gradient, and the next one sends
-        # one back all the same.
+        # A stage without trainable parameters outputs tensors that need no gradient, but the next
+        # stage sends a gradient all the same.
         return given if given.requires_grad else given.requires_grad_()
 
 
 class _Running:
-    """A schedule for so many micro-batches of so many tokens."""
+    """A schedule for a fixed number of micro-batches and tokens."""
 
     def __init__(self, key: tuple[int, int], stages: list[_Stage], train: TrainConfig) -> None:
         self.key = key
         self._stages = stages
         kind = get_schedule_class(train.pipeline_parallel_schedule)
-        # Losses are sums already divided by the tokens of the whole step: nothing to average.
+        # Losses are sums already divided by the token count of the step, so do not average them.
         settings: dict[str, Any] = {
             "n_microbatches": key[0],
             "loss_fn": _as_it_is,
@@ -262,7 +263,7 @@ class _Running:
         for stage in self._stages:
             stage.calls = calls
         self._stages[0].pulse.begins(BETWEEN_PASSES)
-        # Torch wants a target for each micro-batch; `reduce` has its own.
+        # Torch requires a target per micro-batch; `reduce` has its own labels.
         targets = torch.empty(len(calls), device="meta")
         self._schedule.step(target=targets, losses=losses, return_outputs=False)
         for stage in self._stages:

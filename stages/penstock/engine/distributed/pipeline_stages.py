@@ -1,7 +1,7 @@
-"""Which layers each stage of a pipeline holds, and which stages each rank: arithmetic alone.
+"""Pipeline stage assignment: the layers of each stage, and the stages of each rank.
 
-A stage is a run of layers; the first also holds the embedding, the last the final norm and the
-head. No torch here: whether a layout fits a model is judged before anything heavy is imported.
+A stage is a range of layers; the first also holds the embedding, the last the final norm and the LM
+head. No torch here: layouts are checked before heavy imports.
 """
 
 from itertools import pairwise
@@ -12,9 +12,9 @@ from penstock.core.errors import ConfigError
 
 
 def virtual_stages(train: TrainConfig) -> int:
-    """Stages of each rank: what is written, else as few as the schedule can do with.
+    """Virtual stages per rank: the setting, or the schedule's minimum.
 
-    Raises ConfigError for a written number that the schedule cannot run.
+    Raises ConfigError for a number that the schedule cannot run.
     """
     schedule, written = train.pipeline_parallel_schedule, train.pipeline_parallel_virtual_stages
     if schedule not in INTERLEAVED + V_SHAPED:
@@ -44,8 +44,11 @@ def virtual_stages(train: TrainConfig) -> int:
 
 
 def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index: int) -> list[int]:
-    """The stages of the rank numbered `index` in its pipeline, in order: every so many in a loop,
-    or one on the way down a V and one on the way up."""
+    """The stages of the rank at `index` in its pipeline, in order.
+
+    Looped schedules take every `num_ranks`-th stage; V-shaped ones one stage on the way down and
+    one on the way up.
+    """
     if schedule in V_SHAPED:
         return [index, 2 * num_ranks - 1 - index]
     return [index + num_ranks * turn for turn in range(virtual)]
@@ -54,8 +57,8 @@ def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index:
 def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
     """The layers of every stage.
 
-    Raises ConfigError for a list that is no split of these layers, and for a stage between the
-    first and the last that would have nothing to do.
+    Raises ConfigError for a list that does not split these layers, and for an empty stage between
+    the first and the last.
     """
     num_stages = train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
@@ -91,10 +94,10 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
 
 
 def _even(layers: int, stages: int, before: int, after: int) -> list[int]:
-    """Layers of each stage, with the embedding worth `before` layers and norm and head `after`.
+    """Layers of each stage; the embedding counts as `before` layers, norm and head as `after`.
 
-    What does not divide goes to the earliest stages. An end that weighs more than a stage's share
-    has a stage to itself, and the others share the layers.
+    The remainder goes to the earliest stages. If an end costs more than a stage's share it gets a
+    stage of its own, and the others share the layers.
     """
     if stages == 1:
         return [layers]
@@ -123,8 +126,8 @@ def _listed(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
 def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> bool:
     """Whether the schedule can run a step of so many micro-batches.
 
-    1F1B fills the pipeline before its first backward pass; DualPipeV fills it from both ends. The
-    interleaved ones go in rounds of equal size, about one micro-batch for each rank.
+    1F1B fills the pipeline before its first backward pass; DualPipeV fills it from both ends.
+    Interleaved schedules run in rounds of equal size, about one micro-batch per rank.
     """
     if schedule == "1F1B":
         return micro_batches >= num_ranks
@@ -136,7 +139,7 @@ def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: 
 
 
 def described(train: TrainConfig, num_layers: int) -> str:
-    """The pipeline in a line, with what was filled in."""
+    """A one-line description of the pipeline, including inferred values."""
     virtual = virtual_stages(train)
     layers = " | ".join(_span(its) for its in layers_of_stages(train, num_layers))
     chosen = "" if virtual == train.pipeline_parallel_virtual_stages else " (the schedule's least)"
@@ -153,7 +156,7 @@ def _span(layers: range) -> str:
 
 
 def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
-    """The stages of the rank numbered `index` in its pipeline, as the settings have it."""
+    """The stages of the rank at `index` in its pipeline, from the settings."""
     return rank_stages(
         train.pipeline_parallel_schedule,
         train.pipeline_parallel_size,

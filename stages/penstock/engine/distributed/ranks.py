@@ -1,4 +1,4 @@
-"""This process among the others: who it is, its device, and what ranks ask together."""
+"""Process info: rank, world size, device, and small collectives over all ranks."""
 
 import datetime
 from dataclasses import dataclass, field
@@ -20,52 +20,52 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """One rank's view of the world."""
+    """One rank's view of the distributed run."""
 
     rank: int
     local_rank: int
     world: int
     device: torch.device
     pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Where this rank tells what it does."""
+    """Where this rank reports its current phase."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that writes and speaks for all."""
+        """Whether this is rank 0, which writes and logs for all."""
         return self.rank == 0
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of `value` over all ranks, in place."""
+        """All-reduce: the sum of `value` over all ranks, in place."""
         with self.pulse.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def highest(self, value: torch.Tensor) -> torch.Tensor:
-        """The highest `value` of any rank, number by number, in place."""
+        """All-reduce: the elementwise maximum of `value` over all ranks, in place."""
         with self.pulse.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
     def anywhere(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; all ranks get the same answer."""
+        """Whether `flag` is set on any rank; the same result on all ranks."""
         return bool(self.most(flag)[0])
 
     def most(self, *values: int) -> list[int]:
-        """The highest of each of these values on any rank; all ranks get the same answer."""
+        """The maximum of each value over all ranks; the same result on all ranks."""
         marks = torch.tensor([int(value) for value in values], device=self.device)
         with self.pulse.waiting():
             dist.all_reduce(marks, op=dist.ReduceOp.MAX)
             return marks.tolist()
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's `value`, in rank order, on every rank."""
+        """All-gather each rank's `value`, in rank order."""
         found = [value] * self.world
         with self.pulse.waiting():
             dist.all_gather_object(found, value)
         return found
 
     def wait(self) -> None:
-        """Wait until every rank is here."""
+        """Barrier over all ranks."""
         with self.pulse.waiting():
             dist.barrier()
 
@@ -73,17 +73,17 @@ class ProcessInfo:
 def init_process_group(
     timeout_seconds: float, pulse: Heartbeat | None = None, *, reaches_out: bool = False
 ) -> ProcessInfo:
-    """Join the process group that torchrun's variables describe (a world of one without them).
+    """Join the process group that torchrun's variables describe (world size 1 without them).
 
     A collective that does not complete within `timeout_seconds` fails instead of hanging. Ranks of
-    one machine listen on loopback; with `reaches_out` NCCL, which asks for its interface once in a
-    process, may choose another: this process will speak over it to other machines.
+    one machine listen on loopback; with `reaches_out` NCCL may choose another interface, because
+    this process will connect to other machines and NCCL chooses its interface once per process.
     """
     pulse = pulse or Heartbeat()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
-        # A scheduler may show each process its own device alone, as number 0.
+        # A scheduler may show each process only its own device, as number 0.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         backend, device_id = "nccl", device
@@ -93,7 +93,7 @@ def init_process_group(
     if not dist.is_initialized():
         restrict_pickling()
         if env.is_one_machine():
-            # Gloo and NCCL by themselves listen on an interface that others reach.
+            # By default gloo and NCCL listen on an interface that other machines can reach.
             interface = loopback_interface()
             env.default({"GLOO_SOCKET_IFNAME": interface})
             if not reaches_out:
@@ -112,7 +112,7 @@ def init_process_group(
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:
-    """Where the ranks find each other. None: nobody has told, which is for torch to say."""
+    """The rendezvous store of the ranks. None: not configured, so torch raises its own error."""
     if world == 1:
         return dist.HashStore()
     if named := env.ranks_store():
@@ -126,6 +126,6 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | N
 
 
 def destroy_process_group() -> None:
-    """Leave the process group."""
+    """Destroy the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,12 +1,11 @@
-"""Ring attention: each rank attends from its own tokens, and keys and values come to it.
+"""Ring attention: each rank keeps its queries; keys and values are sent around the ring.
 
-A rank first attends to what it holds itself, which is ordinary causal attention; then, step by
-step, to what a rank one further away holds. What is merged is exact: each part's output is weighed
-by its share of the whole sum of exponentials (Liu et al. 2023, "Ring Attention"). Only what some
-query sees is sent, so rows of short documents, and layers with short windows, send next to nothing.
+A rank first attends to its own tokens (ordinary causal attention), then, step by step, to those of
+the rank one further away. The merge is exact: each partial output is weighted by its share of the
+softmax denominator (Liu et al. 2023, "Ring Attention"). Only keys that some query sees are sent, so
+packed sequences of short documents, and layers with sliding windows, send very little.
 
-T tokens of this rank, S of another that come here; N query heads, K key and value heads, H head
-width.
+T tokens of this rank, S received tokens; N query heads, K key and value heads, H head width.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -36,50 +35,54 @@ from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 @dataclass(frozen=True)
 class Part:
-    """Attention of some of this rank's tokens to some keys, of others or its own."""
+    """Attention of some of this rank's queries to some keys, received or its own."""
 
     queries: range
-    """This rank's numbers of its tokens."""
+    """Indices of the queries among this rank's tokens."""
     keys: range
-    """Numbers among the keys that came, or this rank's own."""
+    """Indices among the received keys, or among this rank's own."""
     sees: Rectangle
 
 
 @dataclass(frozen=True)
 class Step:
-    """What goes to the rank `distance` further on, and comes from the one as far back."""
+    """One ring step: send to the rank `distance` ahead, receive from the rank as far behind."""
 
     distance: int
     gives: range
-    """This rank's tokens whose keys and values go; none where empty."""
+    """The tokens of this rank whose keys and values are sent; nothing if empty."""
     takes: int
-    """How many tokens' keys and values come."""
+    """The number of tokens whose keys and values are received."""
     parts: tuple[Part, ...]
-    """Who sees what came; none where nothing does."""
+    """Attention to the received keys; empty if no query sees them."""
 
 
 @dataclass(frozen=True, eq=False)
 class RingSegments(VarlenMetadata):
-    """The documents of this rank's tokens, as if there were no others, and what others hold."""
+    """Documents of this rank's tokens (as if alone), and attention to other ranks' tokens."""
 
     steps: tuple[Step, ...]
-    """The same distances on every rank, or two would not agree on the order of the messages
-    between them; those at which no rank gives anything are left out."""
+    """The steps, with the same distances on every rank, because two ranks must agree on the order
+    of messages between them. Distances at which no rank sends anything are left out.
+    """
     own: tuple[Part, ...]
-    """What this rank's tokens see of each other beyond their documents here, which are then cut
-    where tokens of others lie between."""
+    """Attention among this rank's own tokens beyond its local documents, which are cut where tokens
+    of other ranks lie in between.
+    """
     row: tuple[int, ...]
-    """The lengths of the row's documents."""
+    """The document lengths of the packed sequence."""
     size: int
-    """Of the ring."""
+    """The size of the ring."""
     index: int
-    """Of this rank in it."""
+    """This rank's index in it."""
     spans: tuple[Span, ...] | None
-    """How long the row's tokens are seen, where its documents branch."""
+    """How far the tokens are seen if documents are trees with branches."""
     _under_windows: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
     def within(self, window: int | None) -> "RingSegments":
-        """The same for queries that see the last `window` tokens up to their own; made once."""
+        """The segments under a sliding window of `window` tokens, including the query's own;
+        cached.
+        """
         if window is None or window >= max(self.row):
             return self
         if window not in self._under_windows:
@@ -98,10 +101,9 @@ def ring_segments(
     window: int | None = None,
     spans: Sequence[Span] | None = None,
 ) -> RingSegments:
-    """What rank `index` of a ring of `size` attends to, in a row of documents of these lengths.
+    """The segments of rank `index` in a ring of `size`, for a packed sequence of these documents.
 
-    The lengths sum to a multiple of twice the ring's size. `window` and `spans` as in
-    `zigzag.needs`.
+    The lengths sum to a multiple of twice the ring size. `window` and `spans` as in `zigzag.needs`.
     """
     bounds = (0, *accumulate(lengths))
     holdings = [RankTokens(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
@@ -125,7 +127,7 @@ def ring_segments(
             Part(need.queries, _shifted(need.keys, by=first_key), next(rectangles)) for need in some
         )
 
-    # Own keys are numbered as they lie, others' as they come.
+    # Own keys are numbered by position, received keys by arrival.
     [(*_, within), *others] = found
     own = parts(within, 0)
     steps = [
@@ -145,7 +147,7 @@ def ring_segments(
 
 
 def _all_keys(some: Sequence[KVRange]) -> range:
-    """Those of all needs, and what lies between them."""
+    """The range from the first to the last needed key, gaps included."""
     if not some:
         return range(0)
     return range(min(need.keys.start for need in some), max(need.keys.stop for need in some))
@@ -159,24 +161,24 @@ class Ring:
     """One rank of a ring."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
-        """Every rank of the group must make one at the same time."""
+        """Every rank of the group must create it at the same time."""
         self.size, self.index = size, index
-        # Ranks pass different numbers of messages. Torch's checks of collectives count those, and
-        # would find ranks out of step at the next collective of a group that does both; a mesh's
-        # axis that is the whole world has the world's group.
+        # Ranks pass different numbers of P2P messages. Torch's collective checks count those, so a
+        # group used for both would seem desynchronized at the next collective; a mesh axis that
+        # spans the world uses the world group.
         own = dist.new_group() if size == dist.get_world_size() else group
         assert isinstance(own, dist.ProcessGroup)
         self.group = own
-        # Messages between a few ranks of a group may not be the first that it ever passes.
+        # The first operation of a group must not be P2P between only some of its ranks.
         dist.barrier(self.group)
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of a whole row's."""
+        """This rank's two zigzag chunks of a whole packed sequence."""
         chunks = x_T.chunk(2 * self.size)
         return torch.cat((chunks[self.index], chunks[-1 - self.index]))
 
     def attend(self, backend: str) -> AttentionFn:
-        """Attention of this rank's tokens to the whole row's, on `backend`."""
+        """Attention of this rank's tokens to the whole packed sequence, on `backend`."""
         alone = attention.backend(backend)
 
         def over_ring(
@@ -194,7 +196,7 @@ class Ring:
             here = segments.within(window)
             if not here.steps and not here.own:
                 return alone(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
-            # Autocast would turn what is computed in fp32 on purpose back.
+            # Autocast would cast back what is computed in fp32 on purpose.
             with torch.autocast(q_TNH.device.type, enabled=False):
                 return _RingAttention.apply(
                     q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, self, backend
@@ -205,8 +207,9 @@ class Ring:
     def send(
         self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int
     ) -> "P2PTransfer":
-        """Start to pass `x` on to the rank `by` further on, and to take `takes` rows shaped as
-        those of `like` from the rank as far back."""
+        """Start to send `x` to the rank `by` ahead and to receive `takes` rows, shaped like those
+        of `like`, from the rank as far behind.
+        """
         operations: list[dist.P2POp] = []
         taken = None
         if x is not None:
@@ -222,22 +225,22 @@ class Ring:
 
 @dataclass(frozen=True)
 class P2PTransfer:
-    """Tensors under way."""
+    """P2P messages in progress."""
 
     works: list[dist.Work]
     sent: torch.Tensor | None
-    """Kept until it is through."""
+    """The sent tensor, kept alive until completion."""
     taken: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
-        """What came, once it is here."""
+        """Wait for completion and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.taken
 
 
 class _KeysAndValues:
-    """Those of other ranks, step by step; the next are under way while these are used."""
+    """Iterate over received keys and values; the next transfer overlaps with attention to these."""
 
     def __init__(self, ring: Ring, steps: Sequence[Step], kv_T2KH: torch.Tensor) -> None:
         self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
@@ -256,9 +259,12 @@ class _KeysAndValues:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Others' keys and values are asked for again in the backward pass, not kept: kept, every rank
-    would hold the whole row's. Their transfer hides behind the backward pass, which computes two
-    and a half times as much as the forward one."""
+    """Ring attention with a custom backward pass.
+
+    The backward pass receives keys and values a second time: keeping them would store the whole
+    sequence's on every rank. The transfer overlaps with the backward pass, which computes two and a
+    half times as much as the forward pass.
+    """
 
     @staticmethod
     def forward(
@@ -291,7 +297,7 @@ class _RingAttention(torch.autograd.Function):
             if taken is not None:
                 see(step.parts, taken)
         if sinks_N is not None:
-            # Once, now that every key is in.
+            # Apply sinks once, after all keys are merged.
             y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
         y_TNH = y_TNH.to(q_TNH.dtype)
         ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
@@ -345,7 +351,7 @@ class _RingAttention(torch.autograd.Function):
 def _merge(
     y_TNH: torch.Tensor, lse_TN: torch.Tensor, part_TNH: torch.Tensor, part_lse_TN: torch.Tensor
 ) -> None:
-    """Make attention to some keys one to those of another part as well, in place."""
+    """Merge attention to another part of the keys into the output and log-sum-exp, in place."""
     joint_TN = torch.logaddexp(lse_TN, part_lse_TN)
     y_TNH *= (lse_TN - joint_TN).exp().unsqueeze(-1)
     y_TNH += part_TNH * (part_lse_TN - joint_TN).exp().unsqueeze(-1)
@@ -353,7 +359,7 @@ def _merge(
 
 
 def _add(dkv_T2KH: torch.Tensor, step: Step, under_way: P2PTransfer) -> None:
-    """What another rank's queries add to the gradients of the tokens it was given."""
+    """Add the gradients from another rank's queries to the tokens that were sent to it."""
     taken = under_way.wait()
     if taken is not None:
         dkv_T2KH[_rows(step.gives)] += taken
@@ -364,5 +370,5 @@ def _rows(numbers: range) -> slice:
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """What is summed over steps is summed in this."""
+    """The dtype of sums over steps: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Which modules of a model each rank of a pipeline holds."""
+"""Pipeline stage modules: which modules of a model each pipeline rank holds."""
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
@@ -9,7 +9,7 @@ from penstock.models.decoder_config import DecoderConfig
 def build_stage_modules(
     config: DecoderConfig, train: TrainConfig, index: int
 ) -> list[PipelineStageModules]:
-    """What the rank numbered `index` in its pipeline holds of the model, in order of stages.
+    """The modules of the rank at `index` in its pipeline, in stage order.
 
     Raises ConfigError as `layers_of_stages` does.
     """

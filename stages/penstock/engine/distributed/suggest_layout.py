@@ -1,4 +1,4 @@
-"""The smallest change of settings that makes a layout possible: what an error says to write."""
+"""Suggest a layout: the smallest change of settings that makes a layout valid, for errors."""
 
 import heapq
 import json
@@ -8,26 +8,29 @@ from itertools import chain, combinations, product
 from typing import Any
 
 Values = Mapping[str, Any]
-"""New values by setting, `train.tensor_parallel_size` and the like."""
+"""New values by setting, such as `train.tensor_parallel_size`."""
 
 MOST_VALUES, MOST_TRIED = 8, 2000
-"""Values of one setting, and sets of as many settings, that are tried: the nearest first."""
+"""How many values of one setting are tried, and how many combinations of as many settings; nearest
+first.
+"""
 
 NOT_BLAMED, WRITTEN = 2.0, 1.0
-"""What it adds to a change's size that nothing is wrong with its setting, or that a person wrote
-what is changed."""
+"""The cost of changing a setting that is not blamed, or one that the user wrote."""
 
 
 @dataclass(frozen=True)
 class LayoutSuggestion:
-    """One setting's other value."""
+    """Another value of one setting."""
 
     field: str
     value: Any
     distance: float
-    """From the value it has: doublings of a size, 1 or more for another word."""
+    """The distance from the current value: log2 of the ratio of sizes; 1 or more for another
+    choice.
+    """
     is_written: bool
-    """Whether the value it has was written, and is not the default."""
+    """Whether the user wrote the current value, instead of leaving the default."""
 
 
 def suggest_change(
@@ -36,10 +39,10 @@ def suggest_change(
     blamed: Sequence[str],
     undone: Values | None = None,
 ) -> Values:
-    """The new values that `accepted` takes and that change least; none where it takes none.
+    """The smallest change that `accepted` accepts; empty if there is none.
 
-    Fewer settings before smaller steps, and `blamed` settings before others. Where three settings
-    do not suffice, `undone` is tried, alone and with one other change.
+    Prefers fewer settings to smaller steps, and `blamed` settings to others. If three settings are
+    not enough, `undone` is tried, alone and with one other change.
     """
 
     def size(changes: tuple[LayoutSuggestion, ...]) -> float:
@@ -67,7 +70,7 @@ def suggest_change(
 
 
 def format_suggestion(values: Values, before: str = "\n  Write ") -> str:
-    """The change in words: `Write a: 1 and b: 2.`; nothing where there is none."""
+    """The change as a sentence: `Write a: 1 and b: 2.`; empty if there is none."""
     written = [f"{name}: {_yaml(value)}" for name, value in values.items()]
     if not written:
         return ""

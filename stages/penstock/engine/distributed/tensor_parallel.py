@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank computes attention, the feed-forward network and the head with some
-of their features (Shoeybi et al. 2019, "Megatron-LM").
+"""Tensor parallelism: attention, the feed-forward network and the LM head are split over ranks.
 
-A model's parameters become smaller parameters like any other. Ranks speak to each other only where
-such a region begins and ends, so nothing inside one knows that it is a part.
+Each rank computes some of their features (Shoeybi et al. 2019, "Megatron-LM"). Parameters become
+smaller ordinary parameters. Ranks communicate only at the boundaries of such a region, so nothing
+inside it depends on the split.
 """
 
 from collections import defaultdict
@@ -42,25 +42,25 @@ from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
 SUMS: Mapping[str | None, SumsIn] = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""In what ranks add up, by `train.tp_reduce_dtype`."""
+"""The reduction dtype, by `train.tp_reduce_dtype`."""
 
 
 def parallelize_tensor(
     model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual, sums: SumsIn = None
 ) -> None:
-    """Keep of the model, or of a part of it, what this rank of the tensor axis computes, in place.
+    """Shard the model, or a part of it, to this rank of the tensor axis, in place.
 
-    To be called on every rank, with adapters in place, and before anything is sharded; the model
-    may have memory or be on the meta device. From then on it gives hidden states [T, D], with
-    `split` the rank's share of the tokens, and wants `Vocabulary.sum_of_losses` as its `reduce`:
-    its head gives some of the logits.
+    Call it on every rank, after adapters are injected and before anything else is sharded; the
+    model may have storage or be on the meta device. Afterwards the model returns hidden states [T,
+    D] (with `split`, the rank's share of the tokens) and needs `VocabParallelHead.sum_of_losses` as
+    its `reduce`, because its head returns a shard of the logits.
     """
     group = mesh.group("tensor")
     if group is None:
         return
     names = WeightMap(model.config, model.merge_qkv)
     cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
-    # Made now, because groups have to be made by all ranks, and a part may have no keys.
+    # Created now because all ranks must create groups, and a part may have no key projection.
     mesh.neighbours(cuts.span("k_proj").copies)
     for name, parameter in list(model.named_parameters()):
         if not cuts.is_in_mixture(name):
@@ -86,7 +86,7 @@ def parallelize_tensor(
 
 @torch.no_grad()
 def reduce_partial_grads(held: Sequence[LocalParam], mesh: Mesh) -> None:
-    """Complete the gradients of which the ranks of the tensor axis have one term each, in place.
+    """All-reduce gradients of which each rank of the tensor axis has a partial sum, in place.
 
     Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
     """
@@ -100,7 +100,7 @@ def reduce_partial_grads(held: Sequence[LocalParam], mesh: Mesh) -> None:
                 among = piece.copies if piece.summed == "kv" else None
                 terms[among, gradient.dtype].append(piece.of(gradient))
     for (among, _), views in terms.items():
-        # Offloaded gradients lie where no group can reach them.
+        # Offloaded gradients are in host memory, where the group cannot reduce them.
         flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
         group = mesh.group("tensor") if among is None else mesh.neighbours(among)
         dist.all_reduce(flat, group=group)
@@ -119,7 +119,7 @@ def _keep(model: nn.Module, name: str, kept: torch.Tensor | None, wants_gradient
 def _divided(
     table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
 ) -> nn.Embedding:
-    """The embedding of a table whose rows from `first` on are here."""
+    """Build a vocab-parallel embedding from the rows from `first` on."""
     if not isinstance(table, LoraEmbedding):
         return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
     table.look_up = partial(rows_here, first=first)
@@ -131,7 +131,7 @@ def _divided(
 def _resize(
     module: nn.Linear, weight: str, cuts: TensorParallelPlan, group: dist.ProcessGroup
 ) -> None:
-    """Tell the layer how many features it has left."""
+    """Set the layer's feature counts to this rank's."""
     rows, columns = module.out_features, module.in_features
     if isinstance(module.weight, QuantisedMatrix):
         [piece, *_] = cuts.pieces(weight, tuple(module.weight.shape))
@@ -150,7 +150,7 @@ def _resize(
 
 
 def _tell(module: nn.Module, name: str, cuts: TensorParallelPlan, group: dist.ProcessGroup) -> None:
-    """Tell a module what it has left, and what arrives at it."""
+    """Update a module for its shard: its sizes, offsets and input tokens."""
     if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
         _resize(module, f"{name}.weight", cuts, group)
     if isinstance(module, Dropout) and _sees_share(name, cuts):
@@ -172,7 +172,7 @@ def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _sees_share(name: str, cuts: TensorParallelPlan) -> bool:
-    """Whether what arrives at a module are only some of the tokens that come to a layer."""
+    """Whether a module receives only this rank's share of a layer's tokens."""
     parts = name.split(".")
     in_stream = parts[:2] == ["model", "layers"] and not SOCKETS.keys() & parts
     return cuts.residual == "split" if in_stream else cuts.is_in_mixture(name)
@@ -187,7 +187,7 @@ def _region(
     residual: Residual,
     sums: SumsIn,
 ) -> torch.Tensor:
-    """A divided module's contribution to the residual stream, from all ranks."""
+    """The output of a tensor-parallel module, reduced over all ranks."""
     y_TD = run(module, copy_to_tp_region(x_TD, group, residual, sums), *rest)
     return reduce_from_tp_region(y_TD, group, residual, sums)
 
@@ -200,8 +200,7 @@ def _mixture_region(
     group: dist.ProcessGroup,
     residual: Residual,
 ) -> torch.Tensor:
-    """A whole module's contribution to the residual stream, of which each rank computes that of
-    its share of the tokens."""
+    """The output of an unsharded module that each rank computes for its share of the tokens."""
     if residual == "split":
         return run(module, x_TD, *rest)
     y_TD = run(module, scatter_to_sequence_parallel(x_TD, group), *rest)

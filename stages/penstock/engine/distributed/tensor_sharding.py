@@ -1,7 +1,8 @@
-"""Which pieces of a checkpoint's tensors the ranks of a tensor axis hold, before FSDP shards them.
+"""Tensor sharding: which boxes of checkpoint tensors each tensor-parallel rank holds, before FSDP.
 
-A family's tables say what modules are and what their features come in; this file says what that
-means for one rank. Rows of what widens are cut, columns of what narrows, entries of the vocabulary.
+A family's tables give the roles of modules and the units of their features; this file computes what
+that means for one rank. Column-parallel layers are split by rows of the weight, row-parallel layers
+by columns, embedding and head by vocabulary entries.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,18 +33,18 @@ from penstock_kernels.quant import Format
 
 
 def shard_range(count: int, size: int, index: int) -> range:
-    """Which of `count` things number `index` of `size` has; shares differ by one at most."""
+    """The range of `count` items that shard `index` of `size` holds; sizes differ by one at most."""
     return range(index * count // size, (index + 1) * count // size)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Features of a layer that one rank computes."""
+    """The features of a layer that one rank computes."""
 
     first: int
     count: int
     copies: int = 1
-    """Ranks of the tensor axis that have the very same."""
+    """The number of tensor-parallel ranks with the same features."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,24 @@ class TensorParallelPlan:
     names: WeightMap
     roles: Roles
     size: int
-    """Of the tensor axis."""
+    """The size of the tensor axis."""
     index: int
-    """Along the tensor axis."""
+    """This rank's index along the tensor axis."""
     residual: Residual
     expert_size: int = 1
-    """Ranks that share a layer's experts."""
+    """The number of expert-parallel ranks."""
     expert_index: int = 0
-    """Of this rank among them."""
+    """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
-    """Of parameters that are quantised, by their names as plain ones."""
+    """The formats of quantized parameters, by their unquantized names."""
     lends_table: bool = False
-    """Whether the tied embedding and head are in different parts, each with a Parameter of its
-    own."""
+    """Whether tied embedding and head are in different parts, each with its own Parameter."""
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
-        """Those of the parameter `name`; none where a rank has no such parameter.
+        """The shards of parameter `name`; empty if this rank has no such parameter.
 
-        `shape` is read only for what no division changes of low-rank factors: all of one that
-        experts share, and else their rank.
+        `shape` is only read for dimensions of LoRA factors that are never split: the full shape of
+        a factor that experts share, otherwise the LoRA rank.
         """
         if factor := parse_factor(name):
             of = self._of_experts_factor if factor.of_experts else self._of_factor
@@ -106,7 +106,7 @@ class TensorParallelPlan:
             elif leaf == "weight":
                 piece = self._cut(tensor, 1, span)
             elif self.index == 0:
-                # It is added to a sum over all ranks, and must be in it once.
+                # It is added to a sum over all ranks, so only one rank may hold it.
                 piece = whole_piece(tensor, self._shapes[tensor])
             else:
                 continue
@@ -115,9 +115,9 @@ class TensorParallelPlan:
         return tuple(found)
 
     def span(self, layer: str, features: int = 0) -> Span:
-        """The features of a checkpoint's layer (the last part of its name) that are this rank's.
+        """This rank's features of a checkpoint layer (`layer` is the last part of its name).
 
-        `features` are all those of a feed-forward network, and read for nothing else.
+        `features` is the total of a feed-forward network; it is not read for other layers.
         """
         config, grain = self.names.config, DECODER_GRAINS[layer]
         if grain is ShardUnit.TOKEN:
@@ -135,7 +135,7 @@ class TensorParallelPlan:
         return replace(_span(keys, keys, self.index // copies, config.head_dim), copies=copies)
 
     def narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What this rank keeps of a whole native tensor; None if nothing."""
+        """This rank's part of a full native tensor; None if it holds nothing."""
         boxes: list[torch.Tensor] = []
         start = 0
         for piece in self.pieces(name, tuple(tensor.shape)):
@@ -143,20 +143,22 @@ class TensorParallelPlan:
             for dim in range(1, tensor.ndim):
                 box = box.narrow(dim, piece.offsets[dim], piece.sizes[dim])
             boxes.append(box)
-            # Native tensors are a checkpoint's, one after the other.
+            # Native tensors are checkpoint tensors concatenated.
             start += piece.whole[0]
         return torch.cat(boxes) if boxes else None
 
     def is_in_mixture(self, module: str) -> bool:
-        """Whether it is part of a mixture of experts. These are not divided: each rank computes
-        them for its own share of the tokens."""
+        """Whether a module is part of an MoE layer.
+
+        These are not split: each rank computes them for its own share of the tokens.
+        """
         experts, parts = self.names.config.experts, module.split(".")
         if experts is None or parts[:2] != ["model", "layers"] or parts[3:4] != ["mlp"]:
             return False
         return int(parts[2]) in experts.layers
 
     def _experts(self, name: str) -> Iterator[TensorShard]:
-        """The tensors of this rank's experts, one after another, or their part of one for all."""
+        """The concatenated tensors of this rank's experts, or its part of one stacked tensor."""
         tensors = self.names.hf_names(name)
         if len(tensors) == 1:
             [tensor] = tensors
@@ -169,7 +171,7 @@ class TensorParallelPlan:
         )
 
     def _whole(self, name: str) -> Iterator[TensorShard]:
-        """Whole tensors of a checkpoint, one after another."""
+        """Full checkpoint tensors, concatenated."""
         return _after_one_another(
             self._uncut(tensor, "tensor") for tensor in self.names.hf_names(name)
         )
@@ -179,15 +181,15 @@ class TensorParallelPlan:
         return self.names.hf_shapes()
 
     def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
-        """An adapter's tensor under its name in a model in which nothing is fused.
+        """A LoRA factor under its name in a model without fused projections.
 
-        The narrow dimension between A and B is never cut. What is on the far side from the cut is
-        whole on each rank, which has a part of the sum that is its gradient.
+        The LoRA rank dimension is never split. The factor on the other side of the split is
+        replicated, and each rank has a partial sum of its gradient.
         """
         name = native_name(factor.hf_module, factor.side)
         rows, columns = self._shapes[f"{factor.hf_module}.weight"]
         if factor.of_embedding:
-            # A has columns for tokens, and B rows for features.
+            # For an embedding, columns of A are tokens and rows of B are features.
             rows, columns = columns, rows
         is_a = factor.side == "lora_A"
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
@@ -203,8 +205,11 @@ class TensorParallelPlan:
         return self._cut(name, int(is_a), span, whole)
 
     def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
-        """Each expert's own is where the expert is. One that they share is on all ranks, and its
-        gradient a sum over those that compute other tokens, or other experts of the same."""
+        """The LoRA factor of experts.
+
+        A factor per expert is on the expert's rank. A shared factor is on all ranks, and its
+        gradient is summed over ranks that compute other tokens or other experts.
+        """
         name = native_name(factor.hf_module, factor.side)
         if len(shape) == 2:
             return self._uncut(name, "tensor", shape)
@@ -246,7 +251,7 @@ class TensorParallelPlan:
 def tp_plan(
     model: Decoder, names: WeightMap, mesh: Mesh, *, roles: Roles, residual: Residual
 ) -> TensorParallelPlan:
-    """How this rank of the mesh holds the model, which may be a part of the whole."""
+    """The sharding plan of this rank for the model, which may be a part of the whole."""
     apart = (model.model.embed_tokens is None) is not (model.lm_head is None)
     return TensorParallelPlan(
         names=names,
@@ -273,7 +278,7 @@ def param_shards(
     roles: Roles = DECODER_ROLES,
     residual: Residual = "whole",
 ) -> Mapping[str, tuple[TensorShard, ...]]:
-    """The pieces of every parameter, by its name in the model, as `tensor.divide` left it."""
+    """The shards of every parameter, by model name, after `parallelize_tensor`."""
     cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
         name: cuts.pieces(name, tuple(parameter.shape))
@@ -282,10 +287,11 @@ def param_shards(
 
 
 def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
-    """The same box of one of the tensors that a quantised matrix is.
+    """The same box of one component tensor of a quantized matrix.
 
-    Columns are cut between groups; where a row has one scale, anywhere, and all who have a part of
-    the row have the scale. Raises CapabilityError for a cut within a group.
+    Columns are split between quantization groups; with one scale per row they are split anywhere,
+    and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
+    group.
     """
     rows, columns = piece.whole
     first, count = piece.offsets[1], piece.sizes[1]

@@ -1,4 +1,5 @@
-"""Ulysses: ranks that hold some tokens of all heads exchange them for all tokens of some heads.
+"""Ulysses context parallelism: all-to-all from token shards of all heads to head shards of all
+tokens.
 
 Attention itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
@@ -20,20 +21,20 @@ from penstock_kernels.attention import VarlenMetadata
 
 
 class Ulysses:
-    """One rank of those that share the heads."""
+    """One rank of the group that shares the heads."""
 
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
 
     def mine(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens of all of them: its share of neighbours."""
+        """This rank's consecutive share of all tokens."""
         return x_T.chunk(self.size)[self.index]
 
     def attend(self, inner: AttentionFn) -> AttentionFn:
         """`inner` for all tokens and this rank's share of the heads.
 
-        The number of query heads must be a multiple of the ranks. Key and value heads that are not
-        are repeated until they are.
+        The number of query heads must be a multiple of the group size. Key and value heads are
+        repeated until their number is one too.
         """
 
         def over_heads(
@@ -48,7 +49,7 @@ class Ulysses:
             repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
             if repeats > 1:
                 k_SKH, v_SKH = (x.repeat_interleave(repeats, dim=1) for x in (k_SKH, v_SKH))
-            # In one message: three would cost three times the latency.
+            # One all-to-all for all three: separate ones would cost three times the latency.
             q_TNH, k_TKH, v_TKH = _ToHeads.apply(self, q_SNH, k_SKH, v_SKH)
             if sinks_N is not None:
                 sinks_N = sinks_N.chunk(self.size)[self.index]
@@ -71,7 +72,7 @@ class Ulysses:
         return tuple(part.flatten(1, 2) for part in by_rank.split(widths, dim=2))
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """Give each rank its entry of the first dimension, and get one from each."""
+        """All-to-all along the first dimension, one entry per rank."""
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x, group=self.group)
         return received

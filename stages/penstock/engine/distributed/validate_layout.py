@@ -1,6 +1,7 @@
-"""Whether a layout fits the model, the rows and the schedule; and if not, what to write instead.
+"""Layout validation: whether the layout fits the model, the sequences and the schedule.
 
-Judged before any process starts, from the numbers in the model's config.json. No torch here.
+Errors suggest a valid layout. Runs before any process starts, from the numbers in the model's
+config.json. No torch here.
 """
 
 import math
@@ -40,12 +41,12 @@ SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHA
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What families call their number of experts in config.json."""
+"""The config.json keys of families for the number of experts."""
 
 
 @dataclass(frozen=True)
 class ModelDims:
-    """What there is of a model to share out. Names are those of config.json."""
+    """The dimensions of a model that limit a layout. Names are those of config.json."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -55,15 +56,15 @@ class ModelDims:
     num_experts: int = 0
     head_dim: int = 0
     published: QuantizationConfig | None = None
-    """How its weights are quantised already."""
+    """The format of its pre-quantized weights."""
 
     @classmethod
     def of(cls, hf: HfConfig) -> "ModelDims":
-        """Read them.
+        """Read the dimensions.
 
         Raises:
             ConfigError: one is missing.
-            CapabilityError: weights are quantised in a way that is not read.
+            CapabilityError: the quantization format is not supported.
         """
         heads = config_require(hf, "num_attention_heads")
         return cls(
@@ -79,7 +80,7 @@ class ModelDims:
 
 
 def is_model_parallel(train: TrainConfig) -> bool:
-    """Whether the layout cuts the model itself, so that its numbers matter."""
+    """Whether the layout splits the model itself, so that its dimensions matter."""
     cuts = train.tensor_parallel_size, train.ulysses_parallel_size, train.pipeline_parallel_size
     return max(*cuts, train.expert_parallel_size) > 1
 
@@ -87,8 +88,8 @@ def is_model_parallel(train: TrainConfig) -> bool:
 def tokens_multiple(train: TrainConfig) -> int:
     """What the tokens of a micro-batch, with padding, must be a multiple of.
 
-    Ring attention cuts a row into two pieces per rank, an early one and a late one, so that every
-    rank has as much to do; Ulysses and sequence parallelism cut these again.
+    Ring attention cuts a packed sequence into two chunks per rank, an early one and a late one, to
+    balance causal attention; Ulysses and sequence parallelism cut these further.
     """
     ring = train.ringattn_parallel_size
     split = train.tensor_parallel_size if train.sequence_parallel else 1
@@ -96,8 +97,10 @@ def tokens_multiple(train: TrainConfig) -> int:
 
 
 def micro_batch_padding(data: DataConfig, train: TrainConfig) -> int:
-    """What micro-batches are padded to a multiple of: `data.pad_to_multiple_of`, rounded up to what
-    the layout needs."""
+    """The padding multiple of micro-batches:
+
+    `data.pad_to_multiple_of`, rounded up to what the layout needs.
+    """
     return math.lcm(data.pad_to_multiple_of, tokens_multiple(train))
 
 
@@ -107,12 +110,12 @@ def validate_layout(
     counts: ModelDims | None,
     launches: Iterable[LayoutSuggestion],
 ) -> ParallelDims:
-    """The layout of a run, which fits.
+    """Return the valid layout of a run.
 
-    `world_of` tells how many processes a run would start, `counts` may be None where the layout
-    leaves the model whole, and `launches` are other numbers of processes that may be proposed.
+    `world_of` returns how many processes a run would start, `counts` may be None if the layout does
+    not split the model, and `launches` are other numbers of processes that may be suggested.
 
-    Raises ConfigError with everything that does not fit and the nearest layout that would.
+    Raises ConfigError with every violation and the nearest valid layout.
     """
     world = world_of(run)
     faults = layout_errors(run, world, counts)
@@ -140,7 +143,7 @@ def validate_layout(
 
 
 def layout_errors(run: RunConfig, world: int, counts: ModelDims | None) -> list[LayoutError]:
-    """Everything that keeps a run from being laid out on `world` ranks."""
+    """Every reason why a run cannot be laid out on `world` ranks."""
     train = run.train
     found: list[LayoutError] = []
     degrees = compute_dims(train, world)
@@ -194,7 +197,7 @@ def _of_features(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]
 
 
 def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
-    """Quantised columns that share a scale stay together."""
+    """Quantized columns that share a scale must stay on one rank."""
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
         return
@@ -213,10 +216,10 @@ def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
 
 
 def _kept_of(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
-    """How base weights are quantised, and what their columns are cut at multiples of."""
+    """The quantization of base weights, and the multiple at which their columns can be cut."""
     lora, published = run.lora, counts.published
     if published and run.model.model_path:
-        # bitsandbytes says with each matrix how wide groups are; hardly ever they are wider.
+        # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
         usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
         return f"as published, {published.format}", published.group or usual
     group = lora.quant_group_size if is_explicitly_set(run, "lora.quant_group_size") else None
@@ -300,7 +303,7 @@ def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
 
 
 def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
-    """Other values of every setting that a layout depends on, but for the number of processes."""
+    """Other values of every setting that a layout depends on, except the number of processes."""
     train = run.train
 
     def word(name: str, distance: float, value: object) -> LayoutSuggestion:
@@ -311,7 +314,7 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
         found.append(word("sequence_parallel", 1, False))
     if train.pipeline_parallel_size > 1:
         found += [
-            # Another schedule is the last resort: it waits, or keeps in memory, what this does not.
+            # Another schedule is the last resort: it has a larger bubble or needs more memory.
             word("pipeline_parallel_schedule", 8 + distance, schedule)
             for distance, schedule in enumerate(SCHEDULES)
             if schedule != train.pipeline_parallel_schedule
@@ -326,7 +329,7 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
             found.append(word("pipeline_parallel_split", 1, "uniform"))
     for name, sizes in _batches_near(train, world).items():
         now = getattr(train, name)
-        # Another number of rows is another result, which nothing else that is proposed changes.
+        # Another batch size changes the training result, unlike every other suggestion.
         costs = 0 if name == "micro_batch_size" and train.global_batch_size else 1
         found += [
             word(name, costs + abs(math.log2(size / now)), size)
@@ -351,7 +354,7 @@ def _undone(train: TrainConfig) -> Values:
 
 
 def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
-    """Other sizes of batches on any part of `world` ranks."""
+    """Other batch sizes on any divisor of `world` ranks."""
     micro, several = train.micro_batch_size, train.gradient_accumulation_steps
     at_once = {micro * ranks for ranks in range(1, world + 1) if world % ranks == 0}
     near = {
@@ -373,7 +376,7 @@ def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
 
 
 def _with(run: RunConfig, values: Values) -> RunConfig:
-    """The run with other values, as if they had been written."""
+    """The run with other values, as if the user had written them."""
     sections: dict[str, dict[str, object]] = {}
     for name, value in values.items():
         section, _, field = name.partition(".")
@@ -386,5 +389,5 @@ def _with(run: RunConfig, values: Values) -> RunConfig:
 
 
 def _fault(error: ConfigError) -> str:
-    """What an error says is wrong, without what it proposes."""
+    """The first line of an error, without its suggestion."""
     return str(error).partition("\n")[0].rstrip(".")

@@ -1,7 +1,7 @@
-"""Embedding, head and loss where each rank of a group holds some entries of the vocabulary.
+"""Vocab-parallel embedding, LM head and loss: each rank of a group holds part of the vocabulary.
 
-T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary, W the entries
-that are here.
+T tokens, S trained tokens, C tokens of a chunk, D model width, V vocabulary, W vocabulary entries
+of this rank.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,13 +36,17 @@ from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
 Logits = Literal["divided", "gathered"]
-"""Whether the loss is computed from each rank's own logits, or from those of all ranks on each."""
+"""Whether the loss is computed from each rank's own logits, or from gathered logits on every rank.
+"""
 
 
 class SumOfLosses(Protocol):
-    """Final hidden states, the head and labels [T] to `scale` times the summed cross-entropy, the
-    same on all ranks of the group. Hidden states are [T, D], or where the residual stream is split
-    a share of them."""
+    """Function from final hidden states, head and labels [T] to `scale` times the summed
+    cross-entropy.
+
+    The result is the same on all ranks of the group. Hidden states are [T, D], or a share of them
+    with a split residual stream.
+    """
 
     def __call__(
         self, hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
@@ -50,23 +54,25 @@ class SumOfLosses(Protocol):
 
 
 LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
-"""Final hidden states, the head and labels [T] to the labels' log-probabilities [T], the same on
-all ranks of the group, with gradients; of labels [T, K] those of each, [T, K]."""
+"""Function from final hidden states, head and labels [T] to the labels' log-probs [T], the same on
+all ranks of the group, with gradients; labels [T, K] give [T, K].
+"""
 
 ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
-"""Final hidden states, the head and labels [T] to what they tell of each trained token, the same on
-all ranks of the group."""
+"""Function from final hidden states, head and labels [T] to the scores of each trained token, the
+same on all ranks of the group.
+"""
 
 LogitsOf = Callable[
     [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
 ]
-"""Final hidden states, the head and places [S] among their tokens to some of the places and their
-logits [C, V] of the whole vocabulary, one chunk after another, the same on all ranks of the
-group."""
+"""Function from final hidden states, head and token positions [S] to chunks of positions and their
+full-vocabulary logits [C, V], the same on all ranks of the group.
+"""
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding table of which other rows are on other ranks."""
+    """An embedding table whose other rows are on other ranks."""
 
     def __init__(
         self, rows_WD: nn.Parameter, first: int, group: dist.ProcessGroup, residual: Residual
@@ -78,24 +84,26 @@ class VocabParallelEmbedding(nn.Embedding):
         self.residual: Residual = residual
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings of token ids [T]: of all of them, or with a split residual of a share."""
+        """Embeddings of token ids [T]: of all of them, or of this rank's share with a split
+        residual.
+        """
         return reduce_from_tp_region(
             rows_here(input, self.weight, self.first), self.group, self.residual
         )
 
 
 def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
-    """Of a table of which the rows from `first` on are here, those of token ids, else zeros."""
+    """Look up token ids in the rows from `first` on; zeros for ids on other ranks."""
     at_T, here_T = _within(ids_T, first, rows_WF.shape[0])
     return F.embedding(at_T, rows_WF).masked_fill(~here_T[:, None], 0)
 
 
 @dataclass(frozen=True)
 class VocabParallelHead:
-    """How a model divided over the mesh's tensor axis comes from hidden states to logits.
+    """The LM head and losses of a model that is split over the mesh's tensor axis.
 
-    With `divided` logits a rank holds [C, W] of them, and two numbers per token travel, or three
-    where labels are smoothed; with `gathered` ones each rank holds [C, V].
+    With `divided` logits a rank holds [C, W], and two numbers per token are communicated, or three
+    with label smoothing; with `gathered` logits each rank holds [C, V].
     """
 
     mesh: Mesh
@@ -138,7 +146,7 @@ class VocabParallelHead:
         return scored
 
     def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
-        """`losses.scores.chunked_logits` for such a model, whose ranks tell each other theirs."""
+        """`losses.scores.chunked_logits` for such a model, with logits gathered from all ranks."""
         whole = replace(self, logits="gathered")
 
         def found(
@@ -164,11 +172,11 @@ class VocabParallelHead:
 
     @property
     def _widest(self) -> int:
-        """Entries of which a rank has logits, at most."""
+        """The largest number of logits per token on a rank."""
         return max(map(len, self._shares)) if self._is_divided else self.size
 
     def _seen(self, hidden: torch.Tensor, head: nn.Module, loss: Loss) -> tuple[torch.Tensor, Head]:
-        """All tokens' hidden states, and what makes of them the logits that are here."""
+        """The hidden states of all tokens, and the head that computes this rank's logits."""
         group = self._group
         if group is None:
             return hidden, head
@@ -198,23 +206,23 @@ class VocabParallelHead:
 
 
 def _merged(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
-    """The tally of logits that lie side by side on the ranks of a group, from each rank's own.
+    """Merge the softmax statistics of logit shards over the ranks of a group.
 
-    The log of a sum of exponentials is that of the ranks' own.
+    The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
     """
     has_several = own.target.dim() > 1
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
     mine = torch.cat([own.log_sum[None], target_KC, *totals])
     log_sums, *others = gathered(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
-    # One rank knows a label's own logit, and the others say 0: no rounding.
+    # One rank has a label's logit and the others contribute 0, so the sum is exact.
     sums = [each.sum(0) for each in others]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
 
 
 def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which row of those from `first` on an id is, or 0; and whether it is one."""
+    """The local row of each id, or 0, and whether this rank holds it."""
     at = ids - first
     here = (at >= 0) & (at < count)
     return at.masked_fill(~here, 0), here

@@ -1,8 +1,8 @@
-"""Which tokens of a row each rank of a ring holds, and which of another's its queries see.
+"""Zigzag sharding for ring attention: the tokens of each rank, and which keys of others it needs.
 
-A row is cut into twice as many equal chunks as there are ranks, wherever its documents end; a rank
-holds one chunk of the first half and that one's mirror image, so that all ranks have as much causal
-attention to compute. Everything follows from the documents' lengths, which every rank knows.
+A packed sequence is cut into twice as many equal chunks as there are ranks, regardless of document
+boundaries; a rank holds one chunk of the first half and its mirror image, which balances causal
+attention. Everything follows from the document lengths, which every rank knows.
 """
 
 from bisect import bisect_left, bisect_right
@@ -15,52 +15,52 @@ from penstock.rows.shared_prefix import Span, first_blind_rows
 
 @dataclass(frozen=True)
 class RankTokens:
-    """The tokens of one rank, numbered in the order they have in the row."""
+    """The tokens of one rank, numbered in sequence order."""
 
     index: int
     ring: int
-    """Ranks that share the row."""
+    """Ranks that share the packed sequence."""
     chunk: int
     """Tokens in a chunk."""
 
     @property
     def starts(self) -> tuple[int, int]:
-        """Where its two chunks begin in the row."""
+        """The start of its two chunks in the packed sequence."""
         return self.index * self.chunk, (2 * self.ring - 1 - self.index) * self.chunk
 
     @property
     def chunks(self) -> tuple[range, range]:
-        """Its two chunks, in the row."""
+        """Its two chunks as ranges of the packed sequence."""
         first, second = (range(start, start + self.chunk) for start in self.starts)
         return first, second
 
     def within(self, start: int, end: int) -> range:
-        """Its own numbers of those tokens from `start` to `end` of the row that it holds."""
+        """The local indices of this rank's tokens in `start` to `end` of the packed sequence."""
         return range(self.before(start), self.before(end))
 
     def before(self, place: int) -> int:
-        """How many of its tokens come before that place in the row."""
+        """How many of its tokens come before that position in the packed sequence."""
         return sum(min(max(place - start, 0), self.chunk) for start in self.starts)
 
 
 @dataclass(frozen=True)
 class KVRange:
-    """Tokens of one rank that tokens of another see: all of these by each of those, or less."""
+    """Keys of one rank that queries of another attend to, fully or within a window."""
 
     queries: range
-    """The seeing rank's own numbers of its tokens."""
+    """The local indices of the queries on their rank."""
     keys: range
-    """The other's own numbers."""
+    """The local indices of the keys on theirs."""
     reach: int | None = None
-    """The i-th query sees these keys from number `i - reach` on; None: all."""
+    """The i-th query sees keys from number `i - reach` on; None: all keys."""
 
 
 def own_lengths(bounds: Sequence[int], holding: RankTokens, window: int | None = None) -> list[int]:
-    """The lengths of the documents that a rank holds any of, as far as it holds them.
+    """The lengths of the documents on a rank, counting only its own tokens.
 
-    `bounds` are where the row's documents begin, and the end of the last. A document that is in
-    both chunks holds all that lies between them, so that its two parts are neighbours here; not so
-    under a window, for which their distance matters.
+    `bounds` are the document starts of the packed sequence, and the end of the last. A document in
+    both chunks covers everything between them, so its two parts are adjacent here; not under a
+    sliding window, because their distance matters there.
     """
     if window is None:
         parts = [len(holding.within(start, end)) for start, end in pairwise(bounds)]
@@ -74,7 +74,7 @@ def own_lengths(bounds: Sequence[int], holding: RankTokens, window: int | None =
 
 
 def own_start_rows(spans: Sequence[Span], holding: RankTokens) -> list[int]:
-    """For each token that a rank holds, the first of its own numbers that no longer sees it."""
+    """For each token of a rank, the first local index that no longer sees it."""
     own = [Span(*(holding.before(place) for place in astuple(span))) for span in spans]
     return first_blind_rows(own)
 
@@ -86,20 +86,19 @@ def needs(
     window: int | None = None,
     spans: Sequence[Span] | None = None,
 ) -> list[KVRange]:
-    """What `asker`'s queries see of another rank's keys; under a window also what they see of its
-    own, beyond what `own_lengths` tells. `spans` say of all the row's tokens how long they are
-    seen, where documents branch.
+    """The keys of `giver` that `asker`'s queries attend to.
 
-    The keys of all needs together are neighbours among the giver's, but for a branch between a
-    prompt and another branch.
+    Under a sliding window also its own keys beyond the documents of `own_lengths`. `spans` give how
+    far each token is seen if documents have branches. The keys of all needs together are contiguous
+    on the giver, except for a branch between a prompt and another branch.
     """
     if window is not None:
         return list(_within_window(bounds, asker, giver, window, spans))
     if asker.index == giver.index:
         return []
-    # Of two ranks the chunks are nested: the one with the lower number holds the outer two. So an
-    # asker sees the first chunk of a lower giver from both of its own, and both chunks of a higher
-    # giver from its second; and what sees across the border between is of one document.
+    # The chunks of two ranks are nested: the rank with the lower index holds the outer two. So an
+    # asker sees the first chunk of a lower giver from both of its own chunks, and both chunks of a
+    # higher giver from its second; and whatever attends across the border is in one document.
     border = asker.starts[0] if giver.index < asker.index else asker.starts[1]
     return [
         KVRange(asker.within(border, span.until), keys)
@@ -109,7 +108,7 @@ def needs(
 
 
 def _document_at(place: int, bounds: Sequence[int], spans: Sequence[Span] | None) -> Sequence[Span]:
-    """The spans of the document that this place in the row is in."""
+    """The spans of the document at this position in the packed sequence."""
     document = bisect_right(bounds, place) - 1
     begin, end = bounds[document : document + 2]
     if spans is None:
@@ -129,11 +128,12 @@ def _within_window(
     window: int,
     spans: Sequence[Span] | None,
 ) -> Iterator[KVRange]:
-    """One need for every two chunks, and two spans of a document in them: distances within a span
-    are those in the row."""
+    """One need for every pair of chunks and pair of spans of a document in them: distances within a
+    span equal those in the packed sequence.
+    """
     for chunk, held in product(asker.chunks, giver.chunks):
         for seen, seeing in product(_document_at(chunk.start, bounds, spans), repeat=2):
-            # What is hidden from a branch does not part it from its prompt.
+            # A hidden branch adds no distance between another branch and its prompt.
             nearer = max(0, seeing.begin - seen.end)
             start = max(chunk.start, seeing.begin)
             end = min(chunk.stop, seeing.end, seen.until)
