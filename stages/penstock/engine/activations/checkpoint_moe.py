@@ -1,8 +1,8 @@
-"""Recomputation of what experts compute between their two products, and of nothing else.
+"""MoE activation checkpointing: recompute only the gated activation inside experts.
 
-The rows that tokens sent to experts are kept, and so is what came back of them: only the gate and
-up products and the activation are computed again, from those rows, so no row travels twice. The
-second product is not repeated either, as nothing is wanted of its result.
+The rows that tokens sent to experts are saved, and so are the outputs: only the gate and up
+projections and the activation are recomputed, from those rows, so no all-to-all is repeated. The
+down projection is not recomputed either, because its result is not needed.
 
 R rows, D model width, F features of an expert, E experts.
 """
@@ -22,8 +22,10 @@ from penstock.models.layers.moe import MoE
 
 
 def checkpoint_moe_act(mixture: MoE, again: Callable[..., torch.Tensor]) -> None:
-    """Plug it into a mixture, in place. `again` recomputes a whole module: the shared experts,
-    which hear of no other rank."""
+    """Register recomputation on an MoE layer, in place.
+
+    `again` recomputes a whole module: the shared experts, which do not communicate.
+    """
     mixture.experts.run = checkpoint_expert_gates
     shared: CallHook = partial(again, mixture.run_shared)
     mixture.run_shared = shared
@@ -32,10 +34,11 @@ def checkpoint_moe_act(mixture: MoE, again: Callable[..., torch.Tensor]) -> None
 def checkpoint_expert_gates(
     experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor, /
 ) -> torch.Tensor:
-    """Both halves of `experts`, of which the graph keeps `x_RD` and the weights.
+    """Run both halves of `experts`; autograd saves only `x_RD` and the weights.
 
-    The first backward pass that wants more computes the first half again; what it then saves is
-    kept until no backward pass can want it. The half must save as many tensors each time.
+    The first backward pass that needs more recomputes the first half; the saved tensors are then
+    kept until no backward pass can need them. The half must save the same number of tensors each
+    time.
     """
     if not torch.is_grad_enabled():
         return call_experts(experts, x_RD, counts_E)
@@ -48,12 +51,12 @@ def checkpoint_expert_gates(
 
 
 class _Call:
-    """One call: what it needs to compute its first half again, and what that then saves."""
+    """One call: the inputs to recompute its first half, and the tensors saved then."""
 
     def __init__(self, experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor) -> None:
-        # What is drawn from may be another micro-batch's by then.
+        # The dropout RNG may belong to another micro-batch by then.
         self._gated = preserve_dropout_rng(experts.gated)
-        # Not the tensor itself, which would hold the graph of all that came before it.
+        # Not the tensor itself, which would keep the graph before it alive.
         self._x_RD, self._wanted = save_for_backward(x_RD), x_RD.requires_grad
         self._counts_E = counts_E
         self._places: list[weakref.ref[SavedTensorSlot] | None] = []
@@ -67,7 +70,7 @@ class _Call:
         self._there = {_memory_of(tensor) for tensor in there}
 
     def of_first_half(self, tensor: torch.Tensor) -> Kept:
-        """A tensor that is saved: kept where it is there anyway, else a slot for it."""
+        """Pack hook: keep a tensor that is in memory anyway, else save an empty slot."""
         if _memory_of(tensor) in self._there:
             self._places.append(None)
             return save_for_backward(tensor)
@@ -76,12 +79,12 @@ class _Call:
         return partial(self._saved_in, slot)
 
     def gave(self, inner_RF: torch.Tensor) -> None:
-        """The first half has ended with this, which is held by whoever calls the second one."""
-        # Not the tensor itself: the graph may hold on to this call's methods, and so to it.
+        """Record the output of the first half, which the caller of the second half holds."""
+        # Not the tensor itself: the graph may hold this call's methods, and so the call.
         self._inner = _memory_of(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
     def of_second_half(self, tensor: torch.Tensor) -> Kept:
-        """The same: here only what the first half gave, or some rows of it, is not there anyway."""
+        """Pack hook of the second half: only the first half's output, or rows of it, gets a slot."""
         memory, dtype, offset = self._inner
         if _memory_of(tensor) != memory or tensor.dtype != dtype:
             return save_for_backward(tensor)
@@ -91,7 +94,7 @@ class _Call:
         return partial(self._saved_in, slot)
 
     def _saved_in(self, slot: SavedTensorSlot) -> torch.Tensor:
-        """In a backward pass: the tensor that was saved."""
+        """Unpack hook: the tensor of the slot."""
         if self._saved is None:
             self._saved = self._computed_again()
         return self._saved[slot]
@@ -103,7 +106,7 @@ class _Call:
         found: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            # Detached: an output that a node saves would hold the node that holds it.
+            # Detached: an output saved by its own node would create a reference cycle.
             found.append(tensor.detach())
             return found[-1]
 

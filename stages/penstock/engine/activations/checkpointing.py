@@ -1,4 +1,4 @@
-"""Activation checkpointing: which parts of the model compute their activations twice."""
+"""Activation checkpointing: which modules recompute their activations in the backward pass."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -22,37 +22,39 @@ from penstock.models.layers.moe import MoE
 from penstock.models.layers.router_observer import preserve_observer
 
 Kind = Literal["plain", "reentrant", "once"]
-"""PyTorch's two forms, and the one for a backward pass that is made of several."""
+"""PyTorch's two implementations, and one for backward passes that are split (zero bubble)."""
 
 CORE = "core_attn"
-"""Attention without its projections: softmax(q @ k.T) @ v, which is recomputed from q, k and v
-(Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models")."""
+"""Core attention without its projections: softmax(q @ k.T) @ v, which is recomputed from q, k and v
+(Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
+"""
 
 Mixtures = Literal["whole", "gates"]
-"""What is recomputed of a mixture of experts: all, which sends tokens to their experts a second
-time, or only what experts compute between their products (`train.moe_checkpoint_method`)."""
+"""What is recomputed of an MoE layer: everything, which dispatches tokens a second time, or only
+the gated activation inside experts (`train.moe_checkpoint_method`).
+"""
 
 
 def checkpoint_kind(train: TrainConfig) -> Kind:
-    """The form that suits the settings."""
+    """The implementation for these settings."""
     if train.pipeline_parallel_size > 1 and train.pipeline_parallel_schedule in SPLIT_BACKWARD:
         return "once"
     return "reentrant" if train.enable_reentrant else "plain"
 
 
 def checkpoint_moe_settings(train: TrainConfig) -> Mixtures:
-    """What the settings say of mixtures."""
+    """What is recomputed of MoE layers."""
     return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
 
 
 def apply_activation_checkpointing(
     model: Decoder, modules: Sequence[str] | None, kind: Kind, *, mixtures: Mixtures = "whole"
 ) -> None:
-    """Plug recomputation into the model: whole layers, or only the named parts of each layer.
+    """Register recomputation of whole layers, or of the named modules in each layer.
 
-    Where only the `gates` of mixtures are recomputed, a layer that has one is never recomputed as a
-    whole: `None` then means both its parts. What was plugged there before is called within, and so
-    a second time in the backward pass, where it drops what it dropped the first time.
+    If only the `gates` of MoE layers are recomputed, such a layer is never recomputed as a whole:
+    `None` then means both its parts. Hooks registered before run inside the recomputation, so a
+    second time in the backward pass, with the same dropout masks.
     """
     again = partial(_again, FORMS[kind])
     layers = list(model.model.layers.values())
@@ -94,22 +96,22 @@ def _again(
     form: Callable[..., Any], run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any
 ) -> Any:
     if not torch.is_grad_enabled():
-        # Nothing will be computed again; PyTorch's own forms take their time to find that out.
+        # Nothing will be recomputed; PyTorch's implementations have overhead even then.
         return run(module, x, *rest)
-    # The backward pass of a micro-batch may come when another one's noise is drawn from, or none,
-    # and another one's watch looks on.
+    # The backward pass of a micro-batch may run while another one's dropout RNG and router observer
+    # are active, or none.
     return form(preserve_observer(preserve_dropout_rng(run)), module, x, *rest)
 
 
 def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-    # Draws do not come from torch's generators, whose saved state would cost a copy per layer.
+    # Dropout does not use torch's generators, whose saved state would cost a copy per layer.
     return checkpoint(run, module, x, *rest, use_reentrant=False, preserve_rng_state=False)
 
 
 def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
     if not x.requires_grad:
-        # This kind only notices gradients that are wanted of its inputs, and below the first
-        # adapter nothing wants any.
+        # Reentrant checkpointing only works if an input requires a gradient, and below the first
+        # adapter none does.
         x = x.detach().requires_grad_()
     return checkpoint(run, module, x, *rest, use_reentrant=True, preserve_rng_state=False)
 

@@ -1,8 +1,9 @@
-"""Where tensors wait for the backward pass: the newest on the device, the others in host memory.
+"""Activation offloading: saved tensors move to host memory until the backward pass, except the
+newest.
 
-What is kept is kept by storage: tensors that share memory are moved once, and tensors whose memory
-is kept already are not moved again. A group is what one call of a layer keeps; groups leave and
-come back as wholes, so that nothing but the order of calls must be known.
+Storages are moved, not tensors: tensors that share memory are moved once, and not again for another
+tensor. A group is what one call of a layer saves; groups are offloaded and fetched as a whole, so
+only the order of calls must be known.
 """
 
 import weakref
@@ -21,30 +22,29 @@ from penstock.models.layers.call_hook import CallHook
 
 
 class Copies(Protocol):
-    """Copies flat tensors of bytes, uint8.
+    """Copies flat uint8 tensors.
 
-    A copy may be read, and what it was made of given away, by whoever has waited for what came with
-    it.
+    After waiting for the returned handle, the copy may be read and its source freed.
     """
 
     def away(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy in the host's memory."""
+        """Copy to host memory."""
         ...
 
     def back(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy of such a copy, on the device."""
+        """Copy back to the device."""
         ...
 
     def wait(self, copied: Any) -> None:
-        """Let nothing that is computed from here on begin before a copy is made."""
+        """Make later computation wait for the copy."""
         ...
 
 
 class StreamCopier:
-    """Copies on streams of their own, one in each direction, while the device computes.
+    """Copies on two CUDA streams, one per direction, overlapped with computation.
 
-    Memory on the device is always that of the stream that computes: a copy begins only when that
-    has come to where it was asked for, and nothing is given away before that has waited.
+    Device memory always belongs to the compute stream: a copy begins when that stream reaches the
+    request, and memory is freed only after that stream has waited.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class StreamCopier:
         self._coming = torch.cuda.Stream(device)
 
     def away(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        # Memory that is not pinned is copied in turn. Torch keeps pinned memory for the next step.
+        # Pinned, because pageable memory is copied synchronously. Torch caches pinned memory.
         copy = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
         return copy, self._copied(copy, data, self._leaving)
 
@@ -76,8 +76,10 @@ class StreamCopier:
 
 
 class SyncCopier:
-    """Copies at once. On a device whose memory is the host's it saves none, and shows what is moved
-    where."""
+    """Copies synchronously.
+
+    If device memory is host memory it saves nothing, but shows what is moved.
+    """
 
     def away(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         return data.to("cpu", copy=True), None
@@ -90,26 +92,26 @@ class SyncCopier:
 
 
 SMALLEST = 1024
-"""Bytes. What is smaller stays: a copy of it takes as long as one of this size."""
+"""Bytes. Smaller tensors stay: copying them takes as long as copying one of this size."""
 
 CAST = "ToCopyBackward0"
 
 
 @dataclass(eq=False)
 class Group:
-    """What one call of a layer keeps."""
+    """The tensors that one call of a layer saves."""
 
     before: "Group | None"
-    """That of the layer before, which the backward pass will want next."""
+    """The group of the previous layer, which the backward pass needs next."""
     bundles: "list[weakref.ref[OffloadedStorage]]" = field(
         default_factory=list["weakref.ref[OffloadedStorage]"]
     )
     is_wanted: bool = False
-    """Whether the backward pass has come to it."""
+    """Whether the backward pass has reached it."""
 
 
 class OffloadedStorage:
-    """The bytes of one storage. It lives as long as a graph wants any of them."""
+    """The bytes of one storage, alive as long as a graph needs any of them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -121,7 +123,7 @@ class OffloadedStorage:
         self.version = tensor._version
 
     def on_device(self) -> torch.Tensor:
-        """What is here, which nobody may have written to."""
+        """The tensor on the device, which must not have been modified."""
         assert self.here is not None
         if self.here._version != self.version:
             raise RuntimeError(
@@ -131,17 +133,17 @@ class OffloadedStorage:
         return self.here
 
     def data(self) -> torch.Tensor:
-        """All bytes that are here, flat."""
+        """All bytes of the storage as a flat tensor."""
         storage = self.on_device().untyped_storage()
         data = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return data.set_(storage)
 
 
 class ActivationOffloader:
-    """Keeps tensors of one device, of which `room` bytes stay there.
+    """Saves tensors of one device, of which `room` bytes stay there.
 
-    A tensor that leaves holds its memory on the device until two groups later, so at most two
-    groups' worth is there besides; and on the way back, the group that is wanted and the next one.
+    An offloaded tensor keeps its device memory until two groups later, so up to two groups use
+    extra memory; in the backward pass, the needed group and the next one.
     """
 
     def __init__(self, device: torch.device, copies: Copies, *, room: int) -> None:
@@ -156,7 +158,7 @@ class ActivationOffloader:
         self._newest: Group | None = None
 
     def begin(self, what: Literal["pass", "layer"]) -> Group:
-        """A group for the call of a layer that begins; with a `pass`, of the first of one."""
+        """Start a group for a layer call; `pass` marks the first layer of a forward pass."""
         self._newest = Group(self._newest if what == "layer" else None)
         self._leaving.append([])
         while len(self._leaving) > 2:
@@ -168,7 +170,7 @@ class ActivationOffloader:
         return self._newest
 
     def keep(self, group: Group, tensor: torch.Tensor) -> Kept:
-        """Keep a tensor in a group. Weights are not kept: they are there anyway."""
+        """Save a tensor in a group. Weights are not saved: they stay in memory anyway."""
         if not self._moves(tensor):
             stays = tensor.detach()
             return lambda: stays
@@ -196,7 +198,7 @@ class ActivationOffloader:
     def _bundle(self, tensor: torch.Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
-        # Another storage may lie where one was that has gone.
+        # Another storage may have the address of one that was freed.
         if known and known.of() is storage and known.version == tensor._version:
             return known
         bundle = OffloadedStorage(tensor)
@@ -236,7 +238,7 @@ class ActivationOffloader:
             self._fetch(group.before)
 
     def _fetch(self, group: Group) -> None:
-        """Let all that the group keeps be on the device until it goes."""
+        """Bring all tensors of the group back to the device."""
         for kept in group.bundles:
             bundle = kept()
             if bundle is None:
@@ -246,13 +248,13 @@ class ActivationOffloader:
                 assert bundle.away is not None
                 bundle.here, copied = self._copies.back(bundle.away)
                 bundle.version = bundle.here._version
-                # Held here too: its memory must not be given away while it is written.
+                # Kept here too: its memory must not be freed while it is written.
                 self._coming.append((bundle.here, copied))
             bundle.away = None
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """A parameter, a view of one, or what autocast made of one."""
+    """Whether it is a parameter, a view of one, or autocast's copy of one."""
     base = tensor if tensor._base is None else tensor._base
     if isinstance(base, nn.Parameter):
         return True
@@ -264,16 +266,16 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 
 def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffloader:
-    """Where the activations of this rank wait, but for so many gigabytes, the newest ones."""
+    """The offloader of this rank, with `gigabytes` of the newest activations left on the device."""
     copies: Copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
     return ActivationOffloader(device, copies, room=int(gigabytes * 1e9))
 
 
 def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
-    """Let every layer of a model's parts keep in `store` what it keeps; in place.
+    """Offload the saved tensors of every layer of the model parts to `store`; in place.
 
-    What was plugged into `run_layer` before is called within: recomputation, which then keeps the
-    layer's input there. All parts on a rank, and all their micro-batches, share a store.
+    Hooks registered on `run_layer` before run inside: activation checkpointing then offloads the
+    layer inputs. All parts on a rank, and all their micro-batches, share a store.
     """
     for part in parts:
         first = next(iter(part.model.layers.values()), None)

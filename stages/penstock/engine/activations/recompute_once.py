@@ -1,8 +1,8 @@
-"""Recomputation for a backward pass in several: what is computed again is computed once.
+"""Activation checkpointing for split backward passes (zero bubble): recompute only once.
 
-Torch's own computes a layer again in every backward pass that reaches it. A schedule that computes
-the gradients of weights apart from those of activations makes one pass for nearly each weight, and
-so would compute each layer half a dozen times.
+Torch's checkpointing recomputes a layer in every backward pass that reaches it. A schedule that
+computes weight gradients separately from activation gradients runs one pass for nearly each weight,
+and so would recompute each layer half a dozen times.
 """
 
 import weakref
@@ -16,19 +16,21 @@ from penstock.engine.activations.saved_tensors import Kept, save_for_backward
 
 
 class SavedTensorSlot:
-    """What the graph keeps in the place of a saved tensor. When the graph lets go of it, so does
-    the call."""
+    """The placeholder that the graph holds for a saved tensor.
+
+    When the graph frees it, so does the call.
+    """
 
 
 class _EnoughError(Exception):
-    """All that was saved is there again: what follows need not be computed."""
+    """All saved tensors are recomputed: stop early."""
 
 
 def checkpoint_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """`run(*args)`, whose saved tensors are not kept, but computed again when a backward pass first
-    wants one, and then kept until none can want them any more.
+    """Run `run(*args)` without saving tensors; recompute them when a backward pass first needs one.
 
-    `run` must save the same tensors each time, and draw nothing from torch's generators.
+    Recomputed tensors are kept until no backward pass can need them. `run` must save the same
+    tensors each time, and must not use torch's random generators.
     """
     if not torch.is_grad_enabled():
         return run(*args)
@@ -38,7 +40,7 @@ def checkpoint_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tenso
 
 
 class _Call:
-    """One call: its arguments, and what it saved once it is computed again."""
+    """One call: its arguments, and its saved tensors once recomputed."""
 
     def __init__(self, run: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         self._run = run
@@ -49,15 +51,15 @@ class _Call:
         self._casting = casting_as_now(device)
 
     def leave_out(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
-        """In the forward pass: a slot for the tensor."""
+        """Pack hook: a slot for the tensor."""
         slot = SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
-        # The graph holds on to the call through its slots, and nothing else does.
+        # Only the slots in the graph keep the call alive.
         return self, slot
 
     @staticmethod
     def get(left: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
-        """In a backward pass: the tensor of the slot."""
+        """Unpack hook: the tensor of the slot."""
         call, slot = left
         if call._saved is None:
             call._saved = call._computed_again()
@@ -72,7 +74,7 @@ class _Call:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal left
-            # Detached: an output that a node saves would hold the node that holds it.
+            # Detached: an output saved by its own node would create a reference cycle.
             tensor = tensor.detach()
             if slot := next(place)():
                 saved[slot] = tensor
@@ -93,14 +95,14 @@ class _Call:
 
 
 def casting_as_now(device: str) -> torch.autocast:
-    """What casts later as it is done now: a backward pass runs where nothing is cast."""
+    """The current autocast state, for later: a backward pass runs without autocast."""
     dtype = torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype=dtype, enabled=torch.is_autocast_enabled(device))
 
 
 @dataclass(frozen=True)
 class _Argument:
-    """A tensor that a call was given."""
+    """A tensor argument of a call."""
 
     kept: Kept
     wants_gradient: bool
@@ -114,5 +116,5 @@ class _Argument:
         )
 
     def again(self) -> torch.Tensor:
-        """One that is differentiated like it, and no further."""
+        """A detached copy that requires a gradient if the argument did."""
         return self.kept().detach().requires_grad_(self.wants_gradient)

@@ -1,8 +1,8 @@
-"""What a backward pass will want, and where it is kept until then.
+"""Saved-tensor hooks: where tensors are stored until the backward pass.
 
-Autograd keeps tensors itself, or as `saved_tensors_hooks` say. Who keeps a tensor beside autograd,
-to compute something again from it, does so with `save_for_backward`, and so where autograd's would
-be kept.
+Autograd stores tensors itself, or as `saved_tensors_hooks` say. Code that stores a tensor outside
+autograd, to recompute something from it, uses `save_for_backward`, so that it is stored in the same
+place.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,18 +12,17 @@ from contextvars import ContextVar
 import torch
 
 Kept = Callable[[], torch.Tensor]
-"""Gives back what was kept, as often as it is asked."""
+"""Returns the stored tensor; may be called repeatedly."""
 
 Keeper = Callable[[torch.Tensor], Kept]
-"""Keeps a tensor, and nothing of its graph."""
+"""Stores a tensor without its graph."""
 
 _KEPT_BY: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
 
 @contextmanager
 def saved_tensors_to(keeper: Keeper) -> Iterator[None]:
-    """While this is entered, autograd and `save_for_backward` leave what they keep with
-    `keeper`."""
+    """Context manager: autograd and `save_for_backward` store tensors with `keeper`."""
     before = _KEPT_BY.set(keeper)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keeper, unpack_hook):
@@ -33,7 +32,7 @@ def saved_tensors_to(keeper: Keeper) -> Iterator[None]:
 
 
 def save_for_backward(tensor: torch.Tensor) -> Kept:
-    """Keep a tensor, without the graph that it came of."""
+    """Store a tensor without its graph."""
     if keeper := _KEPT_BY.get():
         return keeper(tensor)
     alone = tensor.detach()
@@ -41,5 +40,5 @@ def save_for_backward(tensor: torch.Tensor) -> Kept:
 
 
 def unpack_hook(kept: Kept) -> torch.Tensor:
-    """What autograd wants of what it was left with instead of a tensor."""
+    """The unpack hook for autograd: return the stored tensor."""
     return kept()

@@ -1,8 +1,8 @@
-"""Copies of what is saved, made while training goes on to where it would change that.
+"""Async checkpoint staging: copy what is saved to host memory while training continues.
 
-From one change of the weights to the next lie reading rows, a forward and a backward pass, and all
-of these only read. So a thread copies meanwhile, on CUDA in a stream of its own, and training waits
-for what is left of that before the next change.
+Between two updates of the weights a step loads batches and runs forward and backward passes, which
+only read the weights. So a thread copies meanwhile, on CUDA in its own stream, and training waits
+for the rest of the copy before the next update.
 """
 
 import threading
@@ -15,24 +15,27 @@ from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 
 
 class PreUpdateHooks:
-    """Those of weights and of what the optimizer keeps. Whoever makes one says so before."""
+    """Pre-update hooks: called before weights or optimizer states are modified, by whoever modifies
+    them.
+    """
 
     def __init__(self) -> None:
         self._readers: list[Callable[[], None]] = []
 
     def wait_for(self, reader: Callable[[], None]) -> None:
-        """Let changes wait until `reader`, which is called before each of them, returns."""
+        """Register `reader`: modifications wait until it returns."""
         self._readers.append(reader)
 
     def begin(self) -> None:
-        """To be called before anything that a checkpoint holds is written to; where one reader
-        after another has nothing to read it costs nothing."""
+        """Call the hooks before writing to anything that a checkpoint saves; cheap when no copy is
+        in progress.
+        """
         for reader in self._readers:
             reader()
 
 
 class StagingBuffers:
-    """Copies of tensors in host memory that is used again each time."""
+    """Copies of tensors in reused host memory."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -42,18 +45,20 @@ class StagingBuffers:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self) -> None:
-        """Called where training is, before a thread calls `of`: what has been computed until now
-        is what is copied, and from now on `wait` waits."""
+        """Called by the training thread before a thread calls `of`.
+
+        The copy holds everything computed until now, and `wait` blocks from now on.
+        """
         self._made.clear()
         if self._on_cuda:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def of(self, boxes: Boxes) -> Boxes:
-        """Boxes that do not change when training goes on.
+        """Return copies that do not change as training continues.
 
-        Raises RuntimeError or MemoryError where the host has no room; then what there was is given
-        back.
+        Raises RuntimeError or MemoryError if host memory is insufficient; the staging memory is
+        freed then.
         """
         try:
             with self._beside():
@@ -65,7 +70,7 @@ class StagingBuffers:
             self._made.set()
 
     def wait(self) -> None:
-        """Return once all is copied, or nothing more will be."""
+        """Wait until the copy has ended or failed."""
         self._made.wait()
 
     def _copied(self, boxes: Boxes) -> Boxes:
@@ -76,13 +81,13 @@ class StagingBuffers:
         into = [box.data for parts in copied.values() for box in parts]
         data = [box.data for parts in boxes.values() for box in parts]
         if data:
-            # One call for all: in between, threads would take turns at being Python's only one.
+            # One call for all tensors: separate calls would contend for the GIL with training.
             torch._foreach_copy_(into, data, non_blocking=self._on_cuda)
         return copied
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Beside what training computes; at the end all is done."""
+        """Context manager: run on the copy stream and synchronize at the end."""
         with torch.cuda.stream(self._stream):
             yield
             if self._stream:

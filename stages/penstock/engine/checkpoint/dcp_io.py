@@ -1,8 +1,8 @@
-"""Boxes of tensors, written to and read from DCP's files.
+"""Read and write boxes of tensors with torch.distributed.checkpoint (DCP).
 
 A rank's part of a tensor may be several boxes, and several ranks may hold the same one; DCP's own
-planners know a tensor of one box. What is written names tensors alone, never ranks: a checkpoint
-is read by whatever boxes its reader holds.
+planners support one box per tensor. Files name tensors only, never ranks, so any layout can read a
+checkpoint.
 """
 
 import io
@@ -49,41 +49,43 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 
 @dataclass(frozen=True)
 class ShardView:
-    """A box of a tensor of this shape; `data` is written, or read into in place."""
+    """A box of a tensor with full shape `whole`; `data` is written, or read into in place."""
 
     whole: tuple[int, ...]
     offsets: tuple[int, ...]
     data: torch.Tensor
     rounded_to: torch.dtype | None = None
-    """What it is written in; None: as it is."""
+    """The dtype in the file; None: the dtype of `data`."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers in the file."""
+        """The dtype in the file."""
         return self.rounded_to or self.data.dtype
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """What DCP calls a box."""
+        """The box as a DCP chunk."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.size())
 
 
 Boxes = Mapping[str, Sequence[ShardView]]
-"""By the name of the tensor in the checkpoint."""
+"""Boxes by the name of the tensor in the checkpoint."""
 
 
 def whole_box(tensor: torch.Tensor) -> ShardView:
-    """All of a tensor."""
+    """The box that is a full tensor."""
     return ShardView(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def write_boxes(
     boxes: Boxes, folder: Path, group: dist.ProcessGroup | None
 ) -> dict[str, FileDigest]:
-    """Write what all ranks of the group hold; every one of them calls it. The digests of the files
-    that this rank wrote, by their names.
+    """Write what all ranks of the group hold; a collective call.
 
-    A box that several ranks hold is written by one of them, so that all write about as much.
+    Returns the digests of the files that this rank wrote, by name.
+
+    A box that several ranks hold is written by one of them, balanced so that all write about as
+    much.
     """
     writer = _Writer(folder)
     dcp.save(dict(boxes), storage_writer=writer, planner=_Saving(), process_group=group)
@@ -91,10 +93,10 @@ def write_boxes(
 
 
 def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
-    """Read into the boxes in place; ranks need not agree on what they read.
+    """Read into the boxes in place; ranks need not read the same tensors.
 
-    Raises ArtifactError when the checkpoint lacks a tensor, holds another shape of it, or not all,
-    or when its files are damaged; some of the boxes are read then.
+    Raises ArtifactError if the checkpoint lacks a tensor or part of it, if shapes differ, or if
+    files are damaged; some boxes may have been read then.
     """
     found = files.read_metadata().state_dict_metadata
     reads: list[ReadItem] = []
@@ -108,12 +110,12 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
             raise _other_model(files, fault)
         reads += _reads(files, name, entry, parts)
     with warnings.catch_warnings():
-        # Each rank knows alone what it reads, and the library warns of it.
+        # Each rank knows what it reads without communication; the library warns about that.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(dict(boxes), storage_reader=files, planner=_Loading(reads), no_dist=True)
         except CheckpointException as error:
-            # It is no Exception, which processes expect of whatever fails.
+            # CheckpointException is no subclass of Exception, which callers catch.
             raise ArtifactError(
                 f"The checkpoint {files.folder} cannot be read: {first_rank_error(error)}.\n"
                 "  Take another checkpoint of the run."
@@ -121,7 +123,7 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
 
 
 def first_rank_error(error: BaseException) -> BaseException:
-    """The first rank's error, of one that speaks for all ranks."""
+    """The first rank's error from an error that collects those of all ranks."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 
@@ -129,7 +131,7 @@ def first_rank_error(error: BaseException) -> BaseException:
 def _reads(
     files: CheckpointFiles, name: str, entry: TensorStorageMetadata, parts: Sequence[ShardView]
 ) -> list[ReadItem]:
-    """Which part of which stored box goes where."""
+    """The DCP read items: which part of each stored box goes where."""
     reads = create_read_items_for_chunk_list(name, entry, [box.chunk for box in parts])
     wanted = sum(box.data.numel() for box in parts)
     found = sum(math.prod(read.lengths) for read in reads)
@@ -149,25 +151,25 @@ def _other_model(files: CheckpointFiles, fault: str) -> ArtifactError:
 
 
 class _Saving(DefaultSavePlanner):
-    """Plans for boxes what DCP's planner plans for tensors."""
+    """Save planner for boxes instead of DCP's one box per tensor."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes, each once; the coordinator drops what others write."""
+        """This rank's boxes, each once; the coordinator deduplicates across ranks."""
         items = [_write_item(name, box) for name, parts in self.state_dict.items() for box in parts]
         return SavePlan(list({item.index: item for item in items}.values()))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of the box that is written."""
+        """The data of the box to write."""
         parts: Sequence[ShardView] = self.state_dict[index.fqn]
         box = next(box for box in parts if torch.Size(box.offsets) == index.offset)
         return box.data.to(box.dtype)
 
 
 class _Loading(DefaultLoadPlanner):
-    """A plan that is made, and boxes to carry it out on."""
+    """Load planner for a fixed list of reads into boxes."""
 
     def __init__(self, reads: Sequence[ReadItem]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -179,7 +181,7 @@ class _Loading(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Note what is read into."""
+        """Store the tensors to read into."""
         self.state_dict = dict(state_dict)
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -188,20 +190,20 @@ class _Loading(DefaultLoadPlanner):
         return LoadPlan(self._reads)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of the box that is read."""
+        """The data of the box to read into."""
         assert index.index is not None
-        # By number: two parameters of one rank may be the same box.
+        # By index: two parameters of one rank may be the same box.
         return self.state_dict[index.fqn][index.index].data
 
 
 def _write_item(name: str, box: ShardView) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(name, box.offsets),
-        # A shard, also where it is all of the tensor: ranks may hold the same.
+        # A shard even if it is the full tensor: several ranks may hold it.
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             chunk=box.chunk,
-            # Not those of the data in memory: where they lay must not change the file.
+            # Only the dtype: other properties in memory must not change the file.
             properties=TensorProperties(dtype=box.dtype),
             size=torch.Size(box.whole),
         ),
@@ -209,42 +211,42 @@ def _write_item(name: str, box: ShardView) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    """DCP's file writer, whose files are the same bytes for the same content."""
+    """DCP's file writer with deterministic files: the same content gives the same bytes."""
 
     def __init__(self, path: Path) -> None:
-        # Without copying ahead, which begins with the smallest tensors only where there is CUDA,
-        # and which in a thread of its own would take up memory on another rank's device.
+        # No copy-ahead: it starts with the smallest tensors only on CUDA, and its thread would
+        # allocate memory on another rank's device.
         super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.fs = self.files = _DigestedFiles()
 
     def storage_meta(self) -> StorageMeta:
-        # The default records this machine's path and a random id.
+        # The default stores this machine's path and a random id.
         return StorageMeta(checkpoint_id=None, save_id=None)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes. Raises OSError where the system refuses bytes."""
+        """Write this rank's boxes. Raises OSError if a write fails."""
         try:
             return super().write_data(plan, planner)
         except (RuntimeError, OSError) as error:
-            # Of a failed write torch says only that its archive has another length, and closing the
-            # file fails once more.
+            # For a failed write torch only reports a wrong archive length, and closing the file
+            # fails again.
             if self.files.refused:
                 raise self.files.refused from error
             raise
 
 
 class _DigestedFiles(FileSystem):
-    """Files of which digests are computed while they are written, by their names."""
+    """A file system that computes digests while writing, by file name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.digests: dict[str, FileDigest] = {}
         self.refused: OSError | None = None
-        """Why bytes could not be written."""
+        """The error of a failed write."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        """The file, open in this mode."""
+        """Open the file in this mode."""
         with super().create_stream(path, mode) as raw:
             if mode != "wb":
                 yield raw
@@ -254,13 +256,13 @@ class _DigestedFiles(FileSystem):
             self.digests[Path(path).name] = stream.digester.result()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """The digest goes with the file."""
+        """Rename a file and its digest."""
         super().rename(path, new_path)
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 class _DigestedStream:
-    """A file that is written from its beginning to its end."""
+    """A file that is written sequentially."""
 
     def __init__(self, raw: BinaryIO, files: _DigestedFiles, path: str | os.PathLike[str]) -> None:
         self._raw, self._files, self._path = raw, files, path
@@ -268,14 +270,14 @@ class _DigestedStream:
         self.tell, self.fileno, self.close = raw.tell, raw.fileno, raw.close
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Raises OSError that names the file."""
+        """Write and update the digest. Raises OSError that names the file."""
         with self._noted():
             count = self._raw.write(data)
         self.digester.update(data)
         return count
 
     def flush(self) -> None:
-        """Raises OSError that names the file."""
+        """Flush. Raises OSError that names the file."""
         with self._noted():
             self._raw.flush()
 

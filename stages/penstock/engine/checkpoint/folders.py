@@ -1,5 +1,4 @@
-"""Where a run's checkpoints lie, what they are called, and whether their files are what was saved.
-No torch."""
+"""Checkpoint folders: paths, names, and verification of files by digest. No torch."""
 
 import json
 import sys
@@ -16,44 +15,50 @@ from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, remove
 
 COMPLETE = "COMPLETE"
-"""The file that is written last into a checkpoint, so only whole ones have it."""
+"""The file that is written last into a checkpoint: only complete ones have it."""
 STATE = "state.json"
 BEST = "best"
-"""The file that holds the name of the best checkpoint."""
+"""The file with the name of the best checkpoint."""
 BEST_MARK = "BEST"
-"""A file in it, and in those that were it before: the newest one is. By it the best is found where
-there are only names of files."""
+"""A marker file in the best checkpoint and in former best ones; the newest is the best.
+
+It identifies the best one where only file names are visible.
+"""
 DAMAGED = "damaged"
-"""The folder beside checkpoints that holds those that were found damaged."""
+"""The folder beside checkpoints for damaged ones."""
 SHOWN = 3
-"""Faults of a checkpoint that a message names; of the others it tells how many there are."""
+"""How many errors of a checkpoint a message lists; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class CheckpointNaming:
-    """What a run calls its checkpoints."""
+    """How a run names its checkpoints."""
 
     template: str = GLOBAL_STEP
 
     def name(self, step: int, state: Mapping[str, Any]) -> str:
-        """Of the checkpoint of this step, whose `state.json` that is."""
+        """The name of the checkpoint of this step with this `state.json`."""
         return self.template.format(step=step, consumed_samples=state.get("rows", 0))
 
     def step_of(self, name: str) -> int | None:
-        """The step of the checkpoint that is called so; None if no checkpoint is. One that was
-        saved before `train.ckpt_name` was written is called as by default."""
+        """The step of a checkpoint with this name; None for other names.
+
+        Also accepts the default naming, for checkpoints saved before `train.ckpt_name` was set.
+        """
         steps = (step_in(template, name) for template in (self.template, GLOBAL_STEP))
         return next((step for step in steps if step is not None), None)
 
 
 def checkpoint_naming(train: TrainConfig) -> CheckpointNaming:
-    """What a run calls them."""
+    """The checkpoint naming of a run."""
     return CheckpointNaming(train.ckpt_name) if train.ckpt_name else CheckpointNaming()
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `state.json` of a complete checkpoint. Raises ArtifactError if it is not complete, or
-    that file is damaged."""
+    """Read the `state.json` of a complete checkpoint.
+
+    Raises ArtifactError if the checkpoint is incomplete or the file damaged.
+    """
     if not (folder / COMPLETE).is_file():
         raise ArtifactError(
             f"{folder} is not a complete checkpoint: it has no {COMPLETE}.\n"
@@ -66,7 +71,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_file(folder: Path, name: str) -> bytes:
-    """All of a small file of a checkpoint. Raises DamagedError where it is not what was saved."""
+    """Read a small file of a checkpoint. Raises DamagedError if it differs from what was saved."""
     if digests := FolderDigests.read(folder):
         return digests.content(folder, name)
     try:
@@ -80,10 +85,9 @@ def read_file(folder: Path, name: str) -> bytes:
 def checkpoint_faults(
     folder: Path, *, share: int = 0, of: int = 1, progress: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """What is wrong with the files of a checkpoint, by their digests; empty: nothing.
+    """Verify the files of a checkpoint by digest and return the errors; empty if there are none.
 
-    Of `of` readers each verifies one `share`. Of a checkpoint that was saved without digests only
-    `state.json` is looked at.
+    Each of `of` readers verifies one `share`. Without digests only `state.json` is checked.
     """
     if not (folder / COMPLETE).is_file():
         return [f"{COMPLETE} is missing"]
@@ -95,7 +99,7 @@ def checkpoint_faults(
 
 
 def damaged_error(folder: Path, faults: Sequence[str]) -> ArtifactError:
-    """What is raised for a checkpoint with these faults."""
+    """Build the error for a damaged checkpoint."""
     return ArtifactError(
         f"The checkpoint {folder} is damaged: {in_brief(faults)}.\n"
         "  Take another checkpoint of the run, or restore these files from a copy."
@@ -103,15 +107,16 @@ def damaged_error(folder: Path, faults: Sequence[str]) -> ArtifactError:
 
 
 def in_brief(faults: Sequence[str]) -> str:
-    """The first faults, and how many more there are."""
+    """The first errors, and the number of the others."""
     more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return "; ".join(faults[:SHOWN]) + more
 
 
 @contextmanager
 def understanding(folder: Path) -> Generator[None]:
-    """Around the use of what `state.json` says: raises ArtifactError where it says it otherwise, as
-    a damaged one may that was saved without digests."""
+    """Context manager around uses of `state.json`: raises ArtifactError if its content is invalid,
+    which can happen without digests.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -119,9 +124,10 @@ def understanding(folder: Path) -> Generator[None]:
 
 
 def set_damaged_aside(folder: Path) -> Path:
-    """Move a damaged checkpoint to `damaged/` beside it, where none is looked for; where it is now.
+    """Move a damaged checkpoint to `damaged/` beside it, where none is searched, and return its
+    path.
 
-    Raises OSError where it cannot be moved.
+    Raises OSError if it cannot be moved.
     """
     target, number = folder.parent / DAMAGED / folder.name, 1
     while target.exists():
@@ -132,7 +138,7 @@ def set_damaged_aside(folder: Path) -> Path:
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """All complete checkpoints under `root`, whatever they are called, oldest first."""
+    """All complete checkpoints under `root`, with any name, oldest first."""
     found = [
         (checkpoint_step(path), path)
         for path in (root.iterdir() if root.is_dir() else ())
@@ -142,8 +148,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a complete checkpoint: by its name where that tells, for states are long where
-    ranks are many. One that does not tell counts as the newest, so that it is looked at first."""
+    """The step of a complete checkpoint: from its name if possible, because `state.json` is long
+    with many ranks.
+
+    A checkpoint whose step is unknown counts as the newest, so that it is checked first.
+    """
     step = step_in(GLOBAL_STEP, folder.name)
     if step is not None:
         return step
@@ -159,14 +168,18 @@ def find_checkpoint(step: int, root: Path) -> Path | None:
 
 
 def newest_checkpoint(root: Path, key: str) -> Path | None:
-    """The newest complete checkpoint under `root` of the run with this key. One that is too
-    damaged to tell may be it."""
+    """The newest complete checkpoint under `root` of the run with this key, or one that may be.
+
+    A checkpoint too damaged to identify counts as this run's.
+    """
     found = reversed(complete_checkpoints(root))
     return next((folder for folder in found if may_belong_to(key, folder)), None)
 
 
 def may_belong_to(key: str, folder: Path) -> bool:
-    """Whether a complete checkpoint is of the run with this key, or too damaged to tell."""
+    """Whether a complete checkpoint belongs to the run with this key, or is too damaged to
+    identify.
+    """
     try:
         return read_state(folder).get("key") == key
     except ArtifactError:
@@ -174,14 +187,16 @@ def may_belong_to(key: str, folder: Path) -> bool:
 
 
 def clean_partial_saves(root: Path) -> None:
-    """Delete what interrupted saves left."""
+    """Delete the partial folders of interrupted saves."""
     for path in root.glob(f"*{PART}") if root.is_dir() else ():
         remove(path)
 
 
 def _verified_state(folder: Path) -> tuple[dict[str, Any], FolderDigests | None]:
-    """`state.json`, and the digests of all files unless it was saved without. Raises
-    DamagedError."""
+    """`state.json` and the digests of all files, or None if it was saved without digests.
+
+    Raises DamagedError.
+    """
     digests = FolderDigests.read(folder)
     try:
         state = json.loads(read_file(folder, STATE))

@@ -1,6 +1,8 @@
-"""Checkpoints: written aside, marked complete, renamed. What is being written is never found.
+"""Checkpoint manager: write to a temporary folder, mark complete, rename.
 
-Its folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digests.json` with the
+Partial saves are never found.
+
+A folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digests.json` with the
 digests of all of these and, last, `COMPLETE`.
 """
 
@@ -38,13 +40,13 @@ from penstock.engine.checkpoint.train_state import States, TrainState
 from penstock.engine.distributed.ranks import ProcessInfo
 
 ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
-"""What a checkpoint may hold."""
+"""The kinds of content of a checkpoint."""
 
 DEFAULT = CheckpointNaming()
 
 
 class CheckpointManager:
-    """The checkpoints of one run under `root`. Every rank makes one and makes the same calls."""
+    """The checkpoints of one run under `root`. Every rank creates one and makes the same calls."""
 
     def __init__(
         self,
@@ -57,14 +59,14 @@ class CheckpointManager:
         naming: CheckpointNaming = DEFAULT,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`behind` writes while training goes on; `limit` keeps so many of the newest; `group` is
-        one of all ranks, on gloo, over which nothing else is said. None: a new one.
+        """`behind` writes asynchronously while training continues; `limit` keeps so many of the
+        newest; `group` is a gloo group of all ranks used for nothing else. None: create one.
         """
         self.root, self._trained, self._ranks = root, trained, ranks
         self._limit, self._naming = limit, naming
         self._started_from: Path | None = None
         self._best: Path | None = None
-        # Of its own: a thread must not speak among the collectives of training.
+        # A separate group: the writer thread must not interleave with the collectives of training.
         its = group or dist.new_group(backend="gloo")
         assert isinstance(its, dist.ProcessGroup)
         self._group = its
@@ -75,10 +77,11 @@ class CheckpointManager:
         self._failure: BaseException | None = None
 
     def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
-        """Restore what is trained from a complete checkpoint, which is then kept; its state.json.
+        """Restore the training state from a complete checkpoint, which is then never deleted, and
+        return its state.json.
 
-        Raises ArtifactError as `require_loadable`, and when it is damaged or of another model;
-        then some of it may have been restored.
+        Raises ArtifactError as `require_loadable`, and if it is damaged or of another model; part
+        of the state may have been restored then.
         """
         state = self.require_loadable(folder, states=states)
         self._trained.restore(CheckpointFiles(folder), states=states)
@@ -86,10 +89,10 @@ class CheckpointManager:
         return state
 
     def require_loadable(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
-        """The state.json of a checkpoint; nothing is restored.
+        """Return the state.json of a checkpoint without restoring anything.
 
-        Raises ArtifactError when it is not complete, or of a run that trained something else of the
-        model, or with another optimizer whose states are to be read.
+        Raises ArtifactError if it is incomplete, if the run trained other parts of the model, or if
+        it used another optimizer whose states are to be read.
         """
         state, mine = read_state(folder), _name_of(self._trained.optimizer)
         with understanding(folder):
@@ -106,10 +109,10 @@ class CheckpointManager:
         return state
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save the checkpoint of `step`, after the one before it is complete.
+        """Save the checkpoint of `step`, after the previous save has completed.
 
-        `state` is plain JSON, written by the leading rank as `state.json`. Raises StageError when
-        this write or the one before failed, on any rank.
+        `state` is plain JSON, written by rank 0 as `state.json`. Raises StageError if this or the
+        previous write failed on any rank.
         """
         self.finish()
         state = {
@@ -135,9 +138,9 @@ class CheckpointManager:
         self._thread.start()
 
     def name_best(self, step: int) -> None:
-        """Let `best` name the checkpoint of `step`, which is saved, and keep that.
+        """Make `best` name the checkpoint of `step`, which was saved, and keep it.
 
-        Raises StageError when it could not be saved, or this cannot be written.
+        Raises StageError if it could not be saved, or `best` cannot be written.
         """
         self.finish()
         folder = self.folder_of(step)
@@ -152,21 +155,22 @@ class CheckpointManager:
         self.keep_best(step)
 
     def keep_best(self, step: int) -> None:
-        """Keep the checkpoint of `step`, if it is there, until another one is the best."""
+        """Keep the checkpoint of `step`, if it exists, until another one is the best."""
         folder = self.folder_of(step)
         self._best = folder and folder.resolve()
 
     def finish(self) -> None:
-        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        """Wait until the save is complete. Raises StageError if it failed on any rank."""
         self.close()
         if failure := self._failure:
             self._failure = None
             raise failure
 
     def close(self) -> None:
-        """Wait for the write under way, whatever comes of it: for an end that is an error already.
+        """Wait for the write in progress and ignore its result, when the run ends with an error
+        anyway.
 
-        The threads of all ranks end it among themselves, also when training has failed on one.
+        The writer threads of all ranks finish among themselves, even if training has failed on one.
         """
         if self._thread:
             self._thread.join()
@@ -177,11 +181,13 @@ class CheckpointManager:
         return find_checkpoint(step, self.root)
 
     def _require_same_kind(self, folder: Path, there: str) -> None:
-        """Refuse a checkpoint of which a part would be missing, or left out without a word."""
+        """Reject a checkpoint that lacks parts of the model, or has parts that would be dropped
+        silently.
+        """
         mine = ADAPTERS
         if not self._trained.only_trained:
             bears = any(parse_factor(held.name) for held in self._trained.held)
-            # A stage of a pipeline may have none.
+            # A pipeline stage may have no adapters.
             mine = MERGED if self._ranks.anywhere(bears) else MODEL
         if there != mine:
             raise ArtifactError(
@@ -191,7 +197,7 @@ class CheckpointManager:
             )
 
     def _lacks_optimizer(self) -> bool:
-        """Whether anything that an optimizer keeps is left out; the same on all ranks."""
+        """Whether any optimizer state is left out; the same on all ranks."""
         trained = self._trained
         return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
 
@@ -204,7 +210,7 @@ class CheckpointManager:
             self._failure = error
 
     def _copied(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
-        """Copies of them. Raises StageError on all ranks if one has no room for them."""
+        """Copy the boxes. Raises StageError on all ranks if one has too little memory."""
         copied, fault = boxes, None
         try:
             copied = copies.of(boxes)
@@ -229,10 +235,10 @@ class CheckpointManager:
             self._lead(lambda: _publish(aside, final, state, digests))
             self._lead(lambda: self._forget_old(final))
         except (OSError, CheckpointException) as error:
-            # The leading rank's, which sees how much room there was before it makes some.
+            # Rank 0's reason: it reads the free disk space before the partial save is deleted.
             why = [_why_unwritten(error, self.root)]
             dist.broadcast_object_list(why, src=0, group=self._group)
-            # What there is of it would take the room that the next one needs.
+            # A partial save would use the disk space that the next save needs.
             with suppress(OSError):
                 self._lead(lambda: remove(aside))
             raise StageError(
@@ -247,7 +253,7 @@ class CheckpointManager:
         return {name: digest for each in found for name, digest in each.items()}
 
     def _lead(self, act: Callable[[], None]) -> None:
-        """Let the leading rank act while the others wait. All raise OSError if it could not."""
+        """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
         outcome: list[OSError | None] = [None]
         if self._ranks.leads:
             try:
@@ -262,7 +268,7 @@ class CheckpointManager:
         if self._limit is None:
             return
         kept = {self._started_from, self._best, newest.resolve()}
-        # What bears another name, such as a copy that somebody made, is not the run's to delete.
+        # Folders with other names, such as a user's copy, are not the run's to delete.
         mine = [
             folder
             for folder in complete_checkpoints(self.root)
@@ -270,7 +276,7 @@ class CheckpointManager:
         ]
         for folder in mine[: -self._limit]:
             if folder.resolve() not in kept:
-                # In one step, so that what is left of a deletion that broke off is swept.
+                # Rename first, so that the rest of an interrupted deletion is cleaned up later.
                 aside = folder.with_name(f"{folder.name}{PART}")
                 remove(aside)
                 remove(folder.rename(aside))
@@ -299,7 +305,7 @@ def _publish(
     (aside / COMPLETE).touch()
     for path in (*regular_files(aside), aside):
         fsync(path)
-    # In one step, so that no deletion that broke off is taken for a checkpoint.
+    # Rename first, so that an interrupted deletion never looks like a checkpoint.
     replaced = final.with_name(f"{final.name}.replaced{PART}")
     remove(replaced)
     if final.exists():
@@ -310,7 +316,7 @@ def _publish(
 
 
 def _why_unwritten(error: BaseException, folder: Path) -> str:
-    """In one sentence, with the free space where that is what is missing."""
+    """The reason in one sentence, with the free space if the disk is full."""
     cause = first_rank_error(error)
     if is_full_disk(cause):
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Reading a checkpoint's model tensors in one process, whatever layout wrote them.
+"""Read the model tensors of a checkpoint in one process, from any layout.
 
-The optimizer's state is never read.
+The optimizer state is never read.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,9 +19,9 @@ from penstock.engine.checkpoint.train_state import MODEL
 
 
 class CheckpointReader:
-    """The parameters in a complete checkpoint folder, by their names in it, on the CPU.
+    """The parameters in a complete checkpoint folder, by checkpoint name, on the CPU.
 
-    Raises ArtifactError for a folder whose save did not end, or whose metadata is damaged.
+    Raises ArtifactError for an incomplete folder or damaged metadata.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,16 +39,16 @@ class CheckpointReader:
         }
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of every parameter, in the order of the names; reads no tensor."""
+        """Name -> (shape, dtype) of every parameter, sorted by name; reads no tensor."""
         return {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in sorted(self._found.items())
         }
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Exactly these parameters, whole, in the dtype they were saved in.
+        """Read exactly these full parameters, in the dtype they were saved in.
 
-        Raises ArtifactError when the checkpoint lacks one of them.
+        Raises ArtifactError if the checkpoint lacks one of them.
         """
         wanted = list(names)
         if missing := [name for name in wanted if name not in self._found]:

@@ -1,9 +1,9 @@
-"""Optimizer states in few bits in a checkpoint: what is written of each, and how it is read.
+"""Quantized optimizer states in checkpoints: writing and reading them.
 
-A tensor of which ranks hold boxes is compressed box by box, each with scales of its own, and a box
-goes by its place in the tensor: `<name>@int8@0,64@32,64@codes` begins at (0, 64) and is 32 by 64.
-So a reader that holds other boxes finds those that its own are made of. What is compressed and what
-is not is told from the names in the checkpoint alone.
+A tensor of which ranks hold boxes is quantized box by box, each with its own scales, and the name
+of a box has its position in the tensor: `<name>@int8@0,64@32,64@codes` begins at (0, 64) and is 32
+by 64. So a reader with other boxes finds those that overlap its own. The names in the checkpoint
+alone show what is quantized.
 """
 
 import re
@@ -32,8 +32,9 @@ PLACED = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
 
 
 def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[str, ShardView]]:
-    """What is written in place of a box of the tensor of this name: itself, unless it is of a
-    moment of AdamW's, and then codes and scales."""
+    """What is written for a box of this tensor: codes and scales for a moment of AdamW, otherwise
+    the box itself.
+    """
     moment = MOMENTS.get(name.rpartition(".")[2])
     if moment is None or box.data.dim() == 0:
         yield name, box
@@ -44,20 +45,21 @@ def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[st
 
 
 def parse_tensor_name(name: str) -> str:
-    """The name of the tensor that something in a checkpoint belongs to."""
+    """The name of the tensor that a checkpoint entry belongs to."""
     return name.partition("@")[0]
 
 
 @dataclass(frozen=True)
 class QuantizedStates:
-    """Those in a checkpoint."""
+    """The quantized optimizer states of a checkpoint."""
 
     files: CheckpointFiles
 
     def read(self, boxes: Boxes) -> Boxes:
-        """Fill, in place, the boxes of tensors that are compressed there; the others.
+        """Fill, in place, the boxes of tensors that are quantized in the checkpoint, and return the
+        others.
 
-        Raises ArtifactError where the checkpoint does not have all of a tensor.
+        Raises ArtifactError if the checkpoint lacks part of a tensor.
         """
         left: dict[str, Sequence[ShardView]] = {}
         for name, wanted in boxes.items():
@@ -103,7 +105,7 @@ class QuantizedStates:
 
 @dataclass(frozen=True)
 class _Part:
-    """A compressed box of a tensor."""
+    """A quantized box of a tensor."""
 
     name: str
     form: Form
@@ -116,20 +118,20 @@ class _Part:
 
     @property
     def moment(self) -> Moment:
-        """Which one it is of."""
+        """The AdamW moment that it belongs to."""
         return MOMENTS[self.name.rpartition(".")[2]]
 
     def empty(self) -> Compressed:
-        """Room for it."""
+        """Allocate memory to read it into."""
         codes, blocks = size_in(self.form, prod(self.shape))
         return Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
 
     def meets(self, box: ShardView) -> bool:
-        """Whether anything of it lies in the box."""
+        """Whether it overlaps the box."""
         return all(begin < end for begin, end in self._shared(box))
 
     def copy(self, values: torch.Tensor, box: ShardView) -> int:
-        """Copy what lies in the box; how many numbers that are."""
+        """Copy the overlap with the box; returns the number of elements."""
         if not self.meets(box):
             return 0
         shared = self._shared(box)
@@ -144,7 +146,7 @@ class _Part:
         return prod(end - begin for begin, end in shared)
 
     def _shared(self, box: ShardView) -> list[tuple[int, int]]:
-        """Where it and the box lie over each other, along every dimension."""
+        """The overlap with the box along every dimension."""
         return [
             (max(mine, its), min(mine + size, its + its_size))
             for mine, size, its, its_size in zip(

@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from: the newest whole one, on which all ranks agree."""
+"""Resume: choose the newest valid checkpoint, the same on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,14 +26,14 @@ from penstock.engine.distributed.ranks import ProcessInfo
 VERIFYING = "verifying the checkpoint"
 
 Needs = Callable[[Mapping[str, Any]], Sequence[int]]
-"""The steps of the other checkpoints without which the one with this `state.json` is of no use."""
+"""The steps of other checkpoints that the one with this `state.json` needs."""
 
 
 def require_whole(folder: Path, ranks: ProcessInfo) -> None:
     """Raise ArtifactError on all ranks unless every file of a checkpoint is what was saved.
 
-    Every rank calls it, and verifies a share of the bytes. Of a checkpoint without digests only the
-    metadata is read, and no file may be missing or too short.
+    Collective: each rank verifies a share of the bytes. Without digests only the metadata is read,
+    and files are checked for existence and minimum size.
     """
     if not ranks.gather((folder / COMPLETE).is_file())[0]:
         read_state(folder)
@@ -42,7 +42,7 @@ def require_whole(folder: Path, ranks: ProcessInfo) -> None:
 
 
 def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
-    """What is wrong with a checkpoint; the same on all ranks, which all call it."""
+    """The errors of a checkpoint; a collective call with the same result on all ranks."""
     ranks.pulse.begins(VERIFYING)
     faults = checkpoint_faults(
         folder, share=ranks.rank, of=ranks.world, progress=lambda: ranks.pulse.begins(VERIFYING)
@@ -60,11 +60,11 @@ def newest_whole_checkpoint(
     *,
     needs: Needs = lambda _: (),
 ) -> Path | None:
-    """The newest checkpoint under `root` of the run with this key whose files, and those of the
-    checkpoints that it needs, are what was saved; None where there is no complete one.
+    """The newest valid checkpoint under `root` of the run with this key; None if none is complete.
 
-    Every rank calls it. What interrupted saves left is deleted; damaged checkpoints that are newer
-    are moved aside, and `warn` is told of each. Raises ArtifactError where all are damaged.
+    Its files, and those of the checkpoints that it needs, are verified. Collective. Deletes what
+    interrupted saves left; moves newer, damaged checkpoints aside and calls `warn` for each. Raises
+    ArtifactError if all are damaged.
     """
     names = [path.name for path in reversed(complete_checkpoints(root))] if ranks.leads else []
     damaged: dict[str, list[str]] = {}
@@ -115,7 +115,7 @@ def _passed_over(
     damaged: Mapping[str, Sequence[str]],
     useless: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """A line for each checkpoint that is newer than the chosen one; damaged ones are moved."""
+    """A line for each checkpoint that is newer than the chosen one; damaged ones are moved aside."""
     end = f"resuming from {chosen.name}" if chosen else "there is none to resume from"
     lines = [
         f"checkpoint {name} is passed over: {in_brief(faults)}; {end}"

@@ -1,8 +1,7 @@
-"""Reading DCP's files without trusting them.
+"""Safe DCP reader: read checkpoint files from untrusted sources.
 
-A checkpoint may come from elsewhere. Its metadata is a pickle, so it is read with an unpickler
-that knows only the few names such metadata is made of, and held to what such metadata says; tensors
-are read with `weights_only`.
+DCP metadata is a pickle, so it is read with an unpickler that allows only the few names such
+metadata contains, and then validated; tensors are read with `weights_only`.
 """
 
 import io
@@ -51,7 +50,7 @@ _KNOWN = {
 
 
 class CheckpointFiles(FileSystemReader):
-    """DCP's file reader, with metadata that can neither run code nor lead out of the folder."""
+    """DCP's file reader, with metadata that cannot run code or point outside the folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -59,7 +58,7 @@ class CheckpointFiles(FileSystemReader):
         self._contents: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's table of contents. Raises ArtifactError when it is not one."""
+        """The checkpoint's metadata. Raises ArtifactError if it is invalid."""
         del args, kwargs
         if self._contents is None:
             try:
@@ -71,8 +70,11 @@ class CheckpointFiles(FileSystemReader):
         return self._contents
 
     def file_faults(self) -> list[str]:
-        """Which files are missing, or shorter than the table of contents says; without digests
-        nothing more can be told of them. Raises ArtifactError as `read_metadata`."""
+        """The files that are missing or shorter than the metadata says; without digests nothing
+        more can be checked.
+
+        Raises ArtifactError as `read_metadata`.
+        """
         ends: dict[str, int] = defaultdict(int)
         for info in self.read_metadata().storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
@@ -96,14 +98,14 @@ class CheckpointFiles(FileSystemReader):
                 _require_sound(metadata)
         except ArtifactError:
             raise
-        # A pickle of other bytes may raise anything.
+        # A corrupt pickle may raise anything.
         except Exception as error:
             raise DamagedError(f"{METADATA} cannot be read: {error!r}") from error
         return metadata
 
 
 def _require_inside(metadata: object) -> None:
-    """Raise DamagedError for what is no metadata, or names files outside of the folder."""
+    """Raise DamagedError if it is no metadata, or names files outside the folder."""
     if not isinstance(metadata, Metadata):
         raise _unsound(f"it holds a {type(metadata).__name__}")
     for info in metadata.storage_data.values():
@@ -113,7 +115,7 @@ def _require_inside(metadata: object) -> None:
 
 
 def _require_sound(metadata: Metadata) -> None:
-    """Raise DamagedError unless it says of every tensor which bytes of which file it is made of."""
+    """Raise DamagedError unless the metadata gives the file and bytes of every tensor."""
     stored = cast("dict[Any, Any]", metadata.storage_data)
     for info in stored.values():
         if not _are_counts([info.offset, info.length]) or info.transform_descriptors:
@@ -168,10 +170,10 @@ def _unsound(reason: str) -> DamagedError:
 
 
 class _KnownNames:
-    """Of an unpickler: all that a pickle may name."""
+    """Unpickler mixin that allows known names only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What is called so in that module. Raises UnpicklingError for what is not known."""
+        """The object of this name. Raises UnpicklingError for unknown names."""
         if name in _KNOWN.get(module, ()):
             return getattr(sys.modules[module], name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -180,9 +182,9 @@ class _KnownNames:
 
 
 class _Unpickler(_KnownNames, pickle.Unpickler):
-    """Of bytes that are what was saved."""
+    """For bytes that a digest has verified."""
 
 
-# A flipped bit makes the one in C allocate room for four billion objects.
+# A flipped bit makes the C unpickler allocate memory for four billion objects.
 class _CarefulUnpickler(_KnownNames, pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUntypedBaseClass]
-    """Of bytes that may be anything."""
+    """For unverified bytes."""

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a run: tensors by the names they have in a Hugging Face checkpoint.
+"""Train state in a checkpoint: parameters and optimizer states by Hugging Face tensor names.
 
-`model.<tensor>` are parameters, `optimizer.<tensor>.<state>` what the optimizer keeps of each.
-Adapters have the names they have where nothing is fused. So neither the layout nor `merge_qkv`
-shows in a checkpoint, and any layout reads what any other wrote.
+`model.<tensor>` are parameters, `optimizer.<tensor>.<state>` the optimizer states of each. Adapters
+have the names of a model without fused projections. So a checkpoint does not depend on the layout
+or `merge_qkv`, and any layout can read it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -31,7 +31,7 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 
 States = Literal["read", "passed over"]
-"""What becomes of a checkpoint's states of the optimizer."""
+"""What to do with a checkpoint's optimizer states."""
 
 
 def _all_of_them(boxes: Boxes) -> Boxes:
@@ -45,35 +45,35 @@ class TrainState:
     held: Sequence[LocalParam]
     optimizer: torch.optim.Optimizer
     only_trained: bool
-    """Leave out frozen parameters; they are the base model's and are found there."""
+    """Leave out frozen parameters: they are loaded from the base model."""
     stepped: Sequence[LocalParam] | None = None
-    """What the optimizer steps, where that is copies of the parameters; None: these."""
+    """The parameters that the optimizer steps, if they are CPU copies; None: `held`."""
     states: Literal["saved", "left out"] = "saved"
-    """What becomes of the optimizer's states; those that a checkpoint has are always read."""
+    """Whether optimizer states are saved; those in a checkpoint are always read."""
     changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
-    """Whoever changes any of it says so here before."""
+    """The hooks called before any of it is modified."""
     rounded_to: torch.dtype | None = None
-    """What weights are saved in; None: as they are kept."""
+    """The dtype in which weights are saved; None: the dtype of the parameters."""
     exact: Set[int] = frozenset()
-    """The identities of parameters that are not rounded."""
+    """The ids of parameters that are not rounded."""
     compressed_to: Form | None = None
-    """What AdamW's moments are saved in; None: as they are."""
+    """The format in which AdamW's moments are saved; None: unquantized."""
     cut: Callable[[Boxes], Boxes] = _all_of_them
-    """What of the boxes a checkpoint has."""
+    """Selects which of the boxes a checkpoint has."""
 
     @property
     def has_states(self) -> bool:
-        """Whether the optimizer keeps anything on this rank."""
+        """Whether the optimizer has state on this rank."""
         return any(True for _ in self._states())
 
     @property
     def compresses_states(self) -> bool:
-        """Whether a checkpoint has less of the states than the optimizer."""
+        """Whether a checkpoint holds quantized optimizer states."""
         return self.states == "saved" and self.compressed_to is not None
 
     @torch.no_grad()
     def boxes(self) -> Boxes:
-        """Views of all that is saved of it."""
+        """Views of everything that is saved."""
         if self.states == "left out":
             return self.cut(_gathered(self._parameters()))
         saved = self._all() if self.compressed_to is None else self._compressed()
@@ -81,9 +81,9 @@ class TrainState:
 
     @torch.no_grad()
     def restore(self, files: CheckpointFiles, *, states: States = "read") -> None:
-        """Read parameters in place, and the optimizer's states where the checkpoint has them.
+        """Read parameters in place, and the optimizer states that the checkpoint has.
 
-        Raises ArtifactError when the checkpoint is damaged or of another model.
+        Raises ArtifactError if the checkpoint is damaged or of another model.
         """
         if states == "read":
             self._make_states(files)
@@ -124,8 +124,11 @@ class TrainState:
                     yield from _state_boxes(held, f".{name}", local(value), part)
 
     def _make_states(self, files: CheckpointFiles) -> None:
-        """Let the optimizer, which makes its state at its first step, take one along nothing at a
-        rate of nothing: only it knows what its state is like. All of it is then read over."""
+        """Make the optimizer create its states with a step of zero gradients at learning rate 0.
+
+        Only the optimizer knows the shape of its states. They are all overwritten by the checkpoint
+        afterwards.
+        """
         there = _states(files)
         for held in self._stepped():
             if held.pieces and there.get(held.pieces[0].tensor):
@@ -140,7 +143,7 @@ class TrainState:
 
 
 def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
-    """By the names, in one order, whichever the optimizer made its states in."""
+    """Group by name, sorted, so that the order of optimizer states does not matter."""
     found: dict[str, list[ShardView]] = {}
     for name, box in boxes:
         found.setdefault(name, []).append(box)
@@ -150,10 +153,11 @@ def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
 def _state_boxes(
     held: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
-    """What the optimizer keeps for a parameter: as that is, one number, or for all of it at once.
+    """The boxes of an optimizer state: with the parameter's shape, a scalar, or one for the whole
+    parameter.
 
-    The last goes by the name of the parameter's first tensor. Optimizers that keep such are refused
-    where ranks hold parts of parameters.
+    The last goes by the name of the parameter's first tensor. Optimizers with such states are
+    rejected if ranks hold parts of parameters.
     """
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
@@ -172,7 +176,7 @@ def _state_boxes(
 def _boxes_of_tensors(
     held: LocalParam, end: str, value: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
-    """Of a state with a number for each tensor: of a stack as many, else one."""
+    """The boxes of a state with one number per tensor: per matrix of a stack, otherwise one."""
     start = 0
     for piece in held.pieces:
         numbers = numbers_of(piece)
@@ -195,7 +199,7 @@ def _boxes(
 
 
 def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """What is kept of each tensor, by the tensor's name and the state's."""
+    """The optimizer states in a checkpoint, by tensor name and state name."""
     found: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, entry in files.read_metadata().state_dict_metadata.items():
         if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):

@@ -13,7 +13,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 
 class ControlBroadcast:
-    """Broadcasts of bytes between ranks; every rank must create it and call it in the same order."""
+    """Broadcasts of bytes between ranks; every rank must create it and make the same calls."""
 
     def __init__(self, ranks: ProcessInfo, seconds: float | None = None) -> None:
         """`seconds` is the timeout of a broadcast; None: torch's default, half an hour."""

@@ -33,7 +33,7 @@ from penstock_kernels.quant import Format
 
 
 def shard_range(count: int, size: int, index: int) -> range:
-    """The range of `count` items that shard `index` of `size` holds; sizes differ by one at most."""
+    """The range of `count` items in shard `index` of `size`; sizes differ by one at most."""
     return range(index * count // size, (index + 1) * count // size)
 
 
