@@ -1,4 +1,4 @@
-"""The only reader and writer of the process environment."""
+"""Environment variables. Only this module reads or writes the process environment."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from penstock.core.process.allowed_env import Purpose, is_allowed, is_private, s
 
 
 def cache_home() -> Path:
-    """Where small rebuildable caches of this user live (XDG), for example file digests."""
+    """The user's cache directory (XDG) for small rebuildable caches, for example file digests."""
     root = os.environ.get("PENSTOCK_CACHE_HOME")
     if root:
         return Path(root)
@@ -21,18 +21,18 @@ def cache_home() -> Path:
 
 
 NUM_PROC = ("PENSTOCK_NUM_PROC", "XORL_DATASET_NUM_PROC")
-"""Variables that say how many processes data stages may use, the first that is set."""
+"""Variables with the number of processes of data stages; the first one set is used."""
 
 
 def variable(name: str) -> str | None:
-    """A variable that a config names."""
+    """Return the value of a variable named in a config."""
     return os.environ.get(name)
 
 
 def num_processors() -> int:
-    """Processes that data stages may use: one of NUM_PROC, or the CPUs this one may run on.
+    """Number of processes for data stages: one of NUM_PROC, or the CPUs available to this process.
 
-    Raises ConfigError where the variable is no whole number above 0.
+    Raises ConfigError if the variable is not a positive integer.
     """
     name = next((name for name in NUM_PROC if os.environ.get(name)), None)
     if name is None:
@@ -47,7 +47,7 @@ def num_processors() -> int:
 
 
 def num_gpus() -> int:
-    """CUDA devices this process may use, found without importing torch."""
+    """Number of CUDA devices available to this process, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
     if visible is None:
@@ -57,12 +57,12 @@ def num_gpus() -> int:
 
 
 def waits_for_kernels() -> bool:
-    """Whether CUDA is told to wait for every kernel before it starts the next."""
+    """Whether CUDA_LAUNCH_BLOCKING is set."""
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 
 def rank_variables() -> tuple[int, int, int] | None:
-    """(rank, local rank, world size) as torchrun set them, or None outside of torchrun."""
+    """(rank, local rank, world size) as set by torchrun, or None without torchrun."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     rank = int(os.environ["RANK"])
@@ -73,42 +73,43 @@ RANKS_STORE = "PENSTOCK_RANKS_STORE"
 
 
 def set_ranks_store(name: str) -> None:
-    """Tell the ranks that this process starts where they meet."""
+    """Set the rendezvous store of the ranks that this process starts."""
     os.environ[RANKS_STORE] = name
 
 
 def ranks_store() -> str | None:
-    """Where ranks that an agent of ours started meet."""
+    """The rendezvous store of ranks that our own agent started."""
     return os.environ.get(RANKS_STORE) or None
 
 
 def master_address() -> tuple[str, int] | None:
-    """Where the store of ranks is that no agent of ours started, if they were told."""
+    """Master address and port of the rendezvous store, for ranks started by another launcher, or
+    None."""
     if "MASTER_ADDR" not in os.environ:
         return None
     return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
 
 
 def agent_serves_store() -> bool:
-    """Whether torchrun's agent listens there, and not rank 0."""
+    """Whether torchrun's agent serves the rendezvous store, instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def restart_count() -> int:
-    """How often torchrun has started these ranks again."""
+    """How often torchrun has restarted these ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def is_one_machine() -> bool:
-    """Whether all ranks are known to be on this machine."""
+    """Whether all ranks are known to run on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
 
 
 def be_rank_of_slurm() -> None:
-    """Set torchrun's variables for a process that `srun` started in torchrun's place.
+    """Set torchrun's variables in a process that `srun` started.
 
-    Those of the job step count, not those of the allocation, which other processes see too; what
-    the user has set stays.
+    Uses the variables of the job step, not of the allocation, which other processes also see.
+    Variables set by the user are kept.
     """
     if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
         return
@@ -123,37 +124,36 @@ def be_rank_of_slurm() -> None:
             "LOCAL_RANK": os.environ["SLURM_LOCALID"],
             "WORLD_SIZE": tasks,
             "MASTER_ADDR": _first_of(nodes),
-            # Below the ports that systems hand out by themselves; steps of a node differ.
+            # Below the ephemeral port range; different job steps on a node get different ports.
             "MASTER_PORT": str(20000 + number % 10000),
         }
     )
 
 
 def _first_of(nodes: str) -> str:
-    """The first host of a list as Slurm writes them: `rack[1-2]node[08,10-12],login` has
-    `rack1node08`."""
+    """The first host of a Slurm host list: `rack1node08` for `rack[1-2]node[08,10-12],login`."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
     assert first, nodes
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def hub_is_offline() -> bool:
-    """Whether the user has told Hugging Face's libraries not to use the network."""
+    """Whether the user has set Hugging Face libraries to offline mode."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def hub_token() -> str | None:
-    """A hub token from the environment; the hub's own login is read by its library."""
+    """The Hub token from the environment. The login stored on disk is read by huggingface_hub."""
     return os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN") or None
 
 
 def s3_endpoint() -> str | None:
-    """Where S3 is, if it is not Amazon's."""
+    """The S3 endpoint, if it is not Amazon's."""
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
 def credentials_for(store: str) -> str | None:
-    """Where credentials for `s3`, `gcs` or `azure` would be taken from, by name alone."""
+    """The source of the credentials for `s3`, `gcs` or `azure`, by name only."""
     variables, files = _CREDENTIALS.get(store, ((), ()))
     named = next((name for name in variables if os.environ.get(name)), None)
     return named or next((f"~/{f}" for f in files if (Path.home() / f).is_file()), None)
@@ -189,12 +189,12 @@ def wandb_is_logged_in() -> bool:
 
 
 def wandb_mode() -> str | None:
-    """What the user has told Weights & Biases to do: `online`, `offline` or `disabled`."""
+    """The WANDB_MODE setting: `online`, `offline` or `disabled`."""
     return os.environ.get("WANDB_MODE") or None
 
 
 def mlflow_uri() -> str | None:
-    """Where the user's MLflow is."""
+    """The MLflow tracking URI."""
     return os.environ.get("MLFLOW_TRACKING_URI") or None
 
 
@@ -204,31 +204,31 @@ WORKERS_SECRET = "PENSTOCK_SERVER_WORKERS_SECRET"
 
 
 def server_keys() -> tuple[str, ...]:
-    """Keys of a training server's API, parted by commas."""
+    """API keys of a training server, comma-separated in the variable."""
     parts = os.environ.get(SERVER_KEYS, "").split(",")
     return tuple(part.strip() for part in parts if part.strip())
 
 
 def engine_secret() -> str | None:
-    """What encrypts the wire between the API and the engine of a training server."""
+    """Secret that encrypts the connection between a training server's API and its scheduler."""
     return os.environ.get(ENGINE_SECRET) or None
 
 
 def workers_secret() -> str | None:
-    """What encrypts the wire between the engine and the workers of a training server."""
+    """Secret that encrypts the connection between a training server's scheduler and its workers."""
     return os.environ.get(WORKERS_SECRET) or None
 
 
 def child_environment(
     extra: Mapping[str, str], purposes: Collection[Purpose] = (), more: Collection[str] = ()
 ) -> dict[str, str]:
-    """What a child gets of this environment (`penstock.core.process.allowed_env`), and `extra`."""
+    """The environment of a child process (`penstock.core.process.allowed_env`), and `extra`."""
     kept = {name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)}
     return {**kept, **extra}
 
 
 def require_variables(names: Collection[str], field: str) -> None:
-    """Raise ConfigError for variables that `field` passes on and that are not set here."""
+    """Raise ConfigError for variables that `field` passes on but that are not set."""
     if absent := [name for name in names if name not in os.environ]:
         raise ConfigError(
             f"{field} names {', '.join(absent)}, which is not set in this environment.\n"
@@ -237,8 +237,8 @@ def require_variables(names: Collection[str], field: str) -> None:
 
 
 def forget_secrets(purposes: Collection[Purpose] = ()) -> None:
-    """Drop the secrets that are for no purpose of this process, which `multiprocessing` started:
-    it hands on all there is."""
+    """Drop the secrets that this process has no purpose for. `multiprocessing` passes the whole
+    environment of its parent."""
     for name in [name for name in os.environ if is_private(name) and not serves(name, purposes)]:
         del os.environ[name]
 
@@ -249,30 +249,30 @@ def unless_set(values: Mapping[str, str]) -> dict[str, str]:
 
 
 OPENMP_SPINS = 1000
-"""Turns that an idle OpenMP thread spins before it sleeps, about the time between two operators.
+"""Spin count of an idle OpenMP thread before it sleeps, about the time between two operators.
 
-By default libgomp spins for milliseconds. Beside other busy processes a thread then burns the time
-slice that the thread it waits for needs, and training is ten times slower; see docs/launch.md.
+By default libgomp spins for milliseconds. On a busy machine, a spinning thread then uses up the
+time slice of the thread that it waits for, and training is ten times slower; see docs/launch.md.
 """
 
 
 def openmp_waiting() -> dict[str, str]:
-    """Variables that say how idle OpenMP threads wait, unless the user's OMP_WAIT_POLICY does."""
+    """Variables that set how idle OpenMP threads wait, unless the user has set OMP_WAIT_POLICY."""
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
 
 
 def terminal_width() -> dict[str, str]:
-    """The variable that tells children how wide the terminal is that what they say is passed on
-    to; none where stderr is none."""
+    """Variable that passes the terminal width to children whose output is forwarded; empty if
+    stderr is not a terminal."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):
         return {}
-    return {"COLUMNS": str(width)} if width else {}  # some terminals do not know theirs, and say 0
+    return {"COLUMNS": str(width)} if width else {}  # Some terminals report a width of 0.
 
 
 def num_columns() -> int | None:
-    """How wide the terminal is that shows what this process says, where that is told."""
+    """Terminal width for this process's output, if known."""
     told = os.environ.get("COLUMNS", "")
     return int(told) if told.isdecimal() and int(told) else None
 
@@ -285,7 +285,7 @@ def default(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def meanwhile(values: Mapping[str, str]) -> Generator[None]:
-    """Set these variables for what is made within, and put back what they were."""
+    """Set these variables inside the block and restore the previous values afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -13,21 +13,22 @@ PenstockError
 
 
 class PenstockError(Exception):
-    """Base of every error this project raises on purpose. Its text is all a user needs to see."""
+    """Base of every error that this project raises on purpose. Its message is all that a user
+    needs."""
 
     exit_code = 1
     may_pass = False
-    """Whether the same may go well when it is tried again, with nothing changed."""
+    """Whether a retry with nothing changed may succeed."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """The settings cannot be honoured. A ValueError, so that pydantic collects it."""
+    """The settings are invalid. A ValueError, so that pydantic collects it."""
 
     exit_code = 2
 
 
 class ElsewhereError(ConfigError):
-    """Settings name a path of which not even the folder is on this machine."""
+    """The settings name a path whose parent folder does not exist on this machine."""
 
 
 class CapabilityError(PenstockError):
@@ -37,19 +38,19 @@ class CapabilityError(PenstockError):
 
 
 class UnreachableError(CapabilityError):
-    """What the settings name lies elsewhere, and nobody there answers: it may be as it should."""
+    """The settings name a remote location that cannot be reached; it may be valid."""
 
 
 class ArtifactError(PenstockError):
-    """An artifact on disk disagrees with its manifest."""
+    """An artifact on disk does not match its manifest."""
 
 
 class DamagedFileError(ArtifactError, ValueError):
-    """A file is not of the form that its name promises. A ValueError, as parsers raise."""
+    """A file does not have the format that its name implies. A ValueError, as raised by parsers."""
 
 
 class StageError(PenstockError):
-    """A stage did not finish."""
+    """A stage failed."""
 
 
 class Interrupted(PenstockError):  # noqa: N818 - an interruption is not a fault

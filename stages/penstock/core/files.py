@@ -1,4 +1,4 @@
-"""Writing so that a file is whole or absent: aside, fsync, rename."""
+"""Atomic file writes: write a temporary file, fsync, rename."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from typing import Any
 from penstock.core.errors import DamagedFileError
 
 PART = ".part"
-"""Suffix of a file that is still being written; whoever finds one may delete it."""
+"""Suffix of a file that is still being written. Leftover files may be deleted."""
 
 
 @contextmanager
 def atomic_write(target: Path) -> Generator[Path]:
-    """Yield a path to write to; when the block ends well, it becomes `target` in one step."""
+    """Yield a temporary path; if the block succeeds, rename it to `target` atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + PART)
     yield part
@@ -35,13 +35,14 @@ def fsync(path: Path) -> None:
 
 
 def write_json(target: Path, value: Any) -> None:
-    """Publish `value` as readable JSON with sorted keys."""
+    """Write `value` atomically as indented JSON with sorted keys."""
     with atomic_write(target) as part:
         part.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`. Raises DamagedFileError for what is no JSON, OSError else."""
+    """Read the JSON value in `path`. Raises DamagedFileError if it is not JSON, OSError for read
+    errors."""
     content = path.read_bytes()
     try:
         return json.loads(content)
@@ -54,18 +55,18 @@ def read_json(path: Path) -> Any:
 
 
 def link(source: Path, target: Path) -> None:
-    """Publish `source` as `target` too: as a hard link, or as a copy where there are none."""
+    """Hard-link `source` to `target`, or copy it if links are not supported."""
     try:
         os.link(source, target)
     except FileExistsError:
         return
-    except OSError:  # a file system without links, or the limit of links to one file
+    except OSError:  # The file system has no hard links, or the link limit of the file is reached.
         with atomic_write(target) as part:
             shutil.copyfile(source, part)
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder, if it is there."""
+    """Delete a file, a link or a folder tree, if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -73,7 +74,7 @@ def remove(path: Path) -> None:
 
 
 def backup_rename(folder: Path) -> Path:
-    """Rename `folder` to the first free `<name>.old-<n>` beside it, and return that."""
+    """Rename `folder` to the first free `<name>.old-<n>` beside it; return the new path."""
     number = 1
     while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
         number += 1

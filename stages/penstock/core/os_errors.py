@@ -1,4 +1,4 @@
-"""What an OSError means, in words: a full disk, a read-only one, too many open files."""
+"""OSError messages: disk full, read-only file system, too many open files."""
 
 import errno
 import re
@@ -9,20 +9,20 @@ from pathlib import Path
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 LIMITS = FULL | {errno.EROFS, errno.EMFILE, errno.ENFILE}
-"""What is wrong with the machine, and no fault of a program."""
+"""Errors of the machine rather than of the program."""
 
 _NO_ROOM = re.compile(
     r"No space left on device|Disk quota exceeded|os error (28|122)\b"
     r"|\d+ requested and \d+ written"
     r"|enforce fail at inline_container\.cc|PytorchStreamWriter failed writing file"
 )
-"""What writers say that hide the errno: safetensors and Arrow, NumPy, torch."""
+"""Messages of writers that hide the errno: safetensors and Arrow, NumPy, torch."""
 
 
 def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
     """One sentence for an exception that was not written for users.
 
-    `folder` is where something was being written, for errors that do not name a path.
+    `folder` is the folder being written to, for errors that do not contain a path.
     """
     if is_full_disk(error):
         return _full(error, folder)
@@ -42,7 +42,7 @@ def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether the error, or one it came from, says that a disk or a quota is full."""
+    """Whether the error or one of its causes is a full disk or an exceeded quota."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:

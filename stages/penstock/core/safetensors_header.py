@@ -1,8 +1,7 @@
-"""What safetensors files say they hold, read from their headers and compared with their sizes.
+"""safetensors headers, read and checked against the file size without torch.
 
-The format is that of the safetensors library: eight bytes with the header's length, a JSON header
-with the dtype, shape and place of each tensor, then the numbers in little endian, rows one after
-another. No torch, and no number of a tensor is read.
+The format: eight bytes with the header length, a JSON header with the dtype, shape and offsets of
+each tensor, then the values in little endian and row-major order. No tensor values are read.
 """
 
 import json
@@ -18,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 MAX_HEADER = 100_000_000
-"""Bytes; the library's own limit."""
+"""Maximum header size in bytes, as in the safetensors library."""
 
 WIDTHS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
@@ -26,10 +25,10 @@ WIDTHS = {
     **dict.fromkeys(("I32", "F32"), 4),
     **dict.fromkeys(("I64", "F64"), 8),
 }
-"""Bytes of a number of each dtype that is read."""
+"""Bytes per element of each supported dtype."""
 
 LFS = b"version https://git-lfs"
-"""How a file begins that stands for another one, which was not fetched."""
+"""First bytes of a Git LFS pointer file, whose content was not downloaded."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,21 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: str
-    """By its name in the format."""
+    """The dtype's name in the format."""
     start: int
-    """Its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
-    """The file of each tensor of a folder, by the index or, without one, the file `single`.
+    """The file of each tensor of a folder, from the index or else the single file `single`.
 
-    Raises CapabilityError where there is neither, or what is there cannot be read.
+    Raises CapabilityError if there is neither, or if it cannot be read.
     """
     index = folder / INDEX
     if index.is_file():
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
-            # Only the last part of a name counts: an index must not lead out of its folder.
+            # Keep only the file name: an index must not point outside its folder.
             return {name: folder / Path(file).name for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise unreadable(index, "it has no weight_map of tensors and files") from error
@@ -66,7 +65,7 @@ def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
 
 
 def read_header(file: Path) -> Mapping[str, Entry]:
-    """What the file says it holds, and does. Raises CapabilityError where the two differ."""
+    """Read and check the header. Raises CapabilityError if it does not match the file."""
     try:
         with file.open("rb") as stream:
             first = stream.read(8)
@@ -112,7 +111,7 @@ def _entry(file: Path, name: str, entry: Any, begin: int, size: int) -> Entry:
 
 
 def unreadable(file: Path, reason: str) -> CapabilityError:
-    """The file cannot be used, for this reason."""
+    """The error for a file that cannot be used, with the reason."""
     return CapabilityError(
         f"{file} is not a safetensors file that can be read: {reason}.\n"
         "  Fetch it again, or name another model.model_path."

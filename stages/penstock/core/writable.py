@@ -1,14 +1,13 @@
-"""Whether a folder can be written to, found out by writing: modes do not tell it everywhere."""
+"""Write permission check, by writing: file modes are not reliable on all file systems."""
 
 import tempfile
 from pathlib import Path
 
 
 def refusal_to_write(folder: Path) -> str | None:
-    """Why nothing can be put into `folder`, which need not be there yet; None if something can.
+    """Why `folder`, which may not exist yet, is not writable; None if it is writable.
 
-    A folder with a name of its own is made in it, or in the nearest one above it that is there,
-    and removed again.
+    Creates and removes a uniquely named folder in it, or in its nearest existing parent.
     """
     there = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
     if not there.is_dir():

@@ -1,7 +1,7 @@
 """`python -m penstock.train JOB.json`: one rank, started by torchrun.
 
-A file of this name is not imported again by the processes that a rank starts to load rows, so these
-need not import what trains.
+DataLoader worker processes do not import `__main__` again, so they need not import the training
+code.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when it can be done without one, and what it says besides tensors."""
+"""Checkpoint save and resume policy of one run, and the trainer state."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ from penstock.train.launch.job import CHECKPOINTS, Job
 
 @dataclass
 class TrainerState:
-    """Everything of it that can be told in a few numbers."""
+    """Scalar trainer state: steps, epochs, tokens and the data cursor."""
 
     cursor: Cursor
-    """Where in the data the next step begins."""
+    """Position in the data of the next step."""
     step: int = 0
     tokens: int = 0
     trained_tokens: int = 0
     loss: float | None = None
     rows: int = 0
-    """Packed rows that were trained on."""
+    """Number of packed rows trained on."""
 
     def as_json(self) -> dict[str, Any]:
-        """As `state.json` of a checkpoint has it."""
+        """The state as stored in a checkpoint's `state.json`."""
         return {
             "step": self.step,
             "epoch": self.cursor.epoch,
@@ -47,7 +47,7 @@ class TrainerState:
 
     @classmethod
     def of_json(cls, state: Mapping[str, Any]) -> "TrainerState":
-        """What `as_json` made."""
+        """Parse the result of `as_json`."""
         names = ("epoch", "samples_consumed", "order_seed", "group")
         rest = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
         cursor = Cursor(*(state[name] for name in names))
@@ -58,13 +58,13 @@ FORMAT = 3
 
 
 class Checkpointer:
-    """Every rank makes one and makes the same calls."""
+    """Saves and loads checkpoints. Every rank creates one and makes the same calls."""
 
     def __init__(
         self, job: Job, built: BuiltModel, ranks: ProcessInfo, warn: Callable[[str], None]
     ) -> None:
-        """`warn` is told of saves that fail and that a run can do without, and of what a checkpoint
-        lacks."""
+        """`warn` receives failed saves that do not stop the run, and missing parts of a
+        checkpoint."""
         train = job.config.train
         self._job, self._built, self._ranks, self._warn = job, built, ranks, warn
         self.root = job.output_dir / CHECKPOINTS
@@ -78,23 +78,23 @@ class Checkpointer:
         )
         self._step: int | None = 0
         self._verified: Path | None = None
-        """A checkpoint of which every byte has been verified."""
+        """A checkpoint whose files have all been verified."""
         self._learns = not train.eval_only
 
     def is_needless(self, step: int) -> bool:
-        """Whether the checkpoint of that step is there, or holds nothing that is learnt here."""
+        """Whether the checkpoint of that step exists already, or the run trains nothing."""
         return self._step == step or not self._learns
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint of this run; `warn` is told of damaged ones, which are moved
-        aside. Raises ArtifactError where all are damaged."""
+        """The newest complete checkpoint of this run. Damaged ones are reported to `warn` and moved
+        aside. Raises ArtifactError if all are damaged."""
         self._verified = newest_whole_checkpoint(
             self.root, self._job.key, self._ranks, self._warn, needs=needed_by
         )
         return self._verified
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Be as a complete checkpoint was; its state.json. Raises ArtifactError if it cannot."""
+        """Load a complete checkpoint and return its state.json. Raises ArtifactError on failure."""
         self._verify(folder)
         self._ranks.pulse.begins("reading the checkpoint")
         states = self._states_of(folder)
@@ -105,7 +105,7 @@ class Checkpointer:
                 "interrupted"
             )
         with understanding(folder):
-            # RNG belongs to a rank of a layout; on another layout there is none to continue.
+            # RNG state belongs to a rank of one parallel layout and cannot be restored on another.
             mine = state["rng"].get(str(self._ranks.rank))
             if mine and state["layout"] == self._built.layout:
                 rng.set_rng_state(mine)
@@ -115,20 +115,20 @@ class Checkpointer:
         return state
 
     def take_weights(self, folder: Path) -> None:
-        """Start from the weights of a complete checkpoint alone. Raises ArtifactError."""
+        """Load only the weights of a complete checkpoint. Raises ArtifactError."""
         self._verify(folder)
         self._checkpoints.load(folder, states="passed over")
 
     def must(self, at: TrainerState, more: Mapping[str, Any]) -> None:
-        """Save unless that is needless; `more` goes into state.json. Raises StageError when this
-        one, or the one before, cannot be written."""
+        """Save, unless it is needless; `more` is added to state.json. Raises StageError if this
+        checkpoint or the previous one cannot be written."""
         if not self.is_needless(at.step):
             self._checkpoints.finish()
             self._write(at, more)
 
     def may(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
-        """The same, but if a checkpoint cannot be written it is told, and the run goes on. Whether
-        this one was begun."""
+        """Save, but only warn if a checkpoint cannot be written. Returns whether a save was
+        started."""
         if self.is_needless(at.step):
             return True
         for act in (self._checkpoints.finish, lambda: self._write(at, more)):
@@ -139,7 +139,7 @@ class Checkpointer:
         return self.is_needless(at.step)
 
     def best(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
-        """Save as `may` does, and name this checkpoint the best. Whether that is done."""
+        """Save as `may` does, and mark this checkpoint as the best. Returns whether it was."""
         if not self.may(at, more):
             return False
         try:
@@ -150,21 +150,21 @@ class Checkpointer:
         return True
 
     def place_of(self, step: int) -> str:
-        """Where the checkpoint of `step`, which is saved, lies in the output folder."""
+        """The path of the saved checkpoint of `step` in the output folder."""
         folder = self._checkpoints.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
         return f"{CHECKPOINTS}/{folder.name}"
 
     def keep_best(self, step: int) -> None:
-        """Keep the checkpoint of `step`, which was named the best, until another one is."""
+        """Keep the checkpoint of `step`, which was marked as the best, until another one is."""
         self._checkpoints.keep_best(step)
 
     def finish(self) -> None:
-        """Wait until what was saved is complete. Raises StageError when it failed, on any rank."""
+        """Wait until all saves are complete. Raises StageError if one failed on any rank."""
         self._checkpoints.finish()
 
     def close(self) -> None:
-        """Wait for a save under way, whatever comes of it."""
+        """Wait for a save in progress, ignoring errors."""
         self._checkpoints.close()
 
     def _verify(self, folder: Path) -> None:
@@ -177,7 +177,8 @@ class Checkpointer:
             )
 
     def _states_of(self, folder: Path) -> States:
-        """From a run's own checkpoints they are read, unless it is these that are meant."""
+        """Which states to load: optional for the run's own checkpoints, as configured for a named
+        one."""
         train = self._job.config.train
         is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
         return "passed over" if is_meant and not train.load_optimizer else "read"
@@ -200,7 +201,7 @@ class Checkpointer:
 
 
 def _lost(state: Mapping[str, Any], states: States) -> Iterator[str]:
-    """What is missing in a run that goes on from this `state.json`."""
+    """What is lost when resuming from this `state.json`."""
     if state["lacks_optimizer"]:
         yield (
             "was saved without the optimizer's states (train.save_optimizer: false), so the "

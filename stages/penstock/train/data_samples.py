@@ -1,7 +1,7 @@
-"""What the report shows of the data: some samples with what of them is trained, and all lengths.
+"""Data samples of the report: decoded samples with their loss mask, and a length histogram.
 
-Both are of the packed rows, which are what is trained on. They are kept in the run's own folder
-when it begins, for rows may be pruned, and are no part of its result.
+Both are taken from the packed rows, which are the training data. They are stored in the run folder
+at the start, because rows may be pruned, and are not part of the run's result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,26 +21,27 @@ from penstock.train.length_histogram import length_histogram
 from penstock.train.masked_text import masked_pieces
 
 MOST_TOKENS = 400
-"""Tokens that are shown of a text."""
+"""Maximum number of tokens shown per text."""
 BEGINNING = 100
-"""Of which so many are its first ones, where what is trained comes later than the others reach."""
+"""How many of them are the first tokens, if the trained tokens start later than that."""
 BEFORE_TRAINED = 50
-"""Tokens that are shown before the first trained one then."""
+"""Tokens shown before the first trained token in that case."""
 
 Mask = npt.NDArray[np.bool_]
 
 Part = dict[str, Any]
 """`name`, `tokens`, `trained_tokens` and `spans`: lists of "trained", "untrained" or "left out" and
-a text, which of what is left out says how many tokens that are."""
+a text, which for left-out tokens is their number."""
 
 
 def keep_shown_data(
     out: Path, packed: Path, epoch_rows: Sequence[int], number: int, decoder: Callable[[], Decoder]
 ) -> None:
-    """Write both into a run's folder: `number` samples, spread evenly over the first epoch.
+    """Write both to the run folder: `number` samples, evenly spaced over the first epoch.
 
-    `packed` holds the packed artifact, of whose training rows the first epoch has `epoch_rows[0]`,
-    or all. A decoder is only asked for where samples are. Raises what reading rows and decoding do.
+    `packed` is the packed artifact; the first epoch has `epoch_rows[0]` of its training rows, or
+    all. The decoder is only loaded if there are samples. Raises the errors of reading rows and
+    decoding.
     """
     lengths: dict[str, Any] = {}
     samples: list[list[Part]] = []
@@ -64,14 +65,14 @@ def keep_shown_data(
 
 
 def kept_shown_data(out: Path) -> dict[str, Any]:
-    """What was kept: `lengths` by split and `samples`, both empty for a run that kept nothing."""
+    """Read `lengths` by split and `samples`; both empty if the run stored none."""
     path = out / SHOWN_DATA
     return read_json(path) if path.is_file() else {"lengths": {}, "samples": []}
 
 
 def _spread(ends: npt.NDArray[np.int64], number: int) -> Iterator[tuple[int, int]]:
-    """(row, document in it) of documents that are equally far apart. `ends` counts up to the end of
-    each row."""
+    """(row, document index) of evenly spaced documents. `ends` is the cumulative document count per
+    row."""
     total = int(ends[-1])
     for document in sorted({(2 * at + 1) * total // (2 * number) for at in range(number)}):
         row = int(np.searchsorted(ends, document, side="right"))
@@ -79,12 +80,12 @@ def _spread(ends: npt.NDArray[np.int64], number: int) -> Iterator[tuple[int, int
 
 
 def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
-    """A plain document whole; of one with answers the prompt and what is learnt from."""
+    """A plain document as a whole; of a preference sample, the prompt and the completions."""
     if row.branching is None:
         start = int(row.lengths[:document].sum())
         end = start + int(row.lengths[document])
         ids, labels = row.input_ids[start:end], row.labels[start:end]
-        # Labels of packed rows are those of the next token, and the last of a document has none.
+        # Labels of packed rows are shifted by one, and the last token of a document has none.
         yield _part("", ids, _shifted(labels)[:-1], decoder)
         return
     sequences = [_sequence(row, row.branching, at) for at in _branches(row.branching, document)]
@@ -100,14 +101,14 @@ def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
 
 
 def _branches(branching: PrefixSharing, document: int) -> list[int]:
-    """The numbers of the two branches of the sample that a document is of, or begins with."""
+    """The indices of the two branches of a document's preference sample."""
     of_document = len(branching.branches) // len(branching.prompts)
     first = document * of_document // PER_SAMPLE * PER_SAMPLE
     return [first, first + 1]
 
 
 def _sequence(row: Row, branching: PrefixSharing, branch: int) -> tuple[Tokens, Mask]:
-    """The tokens of a prompt and one answer, and which of them are trained."""
+    """The tokens of a prompt and one completion, and the loss mask."""
     of_document = len(branching.branches) // len(branching.prompts)
     document = branch // of_document
     begin = sum(branching.documents()[:document])
@@ -116,14 +117,14 @@ def _sequence(row: Row, branching: PrefixSharing, branch: int) -> tuple[Tokens, 
     here = slice(start, start + branching.branches[branch])
     labels = row.labels[here]
     prompt = row.input_ids[begin : begin + shared]
-    # The last token of an answer is the label of the one before it alone.
+    # The last token of a completion is only present as a label.
     ids = np.concatenate([prompt, row.input_ids[here], labels[-1:][labels[-1:] != IGNORED]])
     mask = np.concatenate([np.zeros(shared, np.bool_), _shifted(labels)])
     return ids, mask[: len(ids)]
 
 
 def _shifted(labels: Tokens) -> Mask:
-    """Which tokens are trained, one more than labels: each label is of the token behind its own."""
+    """Loss mask of the tokens, one longer than the labels, because labels are shifted by one."""
     return np.concatenate([[False], labels != IGNORED])
 
 
@@ -153,7 +154,7 @@ def _spans(ids: Tokens, mask: Mask, decoder: Decoder) -> Iterator[tuple[str, str
 
 
 def _windows(mask: Mask) -> list[tuple[int, int]]:
-    """The stretches that are shown: the beginning, and what is trained first."""
+    """The token ranges to show: the beginning, and the first trained tokens."""
     size = len(mask)
     if not size:
         return []

@@ -1,7 +1,7 @@
-"""This rank's micro-batches, step after step: read in this process, or ahead of time by others.
+"""Data loader: the micro-batches of this rank, loaded in this process or prefetched by workers.
 
-Which rows they hold is decided here, before any process reads them, so that neither the number of
-processes nor how far they are ahead changes anything.
+The rows of each micro-batch are determined here, before any process reads them, so the number of
+workers and the prefetch depth do not change the result.
 """
 
 import multiprocessing
@@ -24,30 +24,30 @@ from penstock.rows.reader import PackedRows, UnmaskedRows
 from penstock.train.launch.job import Job
 
 Groups = Sequence[Sequence[int]]
-"""The rows of each micro-batch of a step."""
+"""The row indices of each micro-batch of a step."""
 
 PRELOADED = __name__
-"""Imported once by the process that all loading processes are forked from."""
+"""Imported once by the fork server of the workers."""
 
 AHEAD = 2
-"""Steps that a loading process keeps ready where null is written, as with PyTorch's own loader."""
+"""Prefetch depth in steps per worker if the setting is null, as in PyTorch's DataLoader."""
 
 
 @dataclass(frozen=True)
 class LoaderConfig:
-    """How rows are read."""
+    """Data loader settings."""
 
     num_workers: int
-    """Loading processes; with none, rows are read when they are asked for."""
+    """Number of worker processes; with 0, rows are read on demand in this process."""
     steps_ahead: int
-    """Steps that each loading process keeps ready."""
+    """Prefetch depth in steps per worker."""
     pin_memory: bool
     pad_to_multiple_of: int
     pad_to: PadTo
 
     @classmethod
     def of(cls, run: RunConfig, device: torch.device) -> "LoaderConfig":
-        """What the settings say. Loading processes are started where they are asked for."""
+        """Build from the config. Workers are only started on demand."""
         data = run.data
         asked = {"dataloader_num_workers"} & data.model_fields_set
         if data.dataloader_prefetch_factor is not None:
@@ -62,7 +62,7 @@ class LoaderConfig:
 
 
 def _pad_to(run: RunConfig) -> PadTo:
-    """The stages of a pipeline pass on micro-batches of one length."""
+    """Pipeline stages exchange micro-batches of one length."""
     if run.train.pipeline_parallel_size == 1:
         return "own"
     if run.train.pp_variable_seq_lengths:
@@ -71,13 +71,13 @@ def _pad_to(run: RunConfig) -> PadTo:
 
 
 def trained_rows(job: Job) -> PackedRows:
-    """The rows that a run learns from. Samples in one see each other only if that is written."""
+    """The training rows. Samples of one row attend to each other only if configured."""
     kind = PackedRows if job.config.data.isolate_samples else UnmaskedRows
     return kind(job.packed / "data" / "train")
 
 
 def prepare(reading: LoaderConfig) -> None:
-    """Let the process that loading processes are forked from begin, while others have work."""
+    """Start the fork server early, while other processes are busy."""
     if reading.num_workers:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
@@ -85,16 +85,16 @@ def prepare(reading: LoaderConfig) -> None:
 
 
 def read(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> list[MicroBatch]:
-    """The micro-batches of those rows, read in this process."""
+    """Read the micro-batches of those rows in this process."""
     laid = _lay(rows, groups, reading)
     return (laid.pin_memory() if reading.pin_memory else laid).micro_batches()
 
 
 class Loader:
-    """An iterator over the micro-batches of each of `steps`. Close it: it may own processes."""
+    """Iterator over the micro-batches of `steps`. Must be closed, because it may own workers."""
 
     def __init__(self, rows: PackedRows, steps: Iterator[Groups], reading: LoaderConfig) -> None:
-        """Start to read the steps' rows."""
+        """Start reading the rows of the steps."""
         self._rows, self._steps, self._reading = rows, steps, reading
         self._ahead: Iterator[CollatedStep | PenstockError] | None = None
         if reading.num_workers:
@@ -110,7 +110,8 @@ class Loader:
                     pin_memory=reading.pin_memory,
                     worker_init_fn=_begin,
                     multiprocessing_context="forkserver",
-                    # Its own: drawing from the global one would change the run's random numbers.
+                    # A separate generator: drawing from the global one would change the run's RNG
+                    # state.
                     generator=torch.Generator(),
                 )
             )
@@ -119,18 +120,17 @@ class Loader:
         return self
 
     def __next__(self) -> list[MicroBatch]:
-        """The next step's micro-batches.
+        """Return the micro-batches of the next step.
 
-        Raises what went wrong where the rows were read, and StageError if a process that reads
-        them is lost.
+        Raises errors of reading rows, and StageError if a worker died.
         """
         if self._ahead is None:
             return read(self._rows, next(self._steps), self._reading)
         try:
             found = next(self._ahead)
         except (RuntimeError, OSError, EOFError) as error:
-            # What was raised in a loading process comes with its name and traceback; the rest is
-            # about the process itself.
+            # An exception raised in a worker comes with its name and traceback; other RuntimeErrors
+            # are about the worker itself.
             if str(error).startswith("Caught "):
                 raise
             raise StageError(
@@ -144,12 +144,12 @@ class Loader:
         return found.micro_batches()
 
     def close(self) -> None:
-        """End the loading processes."""
+        """Stop the workers."""
         self._ahead = None
 
 
 class _Steps(Dataset[Any]):
-    """The steps as a loading process sees them: what it is asked for is the rows themselves."""
+    """The steps as a worker's Dataset, indexed by the row indices themselves."""
 
     def __init__(self, kind: type[PackedRows], folder: Path, reading: LoaderConfig) -> None:
         self._kind, self._folder, self._reading = kind, folder, reading
@@ -157,11 +157,11 @@ class _Steps(Dataset[Any]):
 
     def __getitem__(self, groups: Groups) -> CollatedStep | PenstockError:
         try:
-            # Mapped in the process that reads: a map does not pass from one to another.
+            # Memory-mapped in the worker: a memory map cannot be pickled.
             self._rows = self._rows or self._kind(self._folder)
             return _lay(self._rows, groups, self._reading)
         except PenstockError as error:
-            # As a value it arrives as it was raised, not wrapped in this process's traceback.
+            # Returned as a value, so that it is not wrapped in the worker's traceback.
             return error
 
 
@@ -178,9 +178,8 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _begin(_worker: int) -> None:
-    """A loading process's first act. It ends with the rank, whatever ends that, and not before:
-    a request to stop reaches all processes, and the rank still finishes and saves its step.
-    """
+    """Worker init. The worker ends with the rank, not before: a stop signal reaches all processes,
+    and the rank still finishes and saves its step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_starter()

@@ -1,4 +1,4 @@
-"""How long a run is, and what is due on the way."""
+"""Training duration (max_steps, max_tokens, epochs) and evaluation and save intervals."""
 
 import time
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from penstock.train.checkpointing import TrainerState
 
 @dataclass(frozen=True)
 class Duration:
-    """The length of a run as it is known before its first step; the learning rate follows it."""
+    """The length of a run, known before its first step. The learning rate schedule uses it."""
 
     total_steps: int
-    """Optimizer steps of the whole run, those that are done included."""
+    """Optimizer steps of the whole run, including completed ones."""
     set_by: str
-    """The setting that says so."""
+    """The setting that determines it."""
 
 
 def build_duration(
     train: TrainConfig, batches: StepSampler, tokens: Integers, at: TrainerState
 ) -> Duration:
-    """What the settings say of a run that is at `at`; `tokens` are those of every row.
+    """Compute the duration of a run resumed at `at`; `tokens` are the token counts of every row.
 
-    `max_steps` and `max_tokens` decide where they are written, whichever comes first; else what is
-    left of the epochs. Exact: rows and their order are known.
+    `max_steps` and `max_tokens` apply if set, whichever is reached first; otherwise the remaining
+    epochs. Exact, because the rows and their order are known.
     """
     if train.eval_only:
         return Duration(at.step, "eval_only")
@@ -46,14 +46,14 @@ def build_duration(
 
 @dataclass(frozen=True)
 class Interval:
-    """Every so many steps, every so many epochs, or both; 0: not by these."""
+    """Every n steps, every n epochs, or both; 0 disables."""
 
     steps: int = 0
     epochs: float = 0.0
 
     def is_due(self, step: int, before: Fraction, now: Fraction) -> bool:
-        """Whether it is after this step, with which the epochs that are done went from `before` to
-        `now`."""
+        """Whether the interval ends at this step, during which the epoch progress went from
+        `before` to `now`."""
         if self.steps and step % self.steps == 0:
             return True
         if not self.epochs:
@@ -63,24 +63,24 @@ class Interval:
 
 
 class WallClock:
-    """How long a run has taken, all its starts together, and whether that is enough."""
+    """Wall-clock time of a run over all its restarts, and the `max_hours` limit."""
 
     def __init__(self, max_hours: float | None) -> None:
-        """Start it; without a limit it is never enough."""
+        """Start the clock; None is unlimited."""
         self._limit = max_hours and max_hours * 3600
         self._before = 0.0
         self._started = time.monotonic()
 
     def go_on_from(self, seconds: float) -> None:
-        """Count those of earlier starts too."""
+        """Add the time of earlier starts."""
         self._before = seconds
 
     @property
     def seconds(self) -> float:
-        """Of the run so far."""
+        """Wall-clock seconds of the run so far."""
         return self._before + time.monotonic() - self._started
 
     @property
     def is_up(self) -> bool:
-        """Whether the run has had its time."""
+        """Whether the time limit is reached."""
         return self._limit is not None and self.seconds >= self._limit

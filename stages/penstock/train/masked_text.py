@@ -1,4 +1,4 @@
-"""Text of the data as it may be shown around: what looks like a credential is blotted out."""
+"""Redaction of credentials in data samples that are shown in reports."""
 
 import re
 
@@ -22,16 +22,17 @@ _CREDENTIALS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Shapes that are hardly ever anything else. What looks like plain words cannot be told."""
+"""Patterns of credentials with few false positives. Passwords that are plain words are not
+detected."""
 
 
 def masked(text: str) -> str:
-    """The text with as many characters, of which those that look like a credential are blots."""
+    """The text with each character of a credential replaced, of the same length."""
     return _CREDENTIALS.sub(lambda found: BLOT * len(found[0]), text)
 
 
 def masked_pieces(pieces: list[str]) -> list[str]:
-    """The same of consecutive pieces of one text: a credential may lie in several."""
+    """The same for consecutive pieces of one text, because a credential may span several."""
     whole = masked("".join(pieces))
     found: list[str] = []
     start = 0

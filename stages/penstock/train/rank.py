@@ -1,4 +1,4 @@
-"""One rank of a training run, from its job to its outcome."""
+"""Entry point of one rank of a training run: reads the job, writes the outcome."""
 
 import faulthandler
 import logging
@@ -30,16 +30,16 @@ from penstock.train.launch.stop_request import StopRequest
 from penstock.train.trainer import Trainer
 
 MARGIN_SECONDS = 10.0
-"""Collective operations wait this much longer than the launcher, which can ask all ranks for their
-stacks while they hang, and none once they have given up."""
+"""Collective timeouts exceed the launcher's timeout by this many seconds: it can dump the stacks of
+ranks that hang, but not after they have timed out."""
 
 log = logging.getLogger("penstock.train")
 
 Notify = Callable[[str], None]
 
 Work = Callable[[Job, ProcessInfo, StopRequest, Notify], tuple[dict[str, Any] | None, int]]
-"""What all ranks of a job do together: the facts, or None when asked to stop before the end, and
-the last step that was taken."""
+"""The work of all ranks of a job. Returns the facts, or None if asked to stop before the end, and
+the last step."""
 
 
 def train(
@@ -57,7 +57,8 @@ def train(
 
 
 def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
-    """The job's model. Raises ConfigError if the rows hold tokens that it does not."""
+    """Build the job's model. Raises ConfigError if the rows have token ids outside its
+    vocabulary."""
     ranks.pulse.begins("loading the model")
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
@@ -66,7 +67,7 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
 
 
 def check_job(job: Job, vocab_size: int) -> None:
-    """Raise ConfigError before the first step if the rows hold tokens that the model does not."""
+    """Raise ConfigError before the first step if the rows have token ids outside the vocabulary."""
     if job.max_token_id >= vocab_size:
         raise ConfigError(
             f"the packed rows hold token id {job.max_token_id}, and the model's vocabulary ends at "
@@ -76,7 +77,7 @@ def check_job(job: Job, vocab_size: int) -> None:
 
 
 def main(path: Path, work: Work = train) -> None:
-    """Run the job in `path` on this rank; leave its outcome, or this rank's failure, beside it."""
+    """Run the job in `path` on this rank; write the outcome, or this rank's failure."""
     end_with_parent()
     job = Job.read(path)
     outlive_parent_by(job.config.launch.stop_timeout)
@@ -86,23 +87,23 @@ def main(path: Path, work: Work = train) -> None:
     try:
         _be_rank(job, Heartbeat(pulse_folder(job), rank=rank), work)
     except PenstockError as error:
-        # The launcher prints what the first rank left; a traceback of each would bury it.
+        # The launcher prints the first rank's error; tracebacks of all ranks would hide it.
         sys.exit(error.exit_code)
     destroy_process_group()
 
 
 def run_by_hand(job: Job, work: Work = train) -> None:
-    """Be one rank of the job in this process, whoever started it.
+    """Run one rank of the job in this process, which another launcher started.
 
-    It stays in the process group, which its next job finds: a group that is left cannot be joined
-    again under one torchrun.
+    The process group is not destroyed and is reused by the next job: a destroyed group cannot be
+    initialized again under one torchrun.
     """
     _be_rank(job, Heartbeat(), work)
 
 
 def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
-    # One of them looks: they agree on what any of them has heard.
+    # Only rank 0 checks the file; the ranks then agree on a stop.
     stop = StopRequest(None if rank else job.output_dir).listen()
     ranks = init_process_group(
         (job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse
@@ -119,7 +120,7 @@ def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
 def run_rank(
     job: Job, ranks: ProcessInfo, stop: StopRequest, work: Work = train
 ) -> dict[str, Any] | None:
-    """Do the work, and let the leading rank write the outcome. None: stopped before the end."""
+    """Run the work; rank 0 writes the outcome. Returns None if stopped before the end."""
 
     def notify(line: str) -> None:
         log.info(line)
@@ -131,7 +132,7 @@ def run_rank(
         if _speaks_too(ranks, job.config.train.log_ranks):
             held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
         if ranks.leads:
-            # Ranks of a run whose launcher was killed may still be saving; they end within a step.
+            # Ranks of a killed launcher may still be saving; they exit within a step.
             held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
         if job.config.train.enable_full_determinism:
             use_deterministic_algorithms()
@@ -144,9 +145,9 @@ def run_rank(
 
 
 def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
-    """The starts that the ranks come from, one for each machine.
+    """The launch ids of the ranks, one per machine.
 
-    Raises ConfigError on every rank if they were told to train different things.
+    Raises ConfigError on every rank if they have different configs.
     """
     mine = (job.key, job.launch, platform.node())
     told: list[tuple[str, str, str]] = ranks.gather(mine)
@@ -161,13 +162,13 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
 
 
 def _speaks_too(ranks: ProcessInfo, who: LogRanks) -> bool:
-    """Whether this rank says on its terminal what it does, beside the leading one."""
+    """Whether this rank also logs to its terminal, in addition to rank 0."""
     return not ranks.leads and (who == "all" or (who == "local0" and ranks.local_rank == 0))
 
 
 @contextmanager
 def _on_the_terminal(name: str) -> Iterator[None]:
-    """What is logged meanwhile is shown too, under this name."""
+    """Also show log messages on the terminal, with this prefix."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
     log.addHandler(handler)

@@ -1,4 +1,5 @@
-"""What a run is trained on, kept in its own folder, for prepared and packed data may be pruned."""
+"""Data provenance: facts about the training data, copied into the run folder because prepared and
+packed data may be pruned."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,15 +11,16 @@ from penstock.core.files import read_json, write_json
 DATA = "data.json"
 
 LINEAGE = "lineage.json"
-"""When that was made, and whether it was there already: what differs between runs of one key."""
+"""When the artifact was built and whether it was reused. Runs of one key may differ in these
+fields."""
 
 BEGAN = datetime.now(UTC).isoformat(timespec="seconds")
-"""When this process did: what was made before was there already."""
+"""Build time of this process, for artifacts that it built rather than reused."""
 
 
 def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> None:
-    """Write what the stages before said of their results, and of what they were made; the prepared
-    one need not be here."""
+    """Write the facts and inputs of the prepare and pack artifacts. The prepared artifact may be
+    missing on this machine."""
     before = packed.manifest
     record: dict[str, Any] = {
         "packed": before["facts"],
@@ -38,13 +40,13 @@ def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> N
 
 
 def kept_data_facts(out: Path) -> dict[str, Any] | None:
-    """The facts by stage; None for a run that kept none."""
+    """Return the facts by stage, or None if the run stored none."""
     path = out / DATA
     return read_json(path) if path.is_file() else None
 
 
 def kept_lineage(out: Path) -> dict[str, Any]:
-    """When each stage's result was made, by stage; empty for a run that kept nothing of that."""
+    """Return build times by stage; empty if the run stored none."""
     path = out / LINEAGE
     return read_json(path) if path.is_file() else {}
 
@@ -55,7 +57,8 @@ def _making(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The pins of what was prepared, by name; of files their number, for there may be many."""
+    """The source pins of the prepared data by name. For local files, only their number, because
+    there may be many."""
     found: dict[str, Any] = {}
     for name, each in inputs.items():
         pin = each["source"]

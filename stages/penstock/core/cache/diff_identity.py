@@ -1,4 +1,4 @@
-"""What differs between two identities, field by field, in words."""
+"""Field-by-field diff of two cache-key identities."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One place where two identities disagree."""
+    """One field in which two identities differ."""
 
     field: str
     here: Any
@@ -20,9 +20,9 @@ class Difference:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Difference]:
-    """Every leaf in which the two nested mappings differ, in order of their names.
+    """List every leaf that differs between the two nested mappings, sorted by name.
 
-    Sources are compared by what they pin, so that a changed file is named.
+    Sources are compared by their pinned content, so the diff names changed files.
     """
     mine, theirs = dict(_leaves(here)), dict(_leaves(there))
     return [
@@ -40,7 +40,8 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-    """What a mapping or a list of mappings holds, by name; a list of plain values is one leaf."""
+    """The children of a mapping or of a list of mappings, by name. A list of plain values is one
+    leaf."""
     if isinstance(value, Mapping):
         members = cast("Mapping[str, Any]", value)
         return [(str(name), inner) for name, inner in members.items()]

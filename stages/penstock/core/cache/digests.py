@@ -1,10 +1,10 @@
-"""SHA-256 of files, remembered so that an untouched file is read once.
+"""SHA-256 file digests, cached in SQLite so that an unchanged file is read once.
 
-A row of the memory is keyed by (device, inode) and holds for one size and modification time, so
-that a hard link of a known file is known too, whatever it is called. It also says at which change
-time (ctime) the bytes were last read: whoever verifies a file trusts only that, for a modification
-time can be set. What follows from content alone is remembered by the content's digest.
-It is a cache: losing it costs a read, and a damaged row or file counts as lost.
+A cache row is keyed by (device, inode) and is valid for one size and modification time, so a hard
+link of a known file is a cache hit under any name. The row also stores the change time (ctime) of
+the last read: verification trusts only ctime, because a modification time can be set. Values
+derived from content alone are cached under the content digest. Losing the cache costs one read of
+each file. A damaged row or database counts as a cache miss.
 """
 
 import hashlib
@@ -21,44 +21,44 @@ from typing import Any, Literal, NamedTuple
 from penstock.core import env
 
 SETTLED_NS = 100_000_000
-"""A file younger than this is digested but not remembered: a second write could leave the same
-size and, within the clock's granularity, the same modification time."""
+"""A file younger than this, in nanoseconds, is digested but not cached: a second write could leave
+the same size and, within the clock's granularity, the same modification time."""
 
 READERS = 8
-"""Most files that are read at once; there are never more readers than processors."""
+"""Maximum number of files read concurrently; never more than the number of processors."""
 
 GUARD = 16
-"""Hex digits of the digest that a row of the memory has of itself."""
+"""Number of hex digits of the digest that each cache row stores of itself."""
 
 Trust = Literal["mtime", "ctime", "nothing"]
-"""When a remembered digest stands for a file's bytes. mtime: size and modification time are the
-same. ctime: also no change of any kind since the bytes were read. nothing: never."""
+"""When a cached digest is valid. mtime: size and modification time are unchanged. ctime: the change
+time is unchanged, too. nothing: never."""
 
 
 def sha256_file(path: Path) -> str:
-    """The digest of the file's bytes, always read."""
+    """Return the SHA-256 of the file. Always reads the file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def digest_files(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
-    """The digest of each file, reading only those that changed since they were last read."""
+    """Return the SHA-256 of each file. Reads only files that changed since their last read."""
     paths = list(paths)
     if not paths:
         return []
     try:
         with closing(_open_memory()) as memory:
             return _through_memory(memory, paths, trust)
-    except sqlite3.OperationalError:  # locked, or on a full disk
+    except sqlite3.OperationalError:  # The database is locked, or the disk is full.
         return _read_all(paths)
     except sqlite3.DatabaseError:
         with suppress(OSError):
-            _memory_file().unlink(missing_ok=True)  # damaged: the next one to come begins another
+            _memory_file().unlink(missing_ok=True)  # The database is damaged: recreate it.
         return _read_all(paths)
 
 
 def remember(known: Iterable[tuple[Path, str]]) -> None:
-    """Take note of digests of files that the caller has read, and that nobody writes any more."""
+    """Cache digests of files that the caller has read and that are no longer written."""
     rows: list[_Row] = []
     for path, digest in known:
         stat = _Stat.of(path)
@@ -69,8 +69,8 @@ def remember(known: Iterable[tuple[Path, str]]) -> None:
 
 @contextmanager
 def links_made(paths: Iterable[Path]) -> Generator[None]:
-    """Carry what is known of the files over the block, which makes links to them: that sets their
-    change time, and changes no byte."""
+    """Keep cached digests valid across a block that creates hard links to the files. Creating a
+    link changes a file's ctime but not its content."""
     paths = list(paths)
     before = [_Stat.of(path) for path in paths]
     yield
@@ -84,9 +84,9 @@ def links_made(paths: Iterable[Path]) -> Generator[None]:
 
 
 def derived(content: str, compute: Callable[[], Any]) -> Any:
-    """The JSON value `compute` gives, remembered under `content`.
+    """Return the JSON value of `compute`, cached under `content`.
 
-    `content` is a digest of all that the value follows from: what was read, and how.
+    `content` is a digest of everything that the value depends on: the inputs and the algorithm.
     """
     try:
         with closing(_open_memory()) as memory:
@@ -101,23 +101,23 @@ def derived(content: str, compute: Callable[[], Any]) -> Any:
         with closing(_open_memory()) as memory, memory:
             memory.execute("REPLACE INTO derived VALUES (?, ?)", (content, guarded))
     except sqlite3.Error:
-        pass  # computed again next time
+        pass  # Computed again on the next call.
     return value
 
 
 def _guarded(content: str, text: str) -> str:
-    """The text after a digest of itself and of what it is remembered under."""
+    """Prefix the text with a digest of the text and its cache key."""
     return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:GUARD] + text
 
 
 def _unguarded(content: str, row: object) -> str | None:
-    """The text in a row; None for one that is damaged, or from before rows were guarded."""
+    """Return the text of a row, or None if the row is damaged or predates row digests."""
     text = row[GUARD:] if isinstance(row, str) else ""
     return text if row == _guarded(content, text) else None
 
 
 class _Stat(NamedTuple):
-    """What tells a file's content apart without reading it."""
+    """The stat fields that identify a file's content without reading it."""
 
     device: int
     inode: int
@@ -128,7 +128,7 @@ class _Stat(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "_Stat":
         stat = path.stat()
-        # SQLite's integers are signed; some file systems number beyond them.
+        # SQLite integers are signed; some file systems use larger inode numbers.
         device, inode = stat.st_dev & _SIGNED, stat.st_ino & _SIGNED
         return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
@@ -137,7 +137,7 @@ _SIGNED = (1 << 63) - 1
 
 
 class _Row(NamedTuple):
-    """A file's digest as it is remembered; `read_at` is its ctime when it was read."""
+    """A cached file digest; `read_at` is the file's ctime at the last read."""
 
     device: int
     inode: int
@@ -152,12 +152,12 @@ class _Row(NamedTuple):
 
     @property
     def guarded(self) -> tuple[Any, ...]:
-        """The row with a digest of its own."""
+        """The row with its own digest."""
         guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:GUARD]
         return (*self, guard)
 
     def holds_for(self, stat: _Stat, trust: Trust) -> bool:
-        """Whether it says what the file holds now."""
+        """Whether the row is valid for the file's current content."""
         if trust == "nothing" or (self.size, self.mtime_ns) != (stat.size, stat.mtime_ns):
             return False
         return trust == "mtime" or self.read_at == stat.ctime_ns
@@ -167,7 +167,7 @@ def _through_memory(memory: sqlite3.Connection, paths: list[Path], trust: Trust)
     stats = [_Stat.of(path) for path in paths]
     known = [_remembered(memory, stat, trust) for stat in stats]
     due = [number for number, digest in enumerate(known) if digest is None]
-    # From before they are read: what is written meanwhile may bear the times that it bore already.
+    # Take the time before reading: a write during the read may leave the same file times.
     now = time.time_ns()
     digests = _read_all([paths[number] for number in due])
     rows: list[_Row] = []
@@ -198,7 +198,7 @@ def _remembered(memory: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | 
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
-    """Digests of files that are read side by side; hashing frees the interpreter's lock."""
+    """SHA-256 of files read in threads; hashing releases the GIL."""
     readers = min(READERS, os.cpu_count() or 1, len(paths))
     if readers < 2:
         return [sha256_file(path) for path in paths]
@@ -221,7 +221,7 @@ def _open_memory() -> sqlite3.Connection:
         return _opened(file)
     except sqlite3.OperationalError:
         raise
-    except sqlite3.DatabaseError:  # no database, or a damaged one: begin another
+    except sqlite3.DatabaseError:  # The database is missing or damaged: create a new one.
         try:
             file.unlink(missing_ok=True)
         except OSError as error:

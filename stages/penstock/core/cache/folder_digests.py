@@ -1,7 +1,7 @@
-"""Digests of the files in a folder, kept beside them in `digests.json`.
+"""XXH3-128 checksums of a folder's files, stored in `digests.json` of the same folder.
 
-XXH3-128 finds corruption at the speed of memory, which SHA-256 does not. It proves nothing about
-who wrote a file: whoever can change one can change its digest. Files are digested in parts, so that
+XXH3-128 detects corruption at memory bandwidth, which SHA-256 does not. It gives no protection
+against tampering: whoever can change a file can change its digest. Files are digested in chunks, so
 several threads and several ranks can verify one file.
 """
 
@@ -24,26 +24,26 @@ ALGORITHM = "xxh3_128"
 
 PART_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
-"""Read at once: larger blocks leave the processor's caches, and smaller ones cost calls."""
+"""Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls."""
 THREADS = 4
-"""Of one process, that read parts side by side."""
+"""Threads per process that read chunks concurrently."""
 
 
 class DamagedError(ArtifactError):
-    """Files of a folder are not what was written there. Its text is the fault alone."""
+    """Files of a folder differ from what was written. The message states only the error."""
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The length of a file in bytes and the digest of each of its parts, as hex; an empty file has
-    one part."""
+    """The length of a file in bytes and the hex digest of each chunk. Empty files have one
+    chunk."""
 
     bytes: int
     parts: tuple[str, ...]
 
 
 class Digester:
-    """Digests bytes in the order in which they are written."""
+    """Incremental digest of bytes in write order."""
 
     def __init__(self, part_bytes: int = PART_BYTES) -> None:
         self._part_bytes = self._room = part_bytes
@@ -52,7 +52,7 @@ class Digester:
         self._part = xxhash.xxh3_128()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """More bytes of the file."""
+        """Append bytes of the file."""
         left = memoryview(data).cast("B")
         self._bytes += len(left)
         while len(left) > self._room:
@@ -64,25 +64,25 @@ class Digester:
         self._room -= len(left)
 
     def result(self) -> FileDigest:
-        """Of all bytes until now."""
+        """Return the digest of all bytes so far."""
         return FileDigest(self._bytes, (*self._parts, self._part.hexdigest()))
 
 
 @dataclass(frozen=True)
 class FolderDigests:
-    """The digest of each file, by its path in the folder."""
+    """The digest of each file, by path relative to the folder."""
 
     files: Mapping[str, FileDigest]
     part_bytes: int = PART_BYTES
 
     def write(self, folder: Path) -> None:
-        """Publish them in the folder, with a digest of their own."""
+        """Write `digests.json`, including its own digest."""
         content = self._content()
         write_json(folder / DIGESTS, {**content, "digest": _digest_of(content)})
 
     @classmethod
     def read(cls, folder: Path) -> "FolderDigests | None":
-        """Those in the folder, None where there are none. Raises DamagedError."""
+        """Read `digests.json`, or return None if there is none. Raises DamagedError."""
         content = _read(folder, DIGESTS) if (folder / DIGESTS).is_file() else None
         if content is None:
             return None
@@ -110,7 +110,7 @@ class FolderDigests:
         return found
 
     def content(self, folder: Path, name: str) -> bytes:
-        """A small file in full. Raises DamagedError where it is not what was written."""
+        """Read a small file and verify its digest. Raises DamagedError on a mismatch."""
         expected = self.files.get(name)
         if expected is None:
             raise DamagedError(f"{DIGESTS} does not list {name}")
@@ -131,10 +131,10 @@ class FolderDigests:
         of: int = 1,
         progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """What is wrong with files of the folder, one line a file; empty: nothing.
+        """Verify the files; return one error message per damaged file, empty if all match.
 
-        Of `of` readers each verifies one `share` (0 to of - 1) of all parts; `progress` is called
-        after each part.
+        Reader `share` (0 to of - 1) of `of` readers verifies every `of`-th chunk; `progress` is
+        called after each chunk.
         """
         found: dict[str, str] = {}
         mine = list(islice(self._all_parts(), share, None, of))
@@ -183,7 +183,7 @@ class FolderDigests:
 
 
 def digest_of_file(path: Path) -> FileDigest:
-    """Of the bytes that are there now."""
+    """Digest the file's current bytes."""
     digester, block = Digester(), bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(block):

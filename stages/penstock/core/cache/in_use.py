@@ -1,8 +1,8 @@
-"""Results that a process works with, so that nobody deletes them under its hands.
+"""Pins on artifacts that a process uses, so that pruning does not delete them.
 
-A mark is a file in the root that the results lie in, `.in_use/<name>.json`, and a lock beside it
-that the kernel frees when its process dies, however that happens. Marks are set, and results
-deleted, behind one gate: a result is either marked before it is looked at, or gone before.
+A pin is a file `.in_use/<name>.json` in the artifact root, with a lock file that the kernel
+releases when the process dies. Setting a pin and deleting artifacts take the same lock, so an
+artifact is either pinned before it is read or already deleted.
 """
 
 import uuid
@@ -25,14 +25,14 @@ GATE = "gate.lock"
 
 @contextmanager
 def in_use(steps: Iterable[PlannedStage]) -> Generator[None]:
-    """Mark the results of the steps, those that are not there yet too, while the block runs.
+    """Pin the results of the steps, including those not built yet, while the block runs.
 
-    A root that this user may not write to is left unmarked.
+    A root without write permission is not pinned.
     """
     keys: defaultdict[Path, list[str]] = defaultdict(list)
     for step in steps:
         key = stage_key(step.stage)
-        if step.path.name == key[: len(step.path.name)]:  # else its folder is a person's own
+        if step.path.name == key[: len(step.path.name)]:  # Otherwise the user chose the folder.
             keys[step.path.parent.parent].append(key)
     with ExitStack() as held:
         for root, its in keys.items():
@@ -43,7 +43,8 @@ def in_use(steps: Iterable[PlannedStage]) -> Generator[None]:
 
 @contextmanager
 def unless_in_use(root: Path) -> Generator[Callable[[], set[str]]]:
-    """Keep new marks from the root while the block runs, and say which keys are marked there."""
+    """Block new pins in the root while the block runs; yields a function that returns the pinned
+    keys."""
     marks = root / MARKS
     marks.mkdir(parents=True, exist_ok=True)
     with FileLock(marks / GATE):
@@ -51,7 +52,7 @@ def unless_in_use(root: Path) -> Generator[Callable[[], set[str]]]:
 
 
 def keys_in_use(root: Path) -> set[str]:
-    """The keys that are marked in the root just now."""
+    """Return the keys that are currently pinned in the root."""
     return _marked(root / MARKS)
 
 
@@ -76,25 +77,25 @@ def _unmark(mark: Path, lock: FileLock) -> None:
 
 
 def _remove_stale(marks: Path) -> None:
-    """Remove what killed processes left; behind the gate, where nobody is just setting a mark."""
+    """Remove pins of killed processes. Requires the lock, so that no process is setting a pin."""
     _marked(marks)
     for file in marks.glob("*.lock"):
         if file.name == GATE or file.with_suffix(".json").exists():
             continue
         lock = FileLock(file)
-        with suppress(OSError):  # it is held, or not this user's
+        with suppress(OSError):  # The pin is in use, or belongs to another user.
             lock.acquire(timeout=0)
             _unmark(file.with_suffix(".json"), lock)
 
 
 def _marked(marks: Path) -> set[str]:
-    """Keys of marks whose processes live; marks of the dead are removed."""
+    """Return the pinned keys of live processes; remove pins of dead processes."""
     found: set[str] = set()
     for mark in sorted(marks.glob("*.json")):
         lock = FileLock(mark.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
-        except OSError:  # it is held (Timeout is one), or not this user's
+        except OSError:  # The pin is in use (Timeout), or belongs to another user.
             with suppress(FileNotFoundError):
                 found |= set(_keys_in(mark))
         else:
@@ -103,11 +104,11 @@ def _marked(marks: Path) -> set[str]:
 
 
 def _keys_in(mark: Path) -> list[str]:
-    """The keys of a mark. Raises ArtifactError for one that is damaged: what it protects is not
-    known then."""
+    """Return the keys of a pin. Raises ArtifactError for a damaged pin, because the artifacts that
+    it protects are unknown."""
     keys = read_json(mark)
     digest, _, rest = mark.stem.partition("-")
-    if rest and digest != _digest(keys):  # earlier names have no digest
+    if rest and digest != _digest(keys):  # Pins of earlier versions have no digest.
         raise ArtifactError(
             f"{mark} is damaged, so it is not known which results a run at work here needs.\n"
             "  Wait until that run has ended: its mark goes then."

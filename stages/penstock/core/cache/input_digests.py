@@ -1,7 +1,8 @@
-"""What a result was made from, by content: a key names an input, and a digest says what it held.
+"""Staleness check: content digests of the inputs that an artifact was built from.
 
-An input that was built again under the same key may have other bytes. What was made from the
-earlier ones is stale then. Records without digests, which are older, are taken to be current.
+A key names an input; a digest identifies its bytes. An input that was rebuilt under the same key
+may have different bytes, and artifacts built from the earlier bytes are then stale. Records without
+digests, from earlier versions, count as current.
 """
 
 from collections.abc import Mapping
@@ -14,23 +15,23 @@ from penstock.core.cache.record import Record, read_record
 from penstock.core.cache.stage import ATTEMPT, Artifact, Stage, identity, short, stage_key
 
 DIGESTS = "input_digests"
-"""Field of an attempt's record: the content digest of each input that is a result, by name."""
+"""Field of an attempt's record: the content digest of each input artifact, by name."""
 
 UNDIGESTED_ATTEMPT = frozenset({"stage", "version", "settings", "inputs", "key"})
-"""Fields of attempts that were written before records had a digest."""
+"""Fields of attempt records that predate digests."""
 
 
 @dataclass(frozen=True)
 class ChangedInput:
-    """An input whose content is not what a result was made from."""
+    """An input whose content differs from the content that the artifact was built from."""
 
     name: str
     stage: str
     key: str
     then: str
-    """The content digest that the result was made from."""
+    """The content digest that the artifact was built from."""
     now: str
-    """The content digest of what is there."""
+    """The current content digest."""
 
     def __str__(self) -> str:
         return (
@@ -40,9 +41,9 @@ class ChangedInput:
 
 
 def digests_of_inputs(stage: Stage, known: Literal["all", "local"] = "all") -> dict[str, str]:
-    """The content digest of each input that is a result and is on this machine, by name.
+    """Return the content digest of each input artifact on this machine, by name.
 
-    local: not of mirrors of what lies behind a URL, which may be older than that.
+    local: skip mirrors of remote artifacts, which may be out of date.
     """
     found: dict[str, str] = {}
     for name, source in stage.inputs.items():
@@ -57,7 +58,7 @@ def digests_of_inputs(stage: Stage, known: Literal["all", "local"] = "all") -> d
 def changed_inputs(
     stage: Stage, record: Mapping[str, Any], present: Mapping[str, str]
 ) -> list[ChangedInput]:
-    """The inputs whose `present` digests differ from those in a manifest or an attempt's record."""
+    """Return the inputs whose `present` digest differs from a manifest's or attempt record's."""
     then = _recorded(record)
     return [
         ChangedInput(name, source.stage, source.key, then[name], present[name])
@@ -70,14 +71,14 @@ def changed_inputs(
 
 
 def attempt_record(stage: Stage, digests: Mapping[str, str]) -> Record:
-    """What an unfinished result says of itself."""
+    """The record of an incomplete artifact."""
     return {**identity(stage), "key": stage_key(stage), DIGESTS: dict(digests)}
 
 
 def read_attempt(folder: Path) -> Record | None:
-    """The record of the unfinished result in `folder`, or None where there is none.
+    """Return the record of the incomplete artifact in `folder`, or None if there is none.
 
-    Raises ArtifactError for one that is damaged.
+    Raises ArtifactError if the record is damaged.
     """
     path = folder / ATTEMPT
     remedy = f"Move {folder} aside, or delete it to begin again."

@@ -1,7 +1,7 @@
-"""The manifest that seals a result: reading it, and the digest of what it lists.
+"""Artifact manifests: the commit marker of an artifact, and the digest of the files that it lists.
 
-Raises ArtifactError for a manifest that is damaged or of an unknown format; nothing in a folder is
-used before its manifest has been read here.
+Raises ArtifactError for a manifest that is damaged or of an unknown format. The manifest of a
+folder is always read here before its files are used.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ UNDIGESTED = frozenset(
         *("seconds", "created", "code", "host"),
     }
 )
-"""Fields of manifests that were written before they had a digest."""
+"""Fields of manifests that predate digests."""
 
 RELEASE = "release"
-"""What manifests of releases say in place of a stage; their keys are made otherwise."""
+"""Stage name in the manifests of releases, whose keys are computed differently."""
 
 
 def read_manifest(folder: Path) -> Record | None:
-    """The manifest in `folder`, or None where there is none."""
+    """Return the manifest in `folder`, or None if there is none."""
     path = folder / MANIFEST
     try:
         record = read_record(path, UNDIGESTED, remedy_for(folder))
@@ -36,22 +36,23 @@ def read_manifest(folder: Path) -> Record | None:
 
 
 def parse_manifest(content: bytes, where: str, remedy: str) -> Record:
-    """The manifest in `content`, which lies at `where`."""
+    """Parse and check the manifest `content` read from `where`."""
     return _checked(parse_record(content, where, UNDIGESTED, remedy), where, remedy)
 
 
 def remedy_for(folder: Path) -> str:
-    """What to do about a damaged manifest in `folder`."""
+    """The recommended action for a damaged manifest in `folder`."""
     return f"Restore it from a copy, or delete {folder} to build it again."
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 over the paths and digests of all files the manifest lists: equal for equal bytes."""
+    """SHA-256 over the paths and digests of all listed files: equal for equal bytes."""
     return digest_json(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
 
 
 def _checked(manifest: Record, where: str, remedy: str) -> Record:
-    """The manifest, if what its key was made from still gives that key; a digest says more."""
+    """Return the manifest if its recorded identity still hashes to its key. The manifest's own
+    digest covers the other fields."""
     if DIGEST not in manifest and not _gives_its_key(manifest):
         raise ArtifactError(
             f"{where} is damaged: its settings and inputs do not give its key.\n  {remedy}"

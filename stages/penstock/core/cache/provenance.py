@@ -1,4 +1,4 @@
-"""Which code made an artifact: versions of what computes, and the commit it was run from."""
+"""Code provenance: installed package versions and the git commit."""
 
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -8,7 +8,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy
 
 
 def versions() -> dict[str, str]:
-    """Installed versions by package, and `commit` where the code lies in a git checkout."""
+    """Installed versions by package, and `commit` if the code is in a git checkout."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         try:

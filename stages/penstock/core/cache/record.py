@@ -1,7 +1,7 @@
-"""JSON records that carry their own SHA-256, so that damage is found when they are read.
+"""JSON records with a SHA-256 digest, so that damage is detected on read.
 
-`digest` is the SHA-256 of the canonical JSON of all other fields. Records written before there were
-digests stay readable as long as they hold no field that those did not have.
+`digest` is the SHA-256 of the canonical JSON of all other fields. Records that predate digests
+remain readable if they contain only fields of that time.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from penstock.core.os_errors import describe_os_error
 DIGEST = "digest"
 
 FORMAT = 1
-"""The newest format of a record that this version reads."""
+"""The newest record format that this version can read."""
 
 Record = dict[str, Any]
 
@@ -30,20 +30,20 @@ def digest_json(value: Any) -> str:
 
 
 def with_digest(record: Mapping[str, Any]) -> Record:
-    """The record with the digest of its other fields."""
+    """Return the record with the digest of its other fields."""
     rest = {name: value for name, value in record.items() if name != DIGEST}
     return {**rest, DIGEST: digest_json(rest)}
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Publish the record with its digest."""
+    """Write the record with its digest atomically."""
     write_json(path, with_digest(record))
 
 
 def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
-    """The record in `path`; see `parse_record`.
+    """Read the record in `path`; see `parse_record`.
 
-    Raises FileNotFoundError or NotADirectoryError where there is none.
+    Raises FileNotFoundError or NotADirectoryError if there is none.
     """
     try:
         content = path.read_bytes()
@@ -57,17 +57,17 @@ def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
 
 
 def read_record_fields(path: Path, undigested: Collection[str], remedy: str) -> Record:
-    """The record in `path` without its digest; see `read_record`."""
+    """Read the record in `path` and drop its digest; see `read_record`."""
     record = read_record(path, undigested, remedy)
     return {name: value for name, value in record.items() if name != DIGEST}
 
 
 def parse_record(content: bytes, where: str, undigested: Collection[str], remedy: str) -> Record:
-    """The record in `content`, which lies at `where`.
+    """Parse the record `content` read from `where`.
 
     `undigested` are the fields that a record without a digest may have. Raises ArtifactError, with
-    `remedy` as the next step, for what is no JSON object, does not match its digest, or has a
-    format that this version does not know.
+    `remedy` as the recommended action, if the content is not a JSON object, does not match its
+    digest, or has an unknown format.
     """
     try:
         value = json.loads(content)

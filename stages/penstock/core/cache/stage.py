@@ -1,9 +1,9 @@
-"""What a stage is, and the key that names its result.
+"""The Stage interface and its cache key.
 
-A stage is a frozen description of work. Its key is a digest of everything that decides the
+A stage is a frozen description of work. Its key is a digest of everything that determines the
 *content* of the result and of nothing else: the stage's name and version, its settings, and the
-keys of what it reads. How the work is done (worker counts, devices, log levels) lives in the other
-fields of the stage, which `identity` does not read.
+keys of its inputs. How the work is done (worker counts, devices, log levels) is stored in other
+fields, which `identity` does not read.
 """
 
 import errno
@@ -24,43 +24,46 @@ ATTEMPT = "attempt.json"
 ERROR_LOG = "error.log"
 
 Facts = Mapping[str, Any]
-"""What a stage reports of its result (counts, sizes); kept in the manifest, never in the key."""
+"""Facts that a stage reports about its result (counts, sizes); stored in the manifest, not in the
+key."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Data from outside, pinned to its content. `pin` is identity; `paths` only say where to read.
+    """External data, pinned to its content. `pin` is part of the identity; `paths` only locate the
+    files.
 
-    `pin` is plain JSON: for local files their names, sizes and SHA-256; for the hub the repository
-    and its commit; for built-in data its name and version.
+    `pin` is plain JSON. For local files: names, sizes and SHA-256. For the Hugging Face Hub: the
+    repository and its commit. For built-in data: name and version.
     """
 
     pin: Mapping[str, Any]
     paths: tuple[Path, ...] = field(default=(), compare=False)
     urls: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """Where remote files lie, in place of paths. They may be signed, so they are never shown."""
+    """Locations of remote files, used instead of `paths`. They may be signed, so they are never
+    displayed."""
 
     @cached_property
     def key(self) -> str:
-        """64 hex digits that change with the content."""
+        """64 hex digits that depend only on the content."""
         return digest_json(dict(self.pin))
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """A stage's result by name: where it lies, or will lie once the stage has run."""
+    """A stage's result: the folder where it is, or will be once the stage has run."""
 
     stage: str
     key: str
     path: Path
     remote: str | None = field(default=None, compare=False)
-    """The URL it is kept behind; `path` is its mirror on this machine then."""
+    """The URL of a remote artifact; `path` is then its local mirror."""
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The sealed manifest.
+        """The manifest.
 
-        Raises FileNotFoundError while the stage has not run, ArtifactError for a damaged one.
+        Raises FileNotFoundError if the stage has not run, ArtifactError if the manifest is damaged.
         """
         manifest = read_manifest(self.path)
         if manifest is None:
@@ -69,7 +72,7 @@ class Artifact:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the stage said of its result."""
+        """The facts that the stage reported about its result."""
         return self.manifest["facts"]
 
 
@@ -78,10 +81,11 @@ Input = Artifact | Source
 
 @dataclass(frozen=True)
 class Stage(ABC):
-    """One step of the pipeline. Implementations are frozen dataclasses.
+    """A stage of the pipeline. Implementations are frozen dataclasses.
 
-    `settings` and `inputs` are the identity. `neutral` names settings (dotted) with the value at
-    which they leave the result as it was before they existed, so that adding them retires nothing.
+    `settings` and `inputs` are the identity. `neutral` maps settings (dotted names) to the default
+    at which they are left out of the cache key, so that adding a setting does not invalidate
+    existing results.
     """
 
     name: ClassVar[str]
@@ -93,39 +97,37 @@ class Stage(ABC):
     @property
     @abstractmethod
     def inputs(self) -> Mapping[str, Input]:
-        """What the stage reads, by name."""
+        """The inputs of the stage, by name."""
 
     @abstractmethod
     def run(self, out: Path) -> Facts:
-        """Fill `out`, which may hold an earlier unfinished attempt, and return the facts.
+        """Run the stage in `out`, which may hold an incomplete attempt, and return the facts.
 
-        Facts are plain JSON and, like every file the stage owns, the same after any interruption.
+        Facts are plain JSON. Like every file that the stage owns, they are the same after any
+        interruption.
         """
 
     def keepsakes(self, out: Path) -> list[list[Path]]:
-        """What an unfinished `out` holds that another machine could go on from, for outputs that
-        are kept behind a URL: groups of files, each of use only after those before it, and last
-        the files that go on changing. By default nothing.
-        """
+        """Intermediate files of an incomplete `out` to upload to a remote store, so that another
+        machine can resume. Ordered groups of files, each usable only with those before it; files
+        that keep changing come last. By default none."""
         del out
         return []
 
     def wanted(self, names: Collection[str], out: Path) -> list[str]:
-        """Of the keepsakes by these names that lie elsewhere, those to go on from, in the order
-        they are to be fetched; none when `out` holds better ones. Asked again, without those
-        names, once they are fetched.
-        """
+        """Select the `names` of remote intermediate files to resume from, in download order. Empty
+        if `out` has newer ones. Called again without those names after they are downloaded."""
         del names, out
         return []
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The files the manifest lists and vouches for; by default all that `run` left."""
+        """The files that the manifest lists and verifies; by default all files that `run` wrote."""
         aside = {out / MANIFEST, out / ATTEMPT, out / ERROR_LOG}
         return [p for p in regular_files(out) if p not in aside and p.suffix != PART]
 
 
 def identity(stage: Stage) -> dict[str, Any]:
-    """Everything that decides the content of the stage's result, as plain JSON values."""
+    """Everything that determines the content of the stage's result, as plain JSON."""
     settings = stage.settings.model_dump(mode="json")
     for dotted, value in stage.neutral.items():
         _drop_if(settings, dotted.split("."), value)
@@ -138,12 +140,12 @@ def identity(stage: Stage) -> dict[str, Any]:
 
 
 def stage_key(stage: Stage) -> str:
-    """The whole key, 64 hex digits."""
+    """The full cache key, 64 hex digits."""
     return digest_json(identity(stage))
 
 
 def short(key: str) -> str:
-    """The first 16 digits of a key: what folders are called."""
+    """The first 16 hex digits of a key, used as folder name."""
     return key[:16]
 
 

@@ -1,8 +1,8 @@
-"""The artifact store: a stage's folder is sealed by a manifest written last.
+"""The artifact store. A manifest, written last, is the commit marker of an artifact folder.
 
-A folder without a manifest is an *attempt*: never read by another stage, handed back to the same
-stage on the next run, so that it resumes instead of starting over. One writer per folder: a second
-comer waits at the lock, finds the seal, and reuses. The kernel frees the lock when its holder dies.
+A folder without a manifest is an *attempt*: other stages never read it, and the same stage resumes
+it on the next run. There is one writer per folder: a second process waits for the lock, finds the
+manifest, and reuses the result. The kernel releases the lock when its holder dies.
 """
 
 import platform
@@ -51,40 +51,40 @@ from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import redact, redact_text
 
 AT_ONCE = 16
-"""Files that are flushed at once."""
+"""Number of files flushed concurrently."""
 
 REPLACED = ".replaced"
-"""Suffix of a sealed folder while it is built again; gone once the new one is sealed."""
+"""Suffix of a complete folder during a rebuild; removed once the new result is complete."""
 
 Status = Literal["ran", "cached", "resumed", "skipped"]
 Cache = Literal["reuse", "refresh", "off"]
-"""reuse: take what is sealed, resume what is not. refresh: build again, but resume an attempt of
-this very build. off: build again from nothing."""
+"""reuse: use complete results and resume incomplete ones. refresh: rebuild, but resume an attempt
+of this rebuild. off: rebuild from scratch."""
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage and the folder its result lies in, or will."""
+    """A stage and the folder of its result."""
 
     stage: Stage
     path: Path
     remote: str | None = None
-    """The URL the result is kept behind; `path` is its mirror on this machine then."""
+    """The URL of a remote result; `path` is then its local mirror."""
 
     @property
     def where(self) -> str:
-        """Where people look for the result."""
+        """The location shown to users."""
         return redact(self.remote) if self.remote else str(self.path)
 
     @property
     def artifact(self) -> Artifact:
-        """The result by name, whether or not it exists yet."""
+        """The result as an artifact, whether or not it exists yet."""
         return Artifact(self.stage.name, stage_key(self.stage), self.path, self.remote)
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What became of a step."""
+    """The outcome of a step."""
 
     stage: str
     key: str
@@ -96,15 +96,15 @@ class StageResult:
 
     @property
     def where(self) -> str:
-        """Where people look for the result."""
+        """The location shown to users."""
         return redact(self.remote) if self.remote else str(self.path)
 
 
 def find(step: PlannedStage) -> dict[str, Any] | None:
-    """The sealed manifest of the step, or None while there is none of this key.
+    """Return the step's manifest, or None if there is no complete result with this key.
 
-    Raises ArtifactError when the seal is there but its files are not, or are of other sizes, and
-    for the seal of another folder.
+    Raises ArtifactError if listed files are missing or have other sizes, or if the manifest belongs
+    to another folder.
     """
     manifest, key = read_manifest(step.path), stage_key(step.stage)
     if manifest is None:
@@ -128,13 +128,13 @@ def get_or_build(
     claim: Callable[[PlannedStage], None] | None = None,
     notify: Callable[[str], None] = lambda _: None,
 ) -> StageResult:
-    """Return the step's result, doing the work only if it is not there yet, or is stale.
+    """Return the step's result; build it only if it is missing or stale.
 
-    A result that is there is verified as `verify` says. `claim` is called under the lock before any
-    work; it may raise to refuse the folder or move what lies there aside. `notify` receives one
-    line for people when this call has to wait, or builds again what was there.
+    An existing result is verified according to `verify`. `claim` is called under the lock before
+    any work; it may raise to reject the folder, or move existing files aside. `notify` receives one
+    log line if this call has to wait or rebuilds an existing result.
 
-    Raises ArtifactError for a result that is damaged.
+    Raises ArtifactError for a damaged result.
     """
     started = time.monotonic()
     request = _Request(cache, verify, claim, notify)
@@ -158,9 +158,9 @@ def get_or_build(
 
 
 def find_cached(step: PlannedStage) -> dict[str, Any] | None:
-    """The sealed manifest of the step wherever it is kept, or None; nothing is fetched.
+    """Return the step's local or remote manifest, or None. Downloads no files.
 
-    None for a stale one as well, as far as inputs on this machine tell.
+    Also None if the result is stale, as far as local inputs show.
     """
     manifest = sealed(step)
     if manifest and changed_inputs(step.stage, manifest, digests_of_inputs(step.stage, "local")):
@@ -169,7 +169,7 @@ def find_cached(step: PlannedStage) -> dict[str, Any] | None:
 
 
 def sealed(step: PlannedStage) -> dict[str, Any] | None:
-    """The sealed manifest of the step wherever it is kept, stale or not, or None."""
+    """Return the step's local or remote manifest, stale or not, or None."""
     if step.remote is None:
         return find(step)
     there = RemoteArtifact(step.remote, step.path).manifest()
@@ -179,8 +179,8 @@ def sealed(step: PlannedStage) -> dict[str, Any] | None:
 def fetch_cached(
     step: PlannedStage, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any] | None:
-    """The sealed manifest, its files verified, after fetching what is sealed behind a URL and not
-    on this machine. None while there is none, or a stale one."""
+    """Return the manifest after downloading a remote result that is missing on this machine and
+    verifying its files. None if there is no result or it is stale."""
     if step.remote is None:
         manifest = _current(step)
         if manifest:
@@ -192,7 +192,7 @@ def fetch_cached(
 
 @dataclass(frozen=True)
 class _Request:
-    """What a caller of `get_or_build` wishes."""
+    """The arguments of a `get_or_build` call."""
 
     cache: Cache
     verify: Verify
@@ -203,7 +203,7 @@ class _Request:
 def _current(
     step: PlannedStage, notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any] | None:
-    """The sealed manifest unless an input has other content than it was made from."""
+    """Return the manifest unless an input's content has changed since the build."""
     manifest = find(step)
     return manifest if manifest and _is_current(step, manifest, notify) else None
 
@@ -218,14 +218,14 @@ def _is_current(
 
 
 def _built(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Build, resuming what is unfinished; what is sealed there makes way once the new one is."""
+    """Build or resume. An existing complete result is replaced once the new one is complete."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
     return _build(step, started, request.notify)
 
 
 def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
-    """Realize a step that is kept behind a URL: one machine builds, and the others fetch."""
+    """Build or fetch a remote step: one machine builds, the others download."""
     started = time.monotonic()
     notify = request.notify
 
@@ -260,7 +260,8 @@ def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request)
 
 
 def _build_for(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
-    """Build in the mirror, unless an earlier run did and only could not send it."""
+    """Build in the local mirror, unless an earlier run completed the build and only the upload
+    failed."""
     started = time.monotonic()
     if request.cache == "reuse" and (manifest := _whole(step, request.verify, request.notify)):
         return _outcome(step, "cached", started, manifest["facts"])
@@ -276,8 +277,8 @@ def _build_for(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> 
 def _obtained(
     step: PlannedStage, depot: RemoteArtifact, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The manifest, if the result is sealed behind the URL and is current; its files are here
-    then, and whole."""
+    """Return the manifest if the remote result is complete and current, after downloading and
+    verifying its files."""
     there = depot.manifest()
     if there is None or not _is_of(step, there) or not _is_current(step, there, notify):
         return None
@@ -299,8 +300,8 @@ def _is_of(step: PlannedStage, manifest: dict[str, Any]) -> bool:
 def _whole(
     step: PlannedStage, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The manifest of a mirror whose files are as they were sealed. Damage here is no fault, for
-    what lies behind the URL can be had again; it is told."""
+    """Return the manifest of a mirror whose files match it. Damage in a mirror is reported but is
+    not an error, because the files can be downloaded again."""
     try:
         manifest = _current(step)
         if manifest:
@@ -313,12 +314,12 @@ def _whole(
 
 
 def lock_path(folder: Path) -> Path:
-    """The lock file of an artifact's folder: beside it, hidden."""
+    """The lock file of an artifact folder: a hidden file in the parent folder."""
     return folder.with_name(f".{folder.name}.lock")
 
 
 class _locked:  # noqa: N801 - used as a function
-    """One writer per folder; says so once when another holds it."""
+    """One writer per folder; notifies once if another process holds the lock."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
         try:
@@ -347,9 +348,11 @@ class _locked:  # noqa: N801 - used as a function
 
 
 def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Build although a result may be there; that result survives until the new one is whole.
+    """Rebuild although a result may exist. The existing result is kept until the new one is
+    complete.
 
-    It is given back where building fails, unless it is stale. What was interrupted is gone on from.
+    If the build fails, the existing result is restored, unless it is stale. An interrupted rebuild
+    is resumed.
     """
     had = (step.path / MANIFEST).exists()
     from_nothing = request.cache == "off"
@@ -394,11 +397,11 @@ def _build(
 
 
 def _resumes(step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
-    """Whether an attempt is there to go on from; one that read other inputs is moved aside."""
+    """Whether there is an attempt to resume. An attempt that read other inputs is moved aside."""
     attempt = read_attempt(step.path)
     if attempt is None:
         return False
-    if attempt["key"] != stage_key(step.stage):  # whoever claimed the folder allowed it
+    if attempt["key"] != stage_key(step.stage):  # The `claim` callback accepted the folder.
         return True
     if changed := changed_inputs(step.stage, attempt, digests):
         aside = backup_rename(step.path)
@@ -413,18 +416,18 @@ def _resumes(step: PlannedStage, digests: dict[str, str], notify: Callable[[str]
 def _seal(
     step: PlannedStage, facts: dict[str, Any], digests: dict[str, str], seconds: float
 ) -> dict[str, Any]:
-    """Sweep what is unfinished, digest what is owned, and write the manifest last.
+    """Remove temporary files, digest the owned files, and write the manifest last.
 
-    `digests` are those of the inputs' content, from before the stage read it.
+    `digests` are the content digests of the inputs, taken before the stage read them.
     """
     stage, out = step.stage, step.path
     for leftover in regular_files(out):
         if leftover.suffix == PART:
             leftover.unlink()
     owned = sorted(stage.owned_files(out))
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # together they cost little more than one
+    with ThreadPoolExecutor(AT_ONCE) as pool:  # Concurrent flushes cost little more than one flush.
         list(pool.map(fsync, owned))
-    # A file that is a link of one known already is not read again.
+    # Hard links of already digested files are not read again.
     files = [
         {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(owned, digest_files(owned), strict=True)
@@ -452,7 +455,7 @@ def _seal(
 
 
 def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
-    """What a manifest says of an input: its key, and what it is pinned to or its content."""
+    """The manifest entry of an input: its key, and its pin or content digest."""
     if isinstance(source, Source):
         return {"key": source.key, "source": dict(source.pin)}
     return {"key": source.key, "digest": digest} if digest else {"key": source.key}
@@ -461,7 +464,7 @@ def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
 def _failure(
     step: PlannedStage, error: Exception, seconds: float, *, gives_back: bool
 ) -> PenstockError:
-    """The error a user sees; the traceback goes to the attempt's log."""
+    """The error shown to users; the traceback is written to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
         log.write_text(redact_text("".join(traceback.format_exception(error))))

@@ -1,8 +1,7 @@
-"""Whether the files of a sealed result are what its manifest lists, byte for byte.
+"""Artifact verification: compare files with the digests in their manifest.
 
-The first time every file is read; after that a file is read again only when something about it has
-changed (see `penstock.core.cache.digests`), so that a result that was verified costs one stat per
-file.
+The first verification reads every file. Later ones read a file again only if its metadata changed
+(see `penstock.core.cache.digests`), so verifying an unchanged artifact costs one stat per file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,20 @@ from penstock.core.errors import ArtifactError
 from penstock.core.os_errors import describe_os_error
 
 Verify = Literal["always", "changed", "off"]
-"""always: read every file. changed: read files that are not known to be as they were when they
-were last read. off: only look at their sizes."""
+"""always: read every file. changed: read files whose metadata changed since their last read. off:
+compare only sizes."""
 
 NAMED = 5
-"""Damaged files that an error names."""
+"""Maximum number of damaged files listed in an error."""
 
 
 def require_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise ArtifactError unless every listed file is there with its length in bytes."""
+    """Raise ArtifactError unless every listed file exists with its recorded size."""
     _require(folder, manifest, _wrong_sizes(folder, manifest["files"]))
 
 
 def require_content(folder: Path, manifest: Mapping[str, Any], verify: Verify) -> None:
-    """Raise ArtifactError unless every listed file has the bytes that were sealed."""
+    """Raise ArtifactError unless every listed file has its recorded content."""
     if verify != "off":
         _require(folder, manifest, damaged_files(folder, manifest["files"], verify))
 
@@ -35,7 +34,7 @@ def require_content(folder: Path, manifest: Mapping[str, Any], verify: Verify) -
 def damaged_files(
     folder: Path, files: Sequence[Mapping[str, Any]], verify: Literal["always", "changed"]
 ) -> list[str]:
-    """A line for each of the listed files that is not what it was; empty when all are."""
+    """Return one line per listed file that differs; empty if all match."""
     if wrong := _wrong_sizes(folder, files):
         return wrong
     paths = [folder / file["path"] for file in files]

@@ -1,8 +1,8 @@
-"""What accelerators can do at best, by the names their drivers give them; makers' data sheets.
+"""Accelerator specifications from vendor data sheets: peak FLOP/s, memory, bandwidth.
 
-Speeds are dense: what data sheets promise of matrices that are half zeros is divided by two. Those
-of 16 and 8 bits are with sums in fp32, which GeForce cards have at half the rate of others.
-A name is matched as a whole, so that one card is never taken for another that is called alike.
+Peak FLOP/s are dense: figures quoted with 2:4 sparsity are divided by two. Figures for 16 and 8
+bits are with fp32 accumulation, which GeForce cards run at half rate. Device names are matched as a
+whole, so that similarly named cards are not confused.
 """
 
 import re
@@ -17,30 +17,30 @@ GB = 1e9
 
 _MAKERS = {"nvidia", "amd", "tesla", "instinct", "geforce", "corporation"}
 _FORMS = re.compile(r"\d+gb|sxm\d?|hbm\d?e?|oam")
-"""Words that name no other chip: the size of its memory, its kind, and its socket."""
+"""Words that do not identify a different chip: memory size, memory type, and form factor."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. Speeds are per second."""
+    """One accelerator. Rates are per second."""
 
     bf16: float | None
-    """Operations with bf16 and fp16; None: it has none in bf16."""
+    """FLOP/s in bf16 and fp16; None if bf16 is not supported."""
     fp32: float
-    """Operations with fp32, none of it rounded to fewer bits."""
+    """FLOP/s in fp32 without TF32."""
     fp8: float | None
-    """None: it has no products of 8 bits."""
+    """FLOP/s in FP8; None if FP8 matmuls are not supported."""
     memory: float
-    """Bytes."""
+    """Device memory in bytes."""
     bandwidth: float
-    """Bytes read or written."""
+    """Memory bandwidth in bytes."""
     link: float
-    """Bytes to and from the other accelerators of its machine, each way."""
+    """Interconnect bandwidth in bytes to the other accelerators of the machine, per direction."""
     fp16: float | None = None
-    """Operations with fp16 where these are not as fast as with bf16."""
+    """FLOP/s in fp16 if different from bf16."""
 
     def peak(self, precision: Precision) -> float | None:
-        """Operations in this precision; None where it has none."""
+        """Peak FLOP/s in this precision, or None if it is not supported."""
         if precision == "fp16":
             return self.fp16 or self.bf16
         return getattr(self, precision)
@@ -56,7 +56,7 @@ def _device(
     *,
     fp16: float | None = None,
 ) -> Device:
-    """From TFLOP/s, GB and GB/s."""
+    """Build a Device from TFLOP/s, GB and GB/s."""
     scaled = [None if value is None else value * TERA for value in (bf16, fp32, fp8, fp16)]
     return Device(
         scaled[0], fp32 * TERA, scaled[2], memory * GB, bandwidth * GB, link * GB, fp16=scaled[3]
@@ -102,10 +102,10 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_called(name: str) -> Device | None:
-    """The accelerator of that name, as a driver tells it or short; None for one not known here.
+    """Look up an accelerator by its driver name or short name; None if unknown.
 
-    `NVIDIA A100-SXM4-40GB`, `A100 40GB` and `a100-40gb` are the same. So are `H200` and
-    `NVIDIA H200`, while `H200 NVL` is another, and a slice of one (MIG) is none.
+    `NVIDIA A100-SXM4-40GB`, `A100 40GB` and `a100-40gb` are the same device. So are `H200` and
+    `NVIDIA H200`; `H200 NVL` is a different device, and a MIG slice is unknown.
     """
     words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in _MAKERS]
     plain = " ".join(word for word in words if word and not _FORMS.fullmatch(word))
@@ -113,11 +113,11 @@ def device_called(name: str) -> Device | None:
     found = DEVICES.get(" ".join([plain, *sizes])) or DEVICES.get(plain)
     if not found or not sizes:
         return found
-    # Some cards come with less memory; some are named after memory that is not all theirs.
+    # Some cards have less memory than the usual model; some names include unusable memory.
     return replace(found, memory=min(found.memory, int(sizes[0][:-2]) * GB))
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:
-    """Operations per second at best of the accelerator of that name; None where nobody knows."""
+    """Peak FLOP/s of the accelerator of that name, or None if unknown."""
     device = device_called(name)
     return device.peak(precision) if device else None

@@ -1,4 +1,4 @@
-"""What the driver's tool says of this machine's GPUs, asked without importing torch."""
+"""GPU discovery with `nvidia-smi`, without importing torch."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from penstock.core import env
 
 SECONDS = 30
-"""The tool answers within one, unless a device hangs."""
+"""Timeout in seconds; `nvidia-smi` returns within one unless a device hangs."""
 
 
 @dataclass(frozen=True)
@@ -15,15 +15,15 @@ class Gpus:
     """The CUDA devices of this machine."""
 
     count: int
-    """Those that this process may use."""
+    """Number of devices available to this process."""
     capability: tuple[int, int] | None = None
-    """The highest of any device; None where nobody says."""
+    """The highest compute capability of any device; None if unknown."""
     linked: bool | None = None
-    """Whether NVLink joins any two of them; None where nobody says."""
+    """Whether any two devices are connected by NVLink; None if unknown."""
 
 
 def gpus_here() -> Gpus:
-    """The devices, with what `nvidia-smi` tells of them where there is one."""
+    """The devices, with the output of `nvidia-smi` where it is installed."""
     count = env.num_gpus()
     if not count:
         return Gpus(0)
@@ -35,21 +35,21 @@ def gpus_here() -> Gpus:
 
 
 def names_of_gpus() -> list[str]:
-    """The names of the devices, in the driver's order; none where it tells none."""
+    """Device names in driver order; empty if unknown."""
     count = env.num_gpus()
     answer = _answer("--query-gpu=name", "--format=csv,noheader") if count else None
     return [line.strip() for line in (answer or "").splitlines() if line.strip()][:count]
 
 
 def highest_capability(answer: str | None) -> tuple[int, int] | None:
-    """From lines such as `9.0`, one for each device; None where there is no such line."""
+    """Parse lines such as `9.0`, one per device; None if there is no such line."""
     found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", answer or "", re.MULTILINE)
     return max(((int(major), int(minor)) for major, minor in found), default=None)
 
 
 def any_linked(answer: str | None) -> bool | None:
-    """From a matrix whose rows begin with `GPU0` and say `OK` for each other GPU within reach over
-    NVLink; None where there is no matrix."""
+    """Parse the NVLink matrix, whose rows begin with `GPU0` and contain `OK` for each GPU reachable
+    over NVLink; None if there is no matrix."""
     rows = re.findall(r"^\s*GPU\d+((?:\s+(?:X|[A-Z]{2,3}))+)\s*$", answer or "", re.MULTILINE)
     return any("OK" in row.split() for row in rows) if rows else None
 

@@ -1,8 +1,8 @@
-"""Which environment variables of this process go to one that it starts, and which secrets.
+"""Environment allowlist for child processes, including which secrets they receive.
 
-A process gets what it needs to run here: paths, locale, proxies, and what compilers, CUDA, its
-libraries and torch read. It gets a secret only for a purpose that it has. Everything else stays
-behind; `launch.pass_env` and a server's `pass_env` name more.
+A child receives the variables that it needs to run: paths, locale, proxies, and those read by
+compilers, CUDA, its libraries and torch. It receives a secret only for one of its purposes. All
+other variables are dropped; `launch.pass_env` and a server's `pass_env` add more.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 Purpose = Literal["hub", "cloud", "wandb", "mlflow", "trackio"]
-"""What a process may do that needs credentials."""
+"""Purposes of a process that need credentials."""
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ SECRET = re.compile(
     r"|PASSPHRASE|PAT|JWT|CREDENTIALS?|CONNECTION_STRING|SAS)(_ID)?$|._PWD$|^NETRC$",
     re.IGNORECASE,
 )
-"""Ends of names that stay behind although the name begins as one of PREFIXES."""
+"""Name suffixes that are dropped although the name has one of PREFIXES."""
 
 OF_PURPOSE: Mapping[Purpose, tuple[str, ...]] = {
     "hub": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"),
@@ -53,26 +53,26 @@ OF_PURPOSE: Mapping[Purpose, tuple[str, ...]] = {
     "mlflow": ("MLFLOW_", "DATABRICKS_"),
     "trackio": ("TRACKIO_", "HF_TOKEN"),
 }
-"""Beginnings of names that a process gets for a purpose alone."""
+"""Name prefixes that are passed only for a purpose."""
 
 
 def is_allowed(name: str, purposes: Collection[Purpose] = (), more: Collection[str] = ()) -> bool:
-    """Whether a process with these purposes gets the variable; `more` are names for it besides."""
+    """Whether a child with these purposes receives the variable; `more` adds names."""
     if name in more or serves(name, purposes):
         return True
     return not SECRET.search(name) and (name in NAMES or name.startswith(PREFIXES))
 
 
 def serves(name: str, purposes: Collection[Purpose]) -> bool:
-    """Whether the variable is for one of these purposes."""
+    """Whether the variable belongs to one of these purposes."""
     return any(name.startswith(OF_PURPOSE[purpose]) for purpose in purposes)
 
 
 def is_secret(name: str) -> bool:
-    """Whether the variable, by its name, holds a credential."""
+    """Whether the variable's name marks it as a credential."""
     return bool(SECRET.search(name))
 
 
 def is_private(name: str) -> bool:
-    """Whether not every process is to know the variable: a credential, or an account's settings."""
+    """Whether the variable is withheld from some processes: a credential, or an account setting."""
     return is_secret(name) or any(map(name.startswith, OF_PURPOSE.values()))

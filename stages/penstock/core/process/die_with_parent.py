@@ -1,4 +1,4 @@
-"""No process of ours outlives the one it works for."""
+"""Child processes die with their parent (PR_SET_PDEATHSIG)."""
 
 import ctypes
 import multiprocessing
@@ -14,10 +14,10 @@ POLL_SECONDS = 1.0
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for a SIGTERM when the parent dies; exit now if it is already dead.
+    """Request SIGTERM from the kernel when the parent dies; exit now if it is already dead.
 
-    `parent` is the process id that started this one, where known: between its death and this call
-    the process may have been handed to another parent.
+    `parent` is the id of the parent process, where known. If the parent dies before this call, the
+    process has already been reparented.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -27,10 +27,10 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def outlive_parent_by(seconds: float) -> None:
-    """Exit that long after the parent's death, whatever this process waits for then.
+    """Exit that many seconds after the parent's death, whatever this process is waiting for.
 
-    A request to end is heard between two steps only, and a step that waits for processes that died
-    with the parent has no end.
+    A signal is only handled between two steps, and a step that waits for processes that died with
+    the parent never ends.
     """
     parent = os.getppid()
 
@@ -44,9 +44,10 @@ def outlive_parent_by(seconds: float) -> None:
 
 
 def end_with_starter() -> None:
-    """Exit as soon as the process that started this one through `multiprocessing` is dead.
+    """Exit as soon as the process that started this one through `multiprocessing` dies.
 
-    For processes that a fork server made: their parent is the server, which lives as long as they.
+    For processes created by a fork server: their parent is the fork server, which lives as long as
+    they do.
     """
     starter = multiprocessing.parent_process()
     if starter is None:

@@ -1,4 +1,5 @@
-"""What a rank is doing just now, in a small file that others may read while it hangs or is dead."""
+"""Rank heartbeat files: the current phase of a rank, readable while the rank hangs or after it
+died."""
 
 import json
 import os
@@ -10,50 +11,51 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SIZE = 512
-"""Bytes of a pulse's file: a beat overwrites all of the one before it, in one write."""
+"""Size in bytes of a heartbeat file. Each heartbeat overwrites the whole file in one write."""
 
 SUFFIX = ".pulse"
 
 MOST_BEGINNINGS = 64
-"""Phases that are remembered: more than come before the first step of any work."""
+"""Number of stored phases: more than come before the first training step."""
 
 
 @dataclass
 class RankStatus:
-    """One rank, and what it began last."""
+    """A rank and its current phase."""
 
     rank: int
     pid: int
     host: str
     step: int = 0
-    """Steps that are done."""
+    """Number of completed steps."""
     marks: int = 0
-    """Phases begun since the last step was done: of two ranks the one with fewer is behind."""
+    """Number of phases begun since the last completed step. The rank with fewer phases is behind.
+    """
     phase: str = "starting"
     waiting: bool = False
-    """Whether it is in an operation that ends when other ranks have come as far."""
+    """Whether the rank is in a collective operation."""
     since: float = 0.0
-    """Seconds since the epoch."""
+    """Start of the phase in seconds since the epoch."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far it is; larger is further."""
+        """Progress as (steps, phases); larger is further."""
         return self.step, self.marks
 
 
 class Heartbeat:
-    """Tells what its process does. Without a folder it tells nobody.
+    """Writes the heartbeat of this process. Without a folder it writes nothing.
 
-    Writing costs some microseconds and never fails: work does not stop for want of its record.
+    A write takes microseconds and never raises: a failed heartbeat must not stop training.
     """
 
     def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
-        """Begin to tell in `folder`/rank_N.pulse."""
+        """Start writing to `folder`/rank_N.pulse."""
         self._beat = RankStatus(rank, os.getpid(), platform.node())
         self._file: int | None = None
         self._hears: Callable[[RankStatus], None] | None = None
         self.beginnings: list[tuple[str, float]] = [("starting", process_start())]
-        """The first phases of the process, and when each began, in seconds since the epoch."""
+        """The first phases of the process and their start times in seconds since the epoch."""
         if folder is not None:
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +64,12 @@ class Heartbeat:
         self._write()
 
     def listen(self, hears: Callable[[RankStatus], None] | None) -> None:
-        """Hand every beat to `hears` too, in this process; None: to nobody any more."""
+        """Also pass each heartbeat to the callback `hears` in this process; None removes the
+        callback."""
         self._hears = hears
 
     def begins(self, phase: str, *, step: int | None = None) -> None:
-        """From now on it is in `phase`, such as `forward`; `step` says how many steps are done."""
+        """Enter `phase`, such as `forward`; `step` is the number of completed steps."""
         beat = self._beat
         if step is not None and step != beat.step:
             beat.step, beat.marks = step, 0
@@ -78,7 +81,7 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """Around an operation that ends when other ranks have come as far."""
+        """Mark a collective operation, which ends once other ranks reach it."""
         before, self._beat.waiting = self._beat.waiting, True
         self._write()
         try:
@@ -98,7 +101,7 @@ class Heartbeat:
 
 
 def beats(folder: Path) -> list[RankStatus]:
-    """The last beat of each rank that tells in `folder`, by rank."""
+    """The last heartbeat of each rank in `folder`, by rank."""
     found: list[RankStatus] = []
     for path in folder.glob(f"rank_*{SUFFIX}"):
         with suppress(OSError, ValueError, TypeError):
@@ -107,10 +110,10 @@ def beats(folder: Path) -> list[RankStatus]:
 
 
 def process_start() -> float:
-    """When this process began, in seconds since the epoch; where nobody knows, now."""
+    """Start time of this process in seconds since the epoch; the current time if unknown."""
     now = time.time()
     with suppress(OSError, ValueError, IndexError):
-        # The name, in parentheses, may hold anything; the 20th field behind it counts from boot.
+        # The process name, in parentheses, may contain spaces; field 20 after it counts from boot.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])
         return now - up + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""Where machines that train together meet, and by which address each is reached."""
+"""Multi-node rendezvous: the endpoint, and the address of each machine."""
 
 import fcntl
 import ipaddress
@@ -11,13 +11,13 @@ from contextlib import suppress
 from penstock.core.errors import StageError
 
 SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
+"""Linux ioctl that returns the address of a network interface (SIOCGIFADDR)."""
 
 PORT = 29500
-"""Of the first machine, where nobody has written another."""
+"""Default port of the first machine."""
 
 MEETING_SECONDS = 900.0
-"""How long a machine waits for the first one: its image may still be pulled."""
+"""Seconds that a machine waits for the first one, whose image may still be pulled."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
@@ -30,11 +30,10 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def rendezvous_address(endpoint: str, number: int, patience: float = MEETING_SECONDS) -> str:
-    """The address by which the others reach this machine, the one of that `number`.
+    """The address by which other machines reach this machine, which has that `number`.
 
-    The first machine is reached as the endpoint says. Any other waits until the first one listens,
-    and is reached by the address from which it speaks to it. Raises StageError after `patience`
-    seconds.
+    The first machine uses the endpoint's host. Other machines wait until the first one listens, and
+    use the local address of their connection to it. Raises StageError after `patience` seconds.
     """
     host, port = parse_endpoint(endpoint)
     if number == 0:
@@ -56,7 +55,7 @@ def rendezvous_address(endpoint: str, number: int, patience: float = MEETING_SEC
 
 
 def reachable(host: str, port: int) -> bool:
-    """Whether something listens there."""
+    """Whether a server listens at that address."""
     try:
         socket.create_connection((host, port), timeout=5.0).close()
     except OSError:
@@ -65,10 +64,10 @@ def reachable(host: str, port: int) -> bool:
 
 
 def listening_address(host: str) -> str:
-    """The address of this machine that `host` stands for, at which alone to listen.
+    """The local address of `host` to listen on.
 
-    "" (every address) where it stands for none that others could reach as well: an address that is
-    translated on the way here, or this machine's own name for itself (127.0.1.1 in `/etc/hosts`).
+    "" (all addresses) if `host` is not a local address that others can reach: a NAT address, or
+    this machine's own host name (127.0.1.1 in `/etc/hosts`).
     """
     try:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -82,20 +81,19 @@ def listening_address(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine reaches another, or is reached as `host`.
+    """The network interface by which this machine reaches `host`, or is reached as `host`.
 
-    None where nothing tells: not on Linux, over IPv6, or by a machine's own name for itself
-    (127.0.1.1).
+    None if unknown: not on Linux, over IPv6, or for this machine's own host name (127.0.1.1).
     """
     if not sys.platform.startswith("linux"):
         return None
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((host, PORT))  # Of a datagram socket this sends nothing.
+        asking.connect((host, PORT))  # Connecting a datagram socket sends nothing.
         own = asking.getsockname()[0]
         if ipaddress.ip_address(own).is_loopback and not _means_loopback(host):
             return None
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # one without an address
+            with suppress(OSError):  # The interface has no address.
                 request = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24]) == own:
                     return name
@@ -103,7 +101,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether it is loopback on every machine."""
+    """Whether the host is loopback on every machine."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""Doing again what a broken connection, or another fault that may pass, has cut short."""
+"""Retry with exponential backoff, for lost connections and other transient errors."""
 
 import random
 import time
@@ -11,26 +11,26 @@ from penstock.core.remote.errors import StorageError, classify_error, is_transie
 Result = TypeVar("Result")
 
 PATIENT = 7
-"""Tries while work is under way: about half a minute without a connection is survived."""
+"""Number of tries during a run: survives about half a minute without a connection."""
 
 QUICK = 3
-"""Tries while a run is planned: a person waits for the answer."""
+"""Number of tries while a run is planned, because a user waits for the result."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
-"""Seconds before the second try, and before any later one; each pause doubles the last."""
+"""Seconds before the first retry, and the maximum; each pause doubles the previous one."""
 
 
 def backoff_seconds(tries: int, first: float) -> list[float]:
-    """Seconds before each of `tries` further tries; each doubles the one before."""
+    """Seconds before each of `tries` retries; each doubles the previous one."""
     return [first * 2**number for number in range(tries)]
 
 
 def retry_with_backoff(
     act: Callable[[], Result], pauses: Sequence[float], notify: Callable[[str], None]
 ) -> Result:
-    """What `act` returns; after each of the pauses it is called again if its fault may pass.
+    """Return the result of `act`; after each pause, call it again if its error is transient.
 
-    Machines that work together pause alike, so that they meet again: chance has no part in it.
+    There is no random jitter: machines that work together pause for equally long and stay in step.
     """
     for seconds in pauses:
         try:
@@ -44,10 +44,10 @@ def retry_with_backoff(
 
 
 def retry_until_connected(act: Callable[[], Result], *, tries: int = PATIENT) -> Result:
-    """What `act` returns; it is called again while a connection cuts it short.
+    """Return the result of `act`; retry while the connection is lost.
 
-    Raises StoreFault for what trying again does not mend, and OSError where this machine's own
-    disk is at fault.
+    Raises StorageError for errors that a retry cannot fix, and OSError for errors of the local
+    disk.
     """
     pause = FIRST_PAUSE
     while True:
@@ -59,7 +59,7 @@ def retry_until_connected(act: Callable[[], Result], *, tries: int = PATIENT) ->
             if kind == "local":
                 raise
             if kind != "cut" or not tries:
-                # Its text may hold a signed URL, which a chained traceback would print.
+                # The text may contain a signed URL, which a chained traceback would print.
                 raise StorageError(kind, error) from None
         time.sleep(pause * random.uniform(0.5, 1.5))
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -1,7 +1,7 @@
-"""Folders on this machine's own disk that are gone once their process is, however it ends.
+"""Temporary directories that are removed once their process ends, however it ends.
 
-A folder bears a lock that the kernel frees when its process dies. What a killed process leaves, the
-next one that makes such a folder removes.
+A directory has a lock that the kernel releases when its process dies. Directories of killed
+processes are removed by the next process that creates such a directory.
 """
 
 import fcntl
@@ -15,12 +15,12 @@ from pathlib import Path
 
 PREFIX = "penstock-"
 YOUNG_SECONDS = 60.0
-"""A folder is locked just after it is made: younger ones are left alone."""
+"""Directories younger than this are not removed: a directory is locked just after it is created."""
 
 
 @contextmanager
 def scratch_folder(kind: str) -> Generator[Path]:
-    """A new folder in the system's temporary one, that its owner alone may enter."""
+    """Create a directory in the system's temporary directory, accessible only by its owner."""
     _remove_stale(kind)
     with tempfile.TemporaryDirectory(
         prefix=f"{PREFIX}{kind}-", ignore_cleanup_errors=True
@@ -34,7 +34,7 @@ def scratch_folder(kind: str) -> Generator[Path]:
 
 
 def _remove_stale(kind: str) -> None:
-    """Remove folders of this user and kind whose processes are dead."""
+    """Remove directories of this user and kind whose processes are dead."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}{kind}-*"):
         with suppress(OSError):
             if _is_stale(folder):
@@ -47,7 +47,7 @@ def _is_stale(folder: Path) -> bool:
         found = os.fstat(handle)
         if found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG_SECONDS:
             return False
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError while it is in use
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError if the directory is in use.
         return True
     finally:
         os.close(handle)

@@ -1,4 +1,4 @@
-"""Ending work that takes too long, in the way a request to stop ends it."""
+"""Timeouts: interrupt work in the same way as a stop request."""
 
 import signal
 from collections.abc import Generator
@@ -9,13 +9,13 @@ from penstock.core.errors import StageError
 
 
 class _TimeIsUp(BaseException):
-    """Travels as KeyboardInterrupt does, so that children are ended and locks are freed."""
+    """Propagates like KeyboardInterrupt, so that children are ended and locks are released."""
 
 
 class Deadline:
-    """For a block of work in the main thread; without a limit it never ends anything.
+    """A time limit for a block in the main thread; None is unlimited.
 
-    It is a signal, which reaches what sleeps or waits for children; a thread could only watch.
+    Uses a signal, which interrupts sleeps and waits for children; a thread could not.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -23,7 +23,8 @@ class Deadline:
 
     @contextmanager
     def kept(self, what: str) -> Generator[None]:
-        """Around all of the work. Raises StageError with the text `what` once time is up."""
+        """Context manager around all of the work. Raises StageError with the text `what` on
+        timeout."""
         if self._seconds is None:
             yield
             return
@@ -34,12 +35,12 @@ class Deadline:
         except _TimeIsUp:
             raise StageError(what) from None
         finally:
-            # What somebody else had set goes on, a little late.
+            # Restore the previous timer, slightly delayed.
             signal.setitimer(signal.ITIMER_REAL, left)
             signal.signal(signal.SIGALRM, handler)
 
     def begin(self) -> None:
-        """From now on time counts."""
+        """Start the timer."""
         if self._seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
 

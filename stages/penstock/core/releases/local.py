@@ -1,9 +1,10 @@
-"""Numbered folders that never change once they are there, and a pointer to one of them.
+"""Release store: immutable numbered releases and a `latest` pointer.
 
-`<shelf>/0001/…` with `manifest.json`, `latest`, `withdrawn.json` and `decisions.jsonl`. A number is
-there whole or not at all: a folder is filled aside and renamed, behind a URL its manifest comes
-last. The pointer moves in one step: here it is a symbolic link that is renamed over the one
-before, behind a URL the object `latest.json`. One writes at a time, so no number is given twice.
+The files are `<store>/0001/…` with `manifest.json`, `latest`, `withdrawn.json` and
+`decisions.jsonl`. A release appears atomically: its folder is written aside and renamed; in an
+object store its manifest is written last. The pointer moves atomically: locally it is a symbolic
+link that is replaced by a rename, in an object store it is the object `latest.json`. There is one
+writer at a time, so each number is used once.
 """
 
 import json
@@ -36,71 +37,72 @@ Notify = Callable[[str], None]
 
 
 class ReleaseStore(ABC):
-    """What stands in one place. Whoever changes it does so within `writing`."""
+    """Releases in one location. Changes require `writing`."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Its folder, or its URL."""
+        """The folder or URL."""
 
     @abstractmethod
     def writing(self, notify: Notify) -> AbstractContextManager[None]:
-        """Wait until nobody else changes the shelf, saying so once, and keep others waiting."""
+        """Hold the write lock; notifies once if another process holds it."""
 
     @abstractmethod
     def numbers(self) -> list[int]:
-        """What is there whole, in order."""
+        """The complete releases, in order."""
 
     @abstractmethod
     def manifest(self, number: int) -> Record:
-        """What a number is. Raises ArtifactError where there is none."""
+        """The manifest of a release. Raises ArtifactError if there is none."""
 
     @abstractmethod
     def folder(self, number: int) -> Path:
-        """Its files on this machine; they must not be written to."""
+        """The local folder of a release; read-only."""
 
     @abstractmethod
     def latest(self) -> int | None:
-        """The number that is pointed to. Raises ArtifactError for a pointer that is damaged."""
+        """The release that `latest` points to. Raises ArtifactError for a damaged pointer."""
 
     @abstractmethod
     def add(
         self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
     ) -> int:
-        """Put files there under the next number, whose manifest `manifest_of` makes, and return it.
+        """Add files as the next release, with the manifest made by `manifest_of`; return its
+        number.
 
-        `stored` is a URL where they lie under the same names already, so that a store need only
-        copy them. The pointer stays.
+        `stored` is a URL that already holds the files under the same names, so that an object store
+        can copy them. The pointer does not move.
         """
 
     @abstractmethod
     def point(self, number: int, withdrawn: Collection[int]) -> None:
-        """Move the pointer, and say which numbers are not to be pointed to of one's own accord."""
+        """Move the pointer, and set the releases that must not be selected automatically."""
 
     @abstractmethod
     def drop(self, number: int) -> None:
-        """Remove a number that is not pointed to."""
+        """Delete a release that `latest` does not point to."""
 
     @abstractmethod
     def tell(self, decision: Record) -> None:
-        """Keep a record of what was decided."""
+        """Append a decision record."""
 
     @abstractmethod
     def decisions(self) -> list[Record]:
-        """All records, the oldest first."""
+        """All decision records, oldest first."""
 
     @abstractmethod
     def _withdrawn(self) -> list[int]:
-        """Numbers that the pointer was moved away from."""
+        """The releases that the pointer was moved away from."""
 
     @property
     def withdrawn(self) -> set[int]:
-        """As `point` was told; what is pointed to is not among them."""
+        """The releases passed to `point` as withdrawn, without the one that `latest` points to."""
         return set(self._withdrawn()) - {self.latest()}
 
 
 class LocalShelf(ReleaseStore):
-    """A shelf that is a folder of this machine, or of a file system that several share."""
+    """A release store in a local folder or on a shared file system."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -112,7 +114,7 @@ class LocalShelf(ReleaseStore):
 
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
-        """Hold its lock, which the kernel frees when the holder dies, and sweep what one left."""
+        """Hold the lock, which the kernel releases when the holder dies, and remove leftovers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._folder / ".lock")
         try:
@@ -128,23 +130,23 @@ class LocalShelf(ReleaseStore):
             lock.release()
 
     def numbers(self) -> list[int]:
-        """What is there whole, in order."""
+        """The complete releases, in order."""
         found = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted(int(path.name) for path in found if NUMBER.fullmatch(path.name))
 
     def manifest(self, number: int) -> Record:
-        """What a number is."""
+        """The manifest of a release."""
         found = read_manifest(self.folder(number))
         if found is None:
             raise absent(self.where, number)
         return found
 
     def folder(self, number: int) -> Path:
-        """Its folder."""
+        """The folder of a release."""
         return self._folder / release_folder_name(number)
 
     def latest(self) -> int | None:
-        """The number that the link leads to."""
+        """The target of the symbolic link."""
         pointer = self._folder / LATEST
         if not pointer.is_symlink():
             return None
@@ -159,7 +161,7 @@ class LocalShelf(ReleaseStore):
     def add(
         self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
     ) -> int:
-        """Link the files into a new folder: they cost no space, and outlive those they are of."""
+        """Hard-link the files into a new folder: uses no space, and outlives the original files."""
         del stored
         number = max(self.numbers(), default=0) + 1
         part = self._folder / f".{uuid.uuid4().hex}{PART}"
@@ -171,13 +173,13 @@ class LocalShelf(ReleaseStore):
         write_record(part / MANIFEST, manifest_of(number))
         for folder in {path.parent for path in part.rglob("*")}:
             fsync(folder)
-        # A folder is never renamed over one that holds something.
+        # A rename never replaces a folder that has files.
         part.rename(self.folder(number))
         fsync(self._folder)
         return number
 
     def point(self, number: int, withdrawn: Collection[int]) -> None:
-        """Rename a new link over the old one."""
+        """Rename a new symbolic link over the old one."""
         write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
         aside = self._folder / f".{LATEST}{PART}"
         aside.unlink(missing_ok=True)
@@ -186,13 +188,13 @@ class LocalShelf(ReleaseStore):
         fsync(self._folder)
 
     def drop(self, number: int) -> None:
-        """Remove the folder, as a whole."""
+        """Delete the release folder atomically."""
         part = self._folder / f".{release_folder_name(number)}{PART}"
         self.folder(number).rename(part)
         remove(part)
 
     def tell(self, decision: Record) -> None:
-        """Append a line in one step."""
+        """Append a line in one write."""
         self._folder.mkdir(parents=True, exist_ok=True)
         line = json.dumps(decision, sort_keys=True, ensure_ascii=False) + "\n"
         file = self._folder / f"{DECISIONS}.jsonl"
@@ -204,12 +206,12 @@ class LocalShelf(ReleaseStore):
             os.close(descriptor)
 
     def decisions(self) -> list[Record]:
-        """Every line that can be read."""
+        """All readable lines."""
         found: list[Record] = []
         with suppress(FileNotFoundError):
             text = (self._folder / f"{DECISIONS}.jsonl").read_text(encoding="utf-8")
             for line in text.splitlines():
-                with suppress(ValueError):  # one that a power cut has torn
+                with suppress(ValueError):  # A line that a power failure truncated.
                     found.append(json.loads(line))
         return found
 
@@ -219,9 +221,9 @@ class LocalShelf(ReleaseStore):
 
 
 def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
-    """The numbers in what `withdrawn.json` holds, at first a bare list; none where there is none.
+    """Parse `withdrawn.json`, which was a bare list in earlier versions; empty if there is none.
 
-    Raises ArtifactError for what is damaged.
+    Raises ArtifactError if it is damaged.
     """
     if content is None:
         return []
@@ -233,12 +235,12 @@ def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
 
 
 def release_folder_name(number: int) -> str:
-    """The name of a number's folder."""
+    """The folder name of a release."""
     return f"{number:04}"
 
 
 def absent(where: str, number: int) -> ArtifactError:
-    """What is said of a number that is not there, or no longer whole."""
+    """The error for a release that is missing or incomplete."""
     return ArtifactError(
         f"{where} holds no release {release_folder_name(number)} that can be read.\n"
         "  See penstock releases list."

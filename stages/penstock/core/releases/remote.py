@@ -1,7 +1,7 @@
-"""A shelf behind a URL, where there are neither locks nor links nor appending.
+"""Release store in an object store, which has no locks, hard links or appends.
 
-Who writes holds a lease. A number's manifest is created, never written over, after all its files;
-the pointer is one small object, and every decision an object of its own.
+Writers hold a lease. The manifest of a release is created after all its files and never
+overwritten; the pointer is one small object, and every decision record is its own object.
 """
 
 import json
@@ -39,12 +39,12 @@ POINTER = f"{LATEST}.json"
 
 
 def open_release_store(location: str) -> ReleaseStore:
-    """The shelf in a folder or behind a URL, whether or not something stands there."""
+    """Open the release store in a folder or at a URL, whether or not it has releases."""
     return RemoteShelf(location) if is_url(location) else LocalShelf(local_cache_dir(location))
 
 
 class RemoteShelf(ReleaseStore):
-    """A shelf in an object store. What is asked for is fetched into a mirror of it here."""
+    """A release store in an object store. Files are downloaded to a local mirror on demand."""
 
     def __init__(self, url: str) -> None:
         self._root = RemotePath.of(url)
@@ -53,12 +53,12 @@ class RemoteShelf(ReleaseStore):
 
     @property
     def where(self) -> str:
-        """Its URL."""
+        """The URL."""
         return self._root.said
 
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
-        """Hold its lease."""
+        """Hold the lease."""
         lease = Lease(self._root, f"{mirror_holder()}-{uuid.uuid4().hex}")
         lease.take(lambda: False, notify)
         with lease:
@@ -69,7 +69,7 @@ class RemoteShelf(ReleaseStore):
                 self._lease = None
 
     def numbers(self) -> list[int]:
-        """Those whose manifest is there."""
+        """The releases that have a manifest."""
         return sorted(
             int(name)
             for name in self._root.names()
@@ -77,7 +77,7 @@ class RemoteShelf(ReleaseStore):
         )
 
     def manifest(self, number: int) -> Record:
-        """What a number is."""
+        """The manifest of a release."""
         name = f"{release_folder_name(number)}/{MANIFEST}"
         content = (self._root / name).read()
         if content is None:
@@ -85,7 +85,7 @@ class RemoteShelf(ReleaseStore):
         return parse_manifest(content, f"{self.where}/{name}", _REMEDY)
 
     def folder(self, number: int) -> Path:
-        """A copy here, every byte of it checked when it was fetched."""
+        """A local copy; every file is verified after download."""
         manifest, folder = self.manifest(number), self._mirror / release_folder_name(number)
         with suppress(ArtifactError):
             is_here = read_manifest(folder) == manifest
@@ -114,10 +114,10 @@ class RemoteShelf(ReleaseStore):
     def add(
         self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
     ) -> int:
-        """Have the store copy the files, or send them, and create the manifest."""
+        """Copy the files within the store, or upload them, and create the manifest."""
         number = max(self.numbers(), default=0) + 1
         folder = self._root / release_folder_name(number)
-        for name in folder.files():  # of one who died before it had its manifest
+        for name in folder.files():  # Left by a writer that died before it created the manifest.
             (folder / name).delete()
         there = RemotePath.of(stored).files() if stored else {}
         for name, source in files.items():
@@ -135,31 +135,31 @@ class RemoteShelf(ReleaseStore):
         return number
 
     def point(self, number: int, withdrawn: Collection[int]) -> None:
-        """Write the pointer over the old one."""
+        """Overwrite the pointer."""
         self._check()
         (self._root / WITHDRAWN).write(_dumped({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
         (self._root / POINTER).write(_dumped({"number": number}))
 
     def drop(self, number: int) -> None:
-        """Remove it there, its manifest first, and here."""
+        """Delete the release remotely, its manifest first, and from the local mirror."""
         RemoteArtifact(
             (self._root / release_folder_name(number)).url,
             self._mirror / release_folder_name(number),
         ).delete()
 
     def tell(self, decision: Record) -> None:
-        """Write an object whose name sorts by time."""
+        """Create an object whose name sorts by time."""
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
         name = f"{DECISIONS}/{now}-{uuid.uuid4().hex[:8]}.json"
         (self._root / name).write(json.dumps(decision, sort_keys=True).encode())
 
     def decisions(self) -> list[Record]:
-        """Every record, one object after another."""
+        """Every record, one object each."""
         folder = self._root / DECISIONS
         contents = ((folder / name).read() for name in folder.files())
         found: list[Record] = []
         for content in contents:
-            with suppress(ValueError):  # as of a shelf in a folder, one that is damaged is left out
+            with suppress(ValueError):  # As in a local store, a damaged record is skipped.
                 found.append(json.loads(content or b""))
         return found
 

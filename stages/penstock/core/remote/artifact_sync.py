@@ -1,7 +1,7 @@
-"""The remote half of an artifact: sent file by file with the manifest last, fetched and checked.
+"""Upload and download of artifacts; the manifest is uploaded last and files are verified.
 
-What was sent is noted beside the mirror's folder with the version the store gave it, so that an
-upload that broke off goes on where it stopped and nothing is sent twice.
+Uploaded files are recorded beside the mirror folder with the version that the store returned, so
+that an interrupted upload resumes and no file is sent twice.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from penstock.core.remote.urls import split_parent
 from penstock.core.remote.version import content_version
 
 AT_ONCE = 8
-"""Files sent or fetched side by side."""
+"""Concurrent transfers."""
 
 CHUNK = 4 << 20
 
 
 class RemoteArtifact:
-    """A folder behind a URL, and the folder on this machine that mirrors it."""
+    """A remote artifact and the local folder that mirrors it."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.place = RemotePath.of(url)
@@ -42,21 +42,21 @@ class RemoteArtifact:
         self._writing = threading.Lock()
 
     def lease(self) -> Lease:
-        """The right to write there, for this machine."""
+        """The write lease of this machine."""
         return Lease(self.place, mirror_holder())
 
     def manifest(self) -> dict[str, Any] | None:
-        """The manifest there, or None. Raises ArtifactError for one that is damaged."""
+        """The remote manifest, or None. Raises ArtifactError if it is damaged."""
         return self._record(MANIFEST)
 
     def attempt(self) -> dict[str, Any] | None:
-        """What an unfinished build there is of, or None."""
+        """The record of an incomplete remote build, or None."""
         return self._record(ATTEMPT)
 
     def publish(self, manifest: dict[str, Any], lease: Lease) -> None:
-        """Send every file the manifest lists, then the manifest, in one step.
+        """Upload every file that the manifest lists, then the manifest.
 
-        A manifest that is there already goes first: at no time does one stand before its files.
+        An existing manifest is deleted first, so that no manifest exists before its files.
         """
         (self.place / MANIFEST).delete()
         self._sent_now = {}
@@ -67,14 +67,14 @@ class RemoteArtifact:
         lease.clear()
 
     def tidy(self, manifest: dict[str, Any]) -> None:
-        """Remove what earlier attempts left there."""
+        """Delete files of earlier attempts from the store."""
         listed = {str(file["path"]) for file in manifest["files"]} | {MANIFEST}
         for name in self.place.files():
             if name not in listed and not name.startswith(LEASES):
                 (self.place / name).delete()
 
     def send(self, names: Sequence[str]) -> int:
-        """Send those files of the mirror that are not there as they are here; say how many."""
+        """Upload those files of the mirror that differ from the remote ones; return how many."""
         due = [name for name in names if self._sent_now.get(name) != _stamp(self.folder / name)]
         if not due:
             return 0
@@ -86,30 +86,31 @@ class RemoteArtifact:
         return len(due)
 
     def drop(self, name: str) -> None:
-        """Remove a file there."""
+        """Delete a remote file."""
         (self.place / name).delete()
         self._sent.pop(name, None)
         self._sent_now.pop(name, None)
 
     def fetch(self, manifest: dict[str, Any]) -> None:
-        """Bring a sealed result here, every byte checked against its manifest, which comes last."""
+        """Download a complete artifact; verify every file against the manifest, which is written
+        last."""
         self._fetch_all(manifest["files"])
         for mark in (ATTEMPT, ERROR_LOG):
             (self.folder / mark).unlink(missing_ok=True)
         write_json(self.folder / MANIFEST, manifest)
 
     def fetch_names(self, names: Iterable[str]) -> None:
-        """Bring single files of an unfinished build here, in that order."""
+        """Download single files of an incomplete build, in that order."""
         for name in names:
             self._fetch({"path": name})
 
     def copy_record(self, name: str, record: dict[str, Any]) -> None:
-        """Put down here what the manifest or attempt there says."""
+        """Write the remote manifest or attempt record to the mirror."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / name, record)
 
     def set_aside(self) -> None:
-        """Move all that is there to the first free `<name>.old-<n>` beside it."""
+        """Move the remote artifact to the first free `<name>.old-<n>` beside it."""
         parent, name = split_parent(self.place.url)
         number, taken = 1, RemotePath.of(parent).names()
         while f"{name}.old-{number}" in taken:
@@ -122,7 +123,7 @@ class RemoteArtifact:
         self._sent, self._sent_now = {}, {}
 
     def delete(self) -> None:
-        """Remove the artifact there, its manifest first."""
+        """Delete the remote artifact, its manifest first."""
         (self.place / MANIFEST).delete()
         for name in self.place.files():
             (self.place / name).delete()
@@ -159,7 +160,7 @@ class RemoteArtifact:
                 job.result()
 
     def _fetch(self, file: dict[str, Any]) -> None:
-        """One file; `file` may say its `bytes` and `sha256`, and then it is held to them."""
+        """Download one file; verify `bytes` and `sha256` where `file` has them."""
         name = checked(str(file["path"]))
         target, wanted = self.folder / name, file.get("sha256")
         if wanted and target.is_file() and target.stat().st_size == file["bytes"]:
@@ -194,7 +195,7 @@ def _stamp(path: Path) -> dict[str, Any]:
 
 
 def _read_notes(notes: Path) -> dict[str, dict[str, Any]]:
-    """What was sent, as far as it can be read: what is not known is sent again."""
+    """Read the record of uploaded files. Unreadable entries are uploaded again."""
     try:
         found = read_json(notes)
         return {name: dict(noted) for name, noted in found.items()}

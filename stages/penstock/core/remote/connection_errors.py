@@ -1,6 +1,6 @@
-"""Why a server could not be asked, in words: refused, no answer in time, no such name.
+"""Connection error messages: connection refused, timeout, unknown host.
 
-Every client wraps the system's error in some of its own, so the whole chain of causes is looked at.
+Clients wrap the system's error in their own types, so the whole chain of causes is searched.
 """
 
 import errno
@@ -9,10 +9,11 @@ import socket
 from collections.abc import Iterator
 
 _TIMED_OUT = re.compile(r"timeout|timedout", re.IGNORECASE)
-"""In the name of an exception's type."""
+"""Parts of an exception type's name that mark a connection error."""
 
 _REFUSED = re.compile(r"\[Errno 111\]|connection refused|connect call failed", re.IGNORECASE)
-"""What clients say that try several addresses and tell of all in one text, without an errno."""
+"""Messages of clients that try several addresses and report all of them in one text, without an
+errno."""
 
 _NO_NAME = re.compile(
     r"name or service not known|name resolution|nodename nor servname|no address associated"
@@ -22,7 +23,7 @@ _NO_NAME = re.compile(
 
 
 def connection_fault(error: BaseException) -> str | None:
-    """Why the connection failed, or None where the error tells of something else."""
+    """Why the connection failed, or None if the error is of another kind."""
     chain = list(causes(error))
     for each in chain:
         if isinstance(each, socket.gaierror) or "DNSError" in type(each).__name__:
@@ -42,7 +43,7 @@ def connection_fault(error: BaseException) -> str | None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it came from."""
+    """The error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -1,7 +1,7 @@
-"""What went wrong behind a URL, in words: refused, absent, or cut off.
+"""Remote storage errors: access denied, not found, connection lost.
 
-Every store's library raises types of its own, so errors are judged by the status they carry. Their
-texts may hold signed URLs: they are never chained to ours, only said after scrubbing.
+Each store's library raises its own types, so errors are classified by HTTP status. Messages may
+contain signed URLs: they are redacted, and exceptions are never chained.
 """
 
 import errno
@@ -21,7 +21,7 @@ from penstock.core.remote.connection_errors import causes, connection_fault
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
-"""Refused, not there, there already, a lost connection, this machine's disk, and all else."""
+"""Access denied, not found, already exists, connection lost, local disk error, and all others."""
 
 Doing = Literal["read", "written", "deleted", "copied"]
 
@@ -37,7 +37,7 @@ _DENIED = {
     "TokenRetrievalError",
     "UnauthorizedSSOTokenError",
 }
-"""Types that say there are no credentials, or broken ones, without a status."""
+"""Exception types for missing or invalid credentials, raised without a status."""
 
 _BROKEN_OFF = {
     "ClientPayloadError",
@@ -45,7 +45,7 @@ _BROKEN_OFF = {
     "ResponseStreamingError",
     "ServerDisconnectedError",
 }
-"""Types that say an answer broke off, whatever status a parser gave that."""
+"""Exception types for a truncated response, whatever status a parser set."""
 
 _NETWORKS = (
     "aiohttp",
@@ -58,7 +58,7 @@ _NETWORKS = (
     "requests",
     "urllib3",
 )
-"""Libraries whose errors, when they carry no status, are lost connections."""
+"""Libraries whose errors without a status are lost connections."""
 
 _BROKEN = {
     errno.EBUSY,
@@ -75,7 +75,7 @@ _BROKEN = {
 
 
 class StorageError(Exception):
-    """What a store's library raised, judged."""
+    """An error of a store's library, classified."""
 
     def __init__(self, kind: Fault, error: BaseException) -> None:
         super().__init__(kind)
@@ -84,7 +84,7 @@ class StorageError(Exception):
 
 
 def classify_error(error: BaseException) -> Fault:
-    """What kind of fault it is, by the status it or its cause carries, else by its type."""
+    """Classify an error by its HTTP status or that of its cause, else by its type."""
     for each in causes(error):
         if type(each).__name__ in _DENIED:
             return "denied"
@@ -93,7 +93,7 @@ def classify_error(error: BaseException) -> Fault:
         status = http_status(each)
         if status is not None:
             return _of_status(status)
-    # fsspec tells of a web server that it cannot reach as of a file that is not there.
+    # fsspec raises FileNotFoundError for a web server that it cannot reach.
     for each in causes(error.__cause__):
         if isinstance(error, FileNotFoundError) and _by_type(each) == "cut":
             return "cut"
@@ -118,7 +118,7 @@ def _by_type(error: BaseException) -> Fault:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether what failed may go well when it is tried again, with nothing changed."""
+    """Whether a retry with nothing changed may succeed."""
     for each in causes(error):
         if isinstance(each, PenstockError):
             if each.may_pass:
@@ -133,7 +133,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException) -> int | None:
-    """The HTTP status the error carries, under the name its library gives it."""
+    """The HTTP status of the error, under the attribute name of its library."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         found: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -150,7 +150,7 @@ def http_status(error: BaseException) -> int | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Why the connection failed, or the error's type and first words, without anything secret."""
+    """Why the connection failed, or the error's type and first words, redacted."""
     if is_of_the_machine(error):
         return describe_os_error(error)
     if reason := connection_fault(error):
@@ -160,7 +160,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def while_planning(fault: StorageError, url: str) -> PenstockError:
-    """The error for a user, before any work has started."""
+    """The user-facing error before any work has started."""
     if fault.kind == "denied":
         return denied(url, fault.error, "read")
     if fault.kind == "absent":
@@ -172,7 +172,7 @@ def while_planning(fault: StorageError, url: str) -> PenstockError:
 
 
 def while_working(fault: StorageError, url: str, doing: Doing) -> PenstockError:
-    """The error for a user whose run was under way; it resumes."""
+    """The user-facing error of a run in progress, which can be resumed."""
     kind = fault.kind
     if kind == "denied":
         return denied(url, fault.error, doing)
@@ -195,7 +195,7 @@ def while_working(fault: StorageError, url: str, doing: Doing) -> PenstockError:
 
 
 def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
-    """The error for a store that refuses: which credentials were used, and what to set."""
+    """The user-facing error for access denied: which credentials were used, and what to set."""
     scheme = url_scheme(url)
     found = env.credentials_for(_family(scheme))
     status = next((s for s in map(http_status, causes(error)) if s), None)
@@ -212,7 +212,7 @@ def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
 
 
 def package_missing(url: str) -> CapabilityError:
-    """The error for a scheme whose package is not installed."""
+    """The user-facing error for a URL scheme whose package is not installed."""
     extra = PACKAGE_OF[url_scheme(url)]
     wanted = f"'penstock[{extra}]'" if extra else "aiohttp"
     return CapabilityError(

@@ -1,11 +1,12 @@
-"""One writer per folder on an object store, where there are no locks.
+"""Write leases on an object store, which has no locks: one writer per folder.
 
-Leases are numbered objects, each created by a conditional write that one of several wins; the
-highest number holds. Its owner rewrites it every few seconds. Whoever sees it unchanged for a whole
-term, by his own clock, creates the next number and holds from then on; an owner that comes back
-finds a higher number and has lost. So no clocks are compared, and nothing is needed of the store
-but exclusive creation (S3 and its likes, Google, Azure). Where creation is not exclusive, two
-writers are still told apart unless they begin within the same round trip.
+Leases are numbered objects, each created by a conditional write that only one of several writers
+wins; the highest number is valid. Its owner rewrites it every few seconds. A waiting process that
+sees it unchanged for a whole term, by its own clock, creates the next number and becomes the owner.
+A former owner that returns finds a higher number and has lost the lease. No clocks are compared
+across machines, and the store only needs exclusive creation (S3 and compatible stores, Google,
+Azure). Without exclusive creation, two writers are still detected unless they start within the same
+round trip.
 """
 
 import contextlib
@@ -22,23 +23,23 @@ from penstock.core.errors import PenstockError, StageError
 from penstock.core.remote.path import RemotePath
 
 LEASES = ".leases"
-"""Folder of the leases, inside the folder they guard."""
+"""Folder of the leases, inside the folder that they protect."""
 
 TERM = 45.0
-"""Seconds an unchanged lease is honoured."""
+"""Seconds after which an unchanged lease expires."""
 
 RENEWALS = 5
-"""How often in a term the owner shows that it lives."""
+"""Renewals per term."""
 
 POLL = 1.0
-"""Seconds between looks at a lease that another holds."""
+"""Seconds between polls of a lease that another process holds."""
 
 
 class Lease:
-    """The right to write a folder. `holder` is a word for this machine's mirror of the folder.
+    """The write lease of a folder. `holder` identifies this machine's mirror of the folder.
 
-    A lease of the same holder is taken over at once: whoever holds the mirror's own lock knows that
-    no other process here is alive with it.
+    A lease of the same holder is taken over at once: the owner of the mirror's local lock knows
+    that no other process on this machine uses it.
     """
 
     def __init__(self, folder: RemotePath, holder: str, term: float = TERM) -> None:
@@ -54,7 +55,7 @@ class Lease:
         self._lost = False
 
     def take(self, done: Callable[[], bool], notify: Callable[[str], None]) -> bool:
-        """Wait for the lease and return True, or False once `done` says that nobody needs it."""
+        """Wait for the lease and return True, or return False once `done` returns True."""
         seen, since, said = None, time.monotonic(), False
         while True:
             number, record = self._highest()
@@ -77,7 +78,7 @@ class Lease:
                 return False
 
     def check(self) -> None:
-        """Raise StageError if another has taken over meanwhile."""
+        """Raise StageError if another process has taken the lease."""
         if self._lost or self._highest()[0] != self._number:
             self._lost = True
             failure = StageError(
@@ -88,20 +89,20 @@ class Lease:
             raise failure
 
     def release(self) -> None:
-        """Let the next one in without waiting."""
+        """Release the lease, so that the next process need not wait for its expiry."""
         self._stop()
         if not self._lost:
             with contextlib.suppress(PenstockError):
                 self._write("released")
 
     def clear(self) -> None:
-        """Remove all leases: what they guarded is sealed, and every comer sees that first."""
+        """Delete all leases. The artifact is complete, and every process checks that first."""
         self._stop()
         for name in self._leases.files():
             (self._leases / name).delete()
 
     def __enter__(self) -> "Lease":
-        """Hold a taken lease: from now on it is renewed."""
+        """Start renewing a lease that was taken."""
         self._pulse = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
         self._pulse.start()
         return self
@@ -112,12 +113,12 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Release it, unless it was cleared."""
+        """Release the lease, unless it was cleared."""
         if not self._ended.is_set():
             self.release()
 
     def _highest(self) -> tuple[int, dict[str, Any] | None]:
-        """The number of the lease that holds and what it says; 0 where there is none."""
+        """The highest lease number and its content; 0 if there is none."""
         numbers = [int(name) for name in self._leases.files() if name.isdigit()]
         if not numbers:
             return 0, None
@@ -130,7 +131,7 @@ class Lease:
         return record.get("state") == "released" or record.get("holder") == self._holder
 
     def _claim(self, number: int) -> bool:
-        """Create the lease of that number; True if this one did and none is higher."""
+        """Create the lease of that number; True if this process did and no higher number exists."""
         self._number = number
         if not (self._leases / _name(number)).create(self._content("held")):
             return False
@@ -171,7 +172,7 @@ class Lease:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """What a lease says; of a damaged one only that, so that its term is waited for."""
+    """Parse a lease. A damaged lease is reported as such, so that its term is waited for."""
     try:
         record = json.loads(content)
     except ValueError:

@@ -1,6 +1,6 @@
-"""A folder on this machine for a folder behind a URL: stages work here, results are kept there.
+"""Local mirror of a remote folder: stages work in the mirror, artifacts are stored remotely.
 
-It is a cache: losing it costs a download of what is sealed, and the work that was not.
+The mirror is a cache. Losing it costs a download of complete artifacts, and incomplete work.
 """
 
 import re
@@ -20,7 +20,7 @@ HOLDER = ".holder"
 
 
 def local_cache_dir(location: str) -> Path:
-    """The folder to work in: the path the user typed, or the mirror of the URL."""
+    """The folder to work in: the user's path, or the mirror of the URL."""
     if not is_url(location):
         return Path(local_path(location))
     url = redact(location).rstrip("/")
@@ -29,7 +29,7 @@ def local_cache_dir(location: str) -> Path:
 
 
 def mirror_holder() -> str:
-    """A word for this machine's mirrors, the same in all processes that share their locks."""
+    """Identifier of this machine's mirrors, the same in all processes that share their locks."""
     file = env.cache_home() / MIRRORS / HOLDER
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(file.with_name(f"{HOLDER}.lock")):

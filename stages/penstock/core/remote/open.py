@@ -1,4 +1,4 @@
-"""Files wherever they lie: on this machine or behind a URL."""
+"""Open local or remote files for reading."""
 
 import io
 import shutil
@@ -16,17 +16,17 @@ from penstock.core.remote.urls import is_url, local_path
 from penstock.core.remote.version import content_version
 
 BUFFER = 256 << 10
-"""Bytes that readers of lines are served from."""
+"""Buffer size of line readers in bytes."""
 
 CHUNK = 1 << 20
 
 
 def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> BinaryIO:
-    """A seekable binary stream of a local path or a URL, read only.
+    """Open a local path or URL as a seekable read-only binary stream.
 
-    `pinned` is the file's entry in its source's pin; the stream is refused when the content behind
-    the URL is no longer that. Dropped connections are taken up again where they broke off. Raises
-    StageError for what cannot be read, CapabilityError for what may not.
+    `pinned` is the file's entry in its source pin; the stream is rejected if the remote content has
+    changed. Lost connections are resumed at the current offset. Raises StageError for read errors,
+    CapabilityError if access is denied.
     """
     if isinstance(location, Path) or not is_url(location):
         return Path(local_path(str(location))).open("rb")
@@ -46,7 +46,7 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
 
 
 def _serves_ranges(place: RemotePath, size: int) -> bool:
-    """Whether a web server sends a part of a file when it is asked for one."""
+    """Whether a web server supports range requests."""
     if size < 2:
         return True
 
@@ -75,7 +75,7 @@ def _compare(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
 
 
 def _spooled(place: RemotePath) -> BinaryIO:
-    """The whole file in a temporary one, for servers that send no parts of it."""
+    """Download the whole file to a temporary file, for servers without range requests."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
 
     def fetch() -> None:

@@ -1,7 +1,7 @@
-"""A place behind a URL: one file, or a folder of files, on any store that fsspec speaks to.
+"""Remote paths on top of fsspec: one file, or a folder of files, in any supported store.
 
-The store's library is imported when the first place on it is opened. Every call survives dropped
-connections; what it raises is one of this project's errors.
+A store's library is imported when its first path is opened. Every call retries lost connections and
+raises only this project's errors.
 """
 
 import posixpath
@@ -24,20 +24,20 @@ from penstock.core.remote.errors import (
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, url_join, url_scheme
 
 Info = Mapping[str, Any]
-"""What a store says of a file: `size` in bytes, and names of its version that differ by store."""
+"""File metadata of a store: `size` in bytes, and version fields whose names depend on the store."""
 
 S3_PART = 16 << 20
-"""Bytes of a large file that are sent at once, of which four are on their way."""
+"""Part size of a multipart upload in bytes; four parts are sent concurrently."""
 
 S3_TRIES = 3
-"""How often s3fs asks by itself, part by part, before the whole call is begun again here."""
+"""Tries of s3fs per part, before the whole call is retried here."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A file or a folder. `system` is fsspec's, `path` what it calls the place."""
+    """A remote file or folder. `system` is the fsspec file system, `path` its path."""
 
     url: str
     system: Any = field(repr=False, compare=False)
@@ -45,9 +45,9 @@ class RemotePath:
 
     @classmethod
     def of(cls, url: str) -> "RemotePath":
-        """The place of that URL; nothing is asked of the store yet.
+        """The path of that URL, without any request.
 
-        Raises ConfigError for a scheme that is not known, CapabilityError without its package.
+        Raises ConfigError for an unknown scheme, CapabilityError if its package is not installed.
         """
         scheme = url_scheme(url)
         try:
@@ -66,7 +66,7 @@ class RemotePath:
 
     @property
     def said(self) -> str:
-        """The URL without anything secret."""
+        """The redacted URL."""
         return redact(self.url)
 
     @property
@@ -79,13 +79,13 @@ class RemotePath:
         return url_scheme(self.url) in WEB
 
     def __truediv__(self, name: str) -> "RemotePath":
-        """Something below this folder. Raises ArtifactError for a name that leads out of it."""
+        """Join a name to this folder. Raises ArtifactError for a name that escapes the folder."""
         return RemotePath(
             url_join(self.url, checked(name)), self.system, posixpath.join(self.path, name)
         )
 
     def info(self, *, tries: int = PATIENT) -> Info | None:
-        """What the store says of this file, or None where there is none."""
+        """The metadata of this file, or None if it does not exist."""
         try:
             found: Any = retry_until_connected(lambda: self._ask("info"), tries=tries)
         except StorageError as fault:
@@ -95,7 +95,7 @@ class RemotePath:
         return found if found.get("type") == "file" else None
 
     def files(self, *, tries: int = PATIENT) -> dict[str, Info]:
-        """Every file below this folder by its name there, sorted; none where there is no folder."""
+        """Every file below this folder by relative name, sorted; empty if there is no folder."""
         try:
             found: Any = retry_until_connected(lambda: self._ask("find", detail=True), tries=tries)
         except StorageError as fault:
@@ -110,7 +110,7 @@ class RemotePath:
         }
 
     def names(self) -> set[str]:
-        """The names directly in this folder, files and folders."""
+        """The names of files and folders directly in this folder."""
         try:
             found: Any = retry_until_connected(lambda: self._ask("ls", detail=False), tries=QUICK)
         except StorageError as fault:
@@ -120,7 +120,7 @@ class RemotePath:
         return {PurePosixPath(str(path)).name for path in found} - {""}
 
     def read(self) -> bytes | None:
-        """All bytes of a small file, or None where there is none."""
+        """Read a small file, or return None if it does not exist."""
         try:
             return retry_until_connected(lambda: bytes(self.system.cat_file(self.path)))
         except StorageError as fault:
@@ -129,11 +129,11 @@ class RemotePath:
             raise while_working(fault, self.url, "read") from None
 
     def write(self, content: bytes) -> None:
-        """Put a small file there in one step, over whatever is there."""
+        """Write a small file atomically, overwriting an existing one."""
         self._do("written", lambda: self.system.pipe_file(self.path, content))
 
     def create(self, content: bytes) -> bool:
-        """Put a small file there if there is none; of several that try, one is told True."""
+        """Create a small file if it does not exist; only one of several writers gets True."""
         try:
             retry_until_connected(
                 lambda: self.system.pipe_file(self.path, content, mode="create"), tries=1
@@ -142,15 +142,16 @@ class RemotePath:
             if fault.kind == "exists":
                 return False
             if fault.kind == "cut":
-                # It may have arrived all the same: whoever finds its own words there has won.
+                # The write may have succeeded before the error: whoever finds its own content has
+                # won.
                 return self.read() == content
             raise while_working(fault, self.url, "written") from None
         return True
 
     def put(self, source: Path) -> None:
-        """Send a local file; it appears whole or not at all. Raises StageError if it fails."""
+        """Upload a local file atomically. Raises StageError on failure."""
         size = source.stat().st_size
-        # By itself s3fs would hold half a gigabyte of each of several files.
+        # By default s3fs would buffer half a gigabyte for each of several files.
         parts = {"chunksize": S3_PART, "max_concurrency": 4} if self._is_s3 else {}
 
         def send() -> None:
@@ -166,7 +167,7 @@ class RemotePath:
             )
 
     def delete(self) -> None:
-        """Remove the file, if it is there."""
+        """Delete the file, if it exists."""
         try:
             retry_until_connected(lambda: self.system.rm_file(self.path))
         except StorageError as fault:
@@ -178,7 +179,7 @@ class RemotePath:
         self._do("copied", lambda: self.system.cp_file(self.path, target.path))
 
     def move(self, target: "RemotePath") -> None:
-        """Copy within the store, then remove here."""
+        """Copy within the store, then delete this file."""
         self.copy(target)
         self.delete()
 
@@ -194,7 +195,7 @@ class RemotePath:
 
 
 def checked(name: str) -> str:
-    """The name, if it stays below the folder it is joined to. Raises ArtifactError otherwise."""
+    """Return the name if it stays below its folder. Raises ArtifactError otherwise."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise ArtifactError(
@@ -205,18 +206,18 @@ def checked(name: str) -> str:
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    """How fsspec is to open a store of that kind. Credentials are never among it."""
+    """fsspec options of a scheme. They never contain credentials."""
     if PACKAGE_OF[scheme] == "s3":
-        # Retrying is s3fs's and ours; botocore would multiply it.
+        # s3fs and this module retry; botocore's retries would multiply theirs.
         config = {"retries": {"max_attempts": 0}, "connect_timeout": 10, "read_timeout": 60}
         endpoint = env.s3_endpoint()
         where = {"endpoint_url": endpoint} if endpoint else {}
         return {"config_kwargs": config, "use_listings_cache": False, **where}
     if scheme in WEB:
-        # A large file may take its time, as long as something comes. Proxies and netrc count.
+        # A large file has no total timeout, only one per read. Proxies and netrc are used.
         limits = import_module("aiohttp").ClientTimeout(total=None, sock_connect=10, sock_read=60)
         return {
-            # Bytes as they lie there: a compressed answer has other offsets.
+            # Request raw bytes: a compressed response has other offsets.
             "headers": {"Accept-Encoding": "identity"},
             "client_kwargs": {"trust_env": True, "timeout": limits},
         }

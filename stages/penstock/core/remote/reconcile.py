@@ -1,5 +1,6 @@
-"""What lies behind the URL and what lies in its mirror, before a build: who is right, and from
-where to go on. Behind the URL is the truth; the mirror may be older, or of another run.
+"""Reconcile a remote artifact with its local mirror before a build.
+
+The remote artifact is authoritative; the mirror may be older, or belong to another run.
 """
 
 from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs, read_attempt
@@ -10,9 +11,10 @@ from penstock.core.remote.artifact_sync import RemoteArtifact
 
 
 def sync_mirror(depot: RemoteArtifact, stage: Stage) -> str | None:
-    """Make the mirror say of the folder what the URL says, and fetch the keepsakes to go on from.
+    """Make the mirror's record match the remote one, and download the intermediate files to resume
+    from.
 
-    Returns the key of what lies behind the URL, if something does.
+    Returns the key of the remote artifact, if there is one.
     """
     mine = stage_key(stage)
     sealed, begun = depot.manifest(), depot.attempt()
@@ -32,13 +34,13 @@ def sync_mirror(depot: RemoteArtifact, stage: Stage) -> str | None:
         names = list(depot.place.files())
         while wanted := stage.wanted(names, depot.folder):
             depot.fetch_names(wanted)
-            # What is damaged there is not asked for again, but something older.
+            # Damaged files are not requested again; older ones are.
             names = [name for name in names if name not in wanted]
     return there["key"]
 
 
 def holds_a_record(depot: RemoteArtifact) -> bool:
-    """Whether the mirror's folder says of what it is."""
+    """Whether the mirror folder has a manifest or attempt record."""
     return _key_here(depot) is not None
 
 

@@ -1,7 +1,7 @@
-"""Files that all machines share by name: made once by whoever comes first, fetched by the others.
+"""Shared remote cache of files: created by the first machine, downloaded by the others.
 
-Names stand for content, so a file that is there need never be looked at again, and two machines
-that make the same one at once send the same bytes.
+Names are content-addressed, so an existing file never needs to be checked, and two machines that
+create the same file at once upload the same bytes.
 """
 
 import shutil
@@ -18,21 +18,21 @@ AT_ONCE = 8
 CHUNK = 4 << 20
 
 Files = tuple[str, ...]
-"""Names that belong together, the one that vouches for the others last."""
+"""Names that belong together; the last one marks the group as complete."""
 
 
 @dataclass(frozen=True)
 class SharedCache:
-    """A folder on this machine and the folder behind a URL that has what others made."""
+    """A local folder and the remote folder that it is shared with."""
 
     url: str
     folder: Path
 
     def exchange(self, wanted: Iterable[Files]) -> None:
-        """Fetch what is there and not here, and send what is here and not there.
+        """Download files that are missing locally, and upload files that are missing remotely.
 
-        One listing is asked for, however many there are. Raises StageError when the connection
-        breaks, CapabilityError when the store refuses.
+        Makes one listing request, however many files there are. Raises StageError if the connection
+        is lost, CapabilityError if access is denied.
         """
         there = set(RemotePath.of(self.url).files())
         with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -41,7 +41,7 @@ class SharedCache:
                 job.result()
 
     def send(self, files: Files) -> None:
-        """Send files that were just made here, the one that vouches for the others last."""
+        """Upload files that were just created locally, the completion marker last."""
         root = RemotePath.of(self.url)
         for name in files:
             (root / checked(name)).put(self.folder / name)

@@ -1,8 +1,7 @@
-"""A remote file as a seekable stream: ranges of it, read ahead, each asked for until it is whole.
+"""Remote file streams: seekable, with range requests, read-ahead and retries.
 
-Whoever reads on from where the last read ended is served ever larger blocks, the next one being
-fetched meanwhile; whoever jumps about (a reader of Parquet) gets little more than what was asked
-for. At most three blocks are held.
+Sequential reads get increasingly larger blocks, with the next block prefetched. Random access (a
+Parquet reader) downloads little more than was requested. At most three blocks are in memory.
 """
 
 import io
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 SMALLEST_BLOCK, FIRST_BLOCK, LARGEST_BLOCK = 64 << 10, 256 << 10, 8 << 20
-"""Bytes of a block on a connection that keeps breaking, after a jump, and of any block."""
+"""Block sizes in bytes: on an unreliable connection, after a seek, and the maximum."""
 
 GROWTH = 4
 
 
 class RemoteStream(io.RawIOBase):
-    """The bytes of a file behind a URL. Raises StageError when they cannot be had."""
+    """A seekable stream of a remote file. Raises StageError if it cannot be read."""
 
     def __init__(self, place: RemotePath, size: int) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class RemoteStream(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to an offset; nothing is fetched until it is read."""
+        """Set the offset; nothing is downloaded until the next read."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"{base + offset} is before the start of the file")
@@ -59,7 +58,7 @@ class RemoteStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """Fill `buffer` with what is at hand, at least a byte unless the file has ended."""
+        """Fill `buffer` with available bytes, at least one unless the file has ended."""
         view = memoryview(buffer).cast("B")
         if self._at >= self._size or not len(view):
             return 0
@@ -72,7 +71,7 @@ class RemoteStream(io.RawIOBase):
         return len(given)
 
     def close(self) -> None:
-        """Let go of the connection and of what was read ahead."""
+        """Close the connection and drop prefetched blocks."""
         if not self.closed:
             if self._fetcher:
                 self._fetcher.shutdown(wait=True, cancel_futures=True)
@@ -81,7 +80,7 @@ class RemoteStream(io.RawIOBase):
         super().close()
 
     def _turn_to(self, start: int, wanted: int) -> None:
-        """Make the block that holds offset `start` the one at hand."""
+        """Make the block that contains offset `start` the current block."""
         goes_on = start == self._block_start + len(self._block)
         ahead = self._ahead
         if ahead and ahead[0] == start:
@@ -97,7 +96,7 @@ class RemoteStream(io.RawIOBase):
             self._ahead = after, self._fetching().submit(self._fetch, after, self._length)
 
     def _in_turn(self, start: int, length: int) -> bytes:
-        # One file object serves all reads, so they go through one thread once there is one.
+        # One file object serves all reads, so once there is a thread, all reads go through it.
         if self._fetcher is None:
             return self._fetch(start, length)
         return self._fetching().submit(self._fetch, start, length).result()
@@ -107,9 +106,8 @@ class RemoteStream(io.RawIOBase):
         return self._fetcher
 
     def _fetch(self, start: int, length: int) -> bytes:
-        """The bytes from `start`: `length` of them, or to the end, or fewer where a connection
-        breaks so often that only less comes through.
-        """
+        """Download `length` bytes from `start`, or to the end of the file, or fewer on an
+        unreliable connection."""
         lengths = (max(min(length, SMALLEST_BLOCK), length // GROWTH**n) for n in count())
 
         def read() -> bytes:
@@ -117,7 +115,7 @@ class RemoteStream(io.RawIOBase):
             self._file.seek(start)
             block: bytes = self._file.read(stop - start)
             if len(block) != stop - start:
-                # The stream may be in any state now; a fresh one starts from the same offset.
+                # The stream's state is unknown after an error; a new one starts at the same offset.
                 self._file = self._open()
                 raise ConnectionError(f"{len(block)} of {stop - start} bytes arrived")
             return block

@@ -1,4 +1,4 @@
-"""Keeping elsewhere what a stage finishes on its way, while it goes on working."""
+"""Background uploader of intermediate files while a stage runs."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from penstock.core.errors import PenstockError
 from penstock.core.remote.artifact_sync import RemoteArtifact
 
 INTERVAL = 2.0
-"""Seconds between looks for something new."""
+"""Seconds between scans for new files."""
 
 
 class BackgroundUploader:
-    """Sends a stage's keepsakes as they appear, and what is left of them at the end.
+    """Uploads a stage's intermediate files as they appear, and the remaining ones at the end.
 
-    A connection that is lost meanwhile stops nothing: it is said once, and tried again.
+    A lost connection does not stop the stage: it is logged once, and the upload is retried.
     """
 
     def __init__(self, depot: RemoteArtifact, stage: Stage, notify: Callable[[str], None]) -> None:
@@ -26,10 +26,10 @@ class BackgroundUploader:
         self._thread = threading.Thread(target=self._follow, name="penstock-follower", daemon=True)
         self._complained = False
         self._kept: dict[str, None] = {}
-        """What was sent of the groups, in order."""
+        """The uploaded files, in order."""
 
     def __enter__(self) -> None:
-        """Begin to follow."""
+        """Start the background thread."""
         self._thread.start()
 
     def __exit__(
@@ -38,7 +38,7 @@ class BackgroundUploader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Send the rest. A failure to do so counts only if nothing else has failed."""
+        """Upload the rest. An upload failure is raised only if nothing else has failed."""
         self._ended.set()
         self._thread.join()
         try:
@@ -49,9 +49,9 @@ class BackgroundUploader:
             self._complain(failure)
 
     def send(self, when: Literal["meanwhile", "at the end"]) -> None:
-        """Send what is new, each group before the next one, and drop there what is dropped here.
+        """Upload new files, group by group, and delete remote files that were deleted locally.
 
-        What goes on changing is sent along with something else, and at the end.
+        Files that keep changing are uploaded together with others, and at the end.
         """
         *groups, changing = self._stage.keepsakes(self._depot.folder) or [[]]
         if not groups and not changing:
@@ -69,11 +69,12 @@ class BackgroundUploader:
         try:
             return self._depot.send(names)
         except FileNotFoundError:
-            # Gone while it was being sent: the stage keeps it no longer.
+            # The stage deleted the file during its upload.
             return 0
 
     def _drop(self) -> None:
-        """Forget what this run has sent and then deleted; what a group ends with goes first."""
+        """Delete remote files that this run uploaded and then deleted locally; the last file of a
+        group goes first."""
         gone = [name for name in self._kept if not (self._depot.folder / name).exists()]
         for name in reversed(gone):
             self._depot.drop(name)

@@ -1,4 +1,4 @@
-"""URLs as text: what they are called, and how they are said without what is secret in them."""
+"""URL parsing and redaction."""
 
 import posixpath
 import re
@@ -19,26 +19,26 @@ PACKAGE_OF: Mapping[str, str | None] = {
     "https": None,
     "memory": None,
 }
-"""The schemes that can be read, and the extra of this package that each needs."""
+"""The supported schemes, and the extra of this package that each needs."""
 
 WEB = frozenset({"http", "https"})
-"""Schemes that name single files: there is no listing and no writing."""
+"""Schemes of single files, without listing or writing."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>|]+")
 
 
 def is_url(location: str) -> bool:
-    """Whether the text names something by scheme; `file://` is a path written otherwise."""
+    """Whether the text is a URL; `file://` is treated as a path."""
     return "://" in location and not location.startswith("file://")
 
 
 def local_path(location: str) -> str:
-    """The path that `file://` stands for; anything else as it is."""
+    """The path of a `file://` URL; anything else unchanged."""
     return location.removeprefix("file://") or "/" if location.startswith("file://") else location
 
 
 def url_scheme(url: str) -> str:
-    """The part before `://`, in lower case. Raises ConfigError for one that cannot be read."""
+    """The scheme in lower case. Raises ConfigError for an unsupported scheme."""
     scheme = url.split("://", 1)[0].lower()
     if scheme not in PACKAGE_OF or "::" in url:
         known = ", ".join(f"{name}://" for name in PACKAGE_OF if name != "memory")
@@ -50,10 +50,10 @@ def url_scheme(url: str) -> str:
 
 
 def redact(location: str) -> str:
-    """The URL without user, password, query and fragment: fit for logs, keys and errors.
+    """The URL without user, password, query and fragment, for logs, keys and errors.
 
-    In `abfs://container@account…` the part before `@` is no secret, and stays. A local path is
-    returned as it is.
+    In `abfs://container@account…` the part before `@` is not secret and is kept. A local path is
+    returned unchanged.
     """
     if not is_url(location):
         return location
@@ -64,8 +64,7 @@ def redact(location: str) -> str:
 
 
 def redact_text(text: str) -> str:
-    """The text with every URL in it as `redact` says it; of what only looks like one, nothing but
-    how it begins."""
+    """Redact every URL in the text. Of an invalid URL, only the beginning is kept."""
     return _URL.sub(_spoken_in_text, text)
 
 
@@ -77,14 +76,14 @@ def _spoken_in_text(found: re.Match[str]) -> str:
 
 
 def url_join(url: str, *names: str) -> str:
-    """The URL of something below a folder's URL."""
+    """Join names to a folder's URL."""
     parts = urlsplit(url)
     path = posixpath.join(parts.path or "/", *names)
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
 def split_parent(url: str) -> tuple[str, str]:
-    """The URL of the folder around it, and its own last name."""
+    """The URL of the parent folder, and the last name."""
     parts = urlsplit(url)
     folder, _, name = parts.path.rstrip("/").rpartition("/")
     return urlunsplit((parts.scheme, parts.netloc, folder or "/", parts.query, "")), name

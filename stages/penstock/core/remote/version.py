@@ -1,4 +1,4 @@
-"""Which content lies behind a URL, from what its store says, without reading it."""
+"""Content version of a remote file, from its metadata, without reading it."""
 
 import re
 from typing import Any
@@ -7,10 +7,10 @@ from penstock.core.remote.path import Info
 
 
 def content_version(info: Info) -> dict[str, str] | None:
-    """A word for this very content, or None from a server that says nothing.
+    """An identifier of the current content, or None if the server gives none.
 
-    A digest of the content where the store keeps one; else its entity tag, which changes whenever
-    the object is written; else, with the size that a pin holds anyway, when it was last modified.
+    A content digest if the store has one; else the entity tag, which changes on every write; else
+    the modification time, which is used together with the size stored in the pin.
     """
     for name, found in (
         ("md5", _text(info.get("md5Hash"))),
@@ -26,7 +26,7 @@ def content_version(info: Info) -> dict[str, str] | None:
 
 
 def is_digest(version: dict[str, str]) -> bool:
-    """Whether the word is one that no other content has on any store: an MD5, or made of some."""
+    """Whether the identifier is unique to the content in any store: an MD5, or made of MD5s."""
     return "md5" in version or bool(_DIGEST.fullmatch(version.get("etag", "")))
 
 
@@ -34,7 +34,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
 def _tag(value: Any) -> str | None:
-    """An entity tag without its quotes; a weak one keeps its mark."""
+    """An entity tag without its quotes; a weak one keeps its `W/` prefix."""
     return _text(value.replace('"', "")) if isinstance(value, str) else None
 
 

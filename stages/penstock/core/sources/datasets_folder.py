@@ -1,6 +1,6 @@
-"""Folders as the library `datasets` writes them with save_to_disk: one data set, or one a split.
+"""Folders of `datasets.save_to_disk`: a Dataset, or a DatasetDict with one folder per split.
 
-Their own notes say which files hold the data, and in which order. Other files in them are caches.
+The metadata files list the data files and their order. Other files in the folder are caches.
 """
 
 import json
@@ -14,7 +14,7 @@ from penstock.core.errors import ConfigError
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
 SPLIT = re.compile(r"\w+(\.\w+)*")
-"""A split's name, which is a folder's too: nothing that leads elsewhere."""
+"""A split's name, which is also a folder name and must not contain path separators."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SavedSplit:
     folder: Path
 
     def files(self, path: str) -> tuple[Path, ...]:
-        """Its Arrow files in order. Raises ConfigError where the notes name what is not there."""
+        """The Arrow files in order. Raises ConfigError if the metadata names a missing file."""
         state = _notes(self.folder / STATE, path)
         if state.get("_indices_data_files"):
             raise ConfigError(
@@ -48,19 +48,19 @@ class SavedSplit:
         return tuple(self.folder / name for name in names)
 
     def _holds(self, name: str) -> bool:
-        """Whether the file is there, directly in the folder: notes may come from anywhere."""
+        """Whether the file exists directly in the folder: the metadata is untrusted."""
         return Path(name).name == name and (self.folder / name).is_file()
 
 
 @dataclass(frozen=True)
 class SavedFolder:
-    """What was saved: `splits` is None for a single data set."""
+    """A saved folder; `splits` is None for a single data set."""
 
     root: Path
     splits: tuple[str, ...] | None
 
     def of_split(self, path: str, split: str | None) -> SavedSplit:
-        """The data set asked for: `train`, or the only one, where none is named."""
+        """The requested split; by default `train`, or the only one."""
         if self.splits is None:
             if split not in (None, "train"):
                 raise ConfigError(
@@ -79,7 +79,7 @@ class SavedFolder:
 
 
 def saved_in(folder: Path) -> SavedFolder | None:
-    """What save_to_disk left in `folder`; None when it was not the one who wrote it."""
+    """Parse the metadata in `folder`; None if save_to_disk did not write it."""
     if (folder / SPLITS).is_file():
         splits = _notes(folder / SPLITS, str(folder)).get("splits")
         names = tuple(str(split) for split in cast("list[Any]", splits or []))

@@ -1,4 +1,4 @@
-"""Bringing what was pinned elsewhere, on the hub or behind a URL, onto this machine."""
+"""Download of pinned sources, from the Hugging Face Hub or a URL."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tikt
 
 
 def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FILES) -> Path:
-    """The folder that holds what `source` pins: `typed` itself, or what was fetched from its URL or
-    at the hub's commit.
+    """The local folder of `source`: `typed` itself, or the files downloaded from its URL or at the
+    Hub commit.
 
-    Raises CapabilityError when it cannot be fetched and is not in the cache either.
+    Raises CapabilityError if it cannot be downloaded and is not cached.
     """
     if source.pin["kind"] != "hub":
         return fetched(source) if is_url(typed) else Path(typed).expanduser()
@@ -28,7 +28,7 @@ def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FIL
             source.pin["repo"],
             revision=source.pin["commit"],
             allow_patterns=list(patterns),
-            # A star also stands for folders, in which copies of the weights lie in other formats.
+            # `*` also matches folders, which may hold copies of the weights in other formats.
             ignore_patterns=None if any("/" in pattern for pattern in patterns) else ["*/*"],
             token=env.hub_token(),
         )

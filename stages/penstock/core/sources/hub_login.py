@@ -1,13 +1,14 @@
-"""Whether there is a login for the Hugging Face hub, asked before any work that needs one."""
+"""Hugging Face Hub login check, before any work that needs a token."""
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 
 
 def require_login(wanted_by: str) -> None:
-    """Raise CapabilityError unless the environment or a login holds a token for the hub.
+    """Raise CapabilityError unless the environment or a login has a Hub token.
 
-    `wanted_by` is the setting that needs one. Whether the hub takes the token is not asked here.
+    `wanted_by` is the setting that needs the token. The Hub is not asked whether the token is
+    valid.
     """
     from huggingface_hub import get_token
 
@@ -19,7 +20,7 @@ def require_login(wanted_by: str) -> None:
 
 
 def require_hub(wanted_by: str) -> None:
-    """Raise CapabilityError where the hub may not be used."""
+    """Raise CapabilityError if the Hub is disabled (offline mode)."""
     if env.hub_is_offline():
         raise CapabilityError(
             f"{wanted_by} needs the Hugging Face hub, and HF_HUB_OFFLINE is set.\n"

@@ -1,6 +1,6 @@
-"""Which files on this machine a path the user typed stands for.
+"""Resolve a local path, folder or glob to data files.
 
-Nothing here reads records. Every fault is a ConfigError that repeats the path as it was typed.
+Reads no records. Every error is a ConfigError with the path as the user typed it.
 """
 
 import difflib
@@ -21,13 +21,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "text": (".txt",),
     megatron_files.KIND: (megatron_files.INDEX,),
 }
-"""What `ds_type` may say, and the file names that say it by themselves."""
+"""Values of `ds_type` and the file suffixes that imply them."""
 
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-"""How a file is compressed, by the last part of its name."""
+"""Compression by file suffix."""
 
 COMPRESSES_ITSELF = ("parquet", "arrow", megatron_files.KIND)
-"""Kinds that are read in parts, which a compressed file cannot be."""
+"""Kinds that need random access, so files must not be compressed."""
 
 NOT_READ = {
     ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
@@ -40,12 +40,12 @@ NOT_READ = {
     ".pkl": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
     ".pt": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
 }
-"""Endings of files that hold data in forms that are not read, and what to do."""
+"""Suffixes of unsupported data formats, with the recommended action."""
 
 NOT_DATA = re.compile(
     r"[._].*|readme.*|licen[cs]e.*|state\.json|dataset_(info|infos|dict)\.json", re.IGNORECASE
 )
-"""What lies in data folders without being data: hidden files, notices, notes of `datasets`."""
+"""Files in data folders that are not data: hidden files, notices, metadata of `datasets`."""
 
 SUFFIXES = tuple(
     suffix + compression
@@ -53,7 +53,7 @@ SUFFIXES = tuple(
     for suffix in suffixes
     for compression in ("", *(() if kind in COMPRESSES_ITSELF else COMPRESSED))
 )
-"""Every ending of a name that says what a file holds."""
+"""All suffixes that identify a file's kind."""
 
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 GLOB = re.compile(r"[*?\[]")
@@ -61,26 +61,26 @@ GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class Found:
-    """Files in reading order, named relative to `root`; `label` is what people call the data."""
+    """Files in reading order, named relative to `root`; `label` is the name shown to users."""
 
     label: str
     root: Path
     paths: tuple[Path, ...]
 
     def name_of(self, path: Path) -> str:
-        """How a pin names the file: below the root where it lies there, else its last part."""
+        """The file's name in a pin: relative to the root if it is below it, else its base name."""
         if path.is_relative_to(self.root):
             return path.relative_to(self.root).as_posix()
         return path.name
 
 
 def detect_compression(name: str) -> str | None:
-    """How the file called `name` is compressed, if it is."""
+    """The compression of the file called `name`, or None."""
     return COMPRESSED.get(Path(name).suffix.lower())
 
 
 def detect_file_kind(name: str) -> str | None:
-    """The kind that a file's name tells, compression aside; None when it tells none."""
+    """The kind implied by a file name without its compression suffix, or None."""
     if not name.lower().endswith(SUFFIXES):
         return None
     stem = name[: -len(Path(name).suffix)] if detect_compression(name) else name
@@ -89,7 +89,8 @@ def detect_file_kind(name: str) -> str | None:
 
 
 def looks_local(path: str) -> bool:
-    """Whether an absent path was meant as a file: its form or its surroundings say so."""
+    """Whether a missing path was meant as a local file, judged by its form and similar
+    local files."""
     return (
         path.startswith((".", "/", "~"))
         or path.lower().endswith(SUFFIXES)
@@ -100,18 +101,18 @@ def looks_local(path: str) -> bool:
 
 
 def is_near_a_file(name: str) -> bool:
-    """Whether an absent bare name is nearly one of this folder's: more likely that, mistyped, than
-    a repository of the hub."""
+    """Whether a missing bare name is similar to a file in the current folder, and so is more likely
+    a typo than a Hub repository."""
     return bool(difflib.get_close_matches(name, names_in(Path()), n=1, cutoff=0.8))
 
 
 def find_data(
     path: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> Found:
-    """The data files `path` names: a file, a glob, or a folder (all of it, or its `data_files`).
+    """Find the data files of `path`: a file, a glob, or a folder (all of it, or its `data_files`).
 
-    A folder whose files bear the names of splits gives those of `split`, or of `train`. Raises
-    ConfigError when there is nothing, or nothing of the asked kind.
+    If file names in a folder contain split names, returns the files of `split`, or of `train`.
+    Raises ConfigError if there is no file, or none of the requested kind.
     """
     check_split(path, split)
     target = Path(path).expanduser()
@@ -139,7 +140,7 @@ def find_data(
 
 
 def check_split(path: str, split: str | None) -> None:
-    """Files have splits by their names alone."""
+    """Reject `split` for a single file: files have splits only by name."""
     if split and not re.fullmatch(r"\w+", split):
         raise ConfigError(
             f"split is {split!r}, but parts of a split cannot be taken from files.\n"
@@ -148,7 +149,8 @@ def check_split(path: str, split: str | None) -> None:
 
 
 def check_kind(name: str, ds_type: str | None, path: str) -> None:
-    """Refuse a file of `path` whose kind nothing tells, or that is compressed and must not be."""
+    """Reject a file of unknown kind, and a compressed file of a kind that must not be
+    compressed."""
     kind = ds_type or detect_file_kind(name)
     called = name if name == path else f"{name} (of {path})"
     if kind is None:
@@ -167,7 +169,7 @@ def check_kind(name: str, ds_type: str | None, path: str) -> None:
 
 
 def missing(path: str) -> ConfigError:
-    """The error for a local path that is not there, with the names that are near it."""
+    """The error for a missing local path, with similar names."""
     target = Path(path).expanduser()
     parent = target.parent
     if not parent.is_dir():
@@ -181,7 +183,7 @@ def missing(path: str) -> ConfigError:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder, sorted. Raises ConfigError where it cannot be listed."""
+    """The names in a folder, sorted. Raises ConfigError if it cannot be listed."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except PermissionError as error:
@@ -189,7 +191,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def unreadable(path: Path) -> ConfigError:
-    """The error for a file or folder this user may not read."""
+    """The error for a file or folder without read permission."""
     return ConfigError(
         f"{path} cannot be read: permission denied.\n  Change its mode or its owner."
     )
@@ -225,16 +227,16 @@ def _folder(
 
 
 def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str | None) -> list[str]:
-    """Of the files below a folder that the user typed as `path`, those that are its data, sorted.
+    """Choose the data files among the files below the folder `path`, sorted.
 
-    Files that bear the names of splits are told apart: those of `split`, or of `train`, or of the
-    only one there is. Raises ConfigError when none is left.
+    If file names contain split names, chooses the files of `split`, or of `train`, or of the only
+    split. Raises ConfigError if none is left.
     """
     data = [
         name
         for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
         if (kind := detect_file_kind(name))
-        # Others call their files .idx too, so that alone makes no folder data of Megatron's.
+        # Other formats also use .idx files, so .idx alone does not make a Megatron dataset.
         and ds_type in ((kind,) if kind == megatron_files.KIND else (None, kind))
         and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)
     ]
@@ -257,19 +259,19 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
 
 
 def _endings(ds_type: str | None) -> list[str]:
-    """How files of this kind may end, compression aside; of any kind without one."""
+    """The suffixes of this kind without compression; of all kinds if None."""
     return [each for kind, them in KINDS.items() if ds_type in (None, kind) for each in them]
 
 
 def top(names: Sequence[str]) -> list[str]:
-    """The names directly in the folder below which `names` lie, sorted."""
+    """The names directly in the folder that contains `names`, sorted."""
     return sorted({PurePosixPath(name).parts[0] for name in names})
 
 
 def _saved(
     path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
 ) -> Found:
-    """A folder that `datasets` wrote (save_to_disk): the files its own notes list, in order."""
+    """A folder of `datasets.save_to_disk`: the files listed in its metadata, in order."""
     if ds_type not in (None, "arrow"):
         raise ConfigError(
             f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"
@@ -279,7 +281,7 @@ def _saved(
 
 
 def _data_file(path: str, folder: Path, name: str) -> list[Path]:
-    """One entry of data_files: relative to the folder, or else to where the command runs."""
+    """Resolve one entry of data_files: relative to the folder, or else to the working directory."""
     for target in (folder / name, Path(name).expanduser()):
         if target.is_file():
             return [target]
@@ -293,14 +295,14 @@ def _data_file(path: str, folder: Path, name: str) -> list[Path]:
 
 
 def _matches(root: Path, pattern: str) -> list[Path]:
-    """Files that match, sorted; as in a shell, hidden ones are not meant."""
+    """Files that match, sorted. As in a shell, hidden files do not match."""
     return sorted(
         file for file in root.glob(pattern) if file.is_file() and not file.name.startswith(".")
     )
 
 
 def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
-    """`data_files` are names in a folder; beside a file they mean nothing."""
+    """Reject `data_files` for a single file: they are names in a folder."""
     if data_files:
         raise ConfigError(
             f"{path} is a file, so data_files ({', '.join(data_files)}) has no folder to look in.\n"
@@ -309,7 +311,7 @@ def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
 
 
 def refuse_other_split(path: str, names: Sequence[str], split: str | None) -> None:
-    """Files are one split, called train, unless their names call them otherwise."""
+    """Reject other splits of files whose names contain no split: they are the split `train`."""
     if split in (None, "train"):
         return
     if not all(split in _words(Path(name)) for name in names):
@@ -328,6 +330,6 @@ def _splits_in(path: Path) -> set[str]:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of the names, and how many more there are."""
+    """The first few names, and the number of remaining ones."""
     shown = ", ".join(names[:8]) or "nothing"
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

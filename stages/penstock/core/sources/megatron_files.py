@@ -1,7 +1,6 @@
-"""Megatron-LM's indexed datasets by name: `<prefix>.idx` beside `<prefix>.bin`.
+"""Megatron-LM indexed datasets by name: `<prefix>.idx` and `<prefix>.bin`.
 
-What people call such data is the prefix; the files are found here and read in
-`penstock.prepare.readers.megatron`.
+Users specify the prefix. The files are found here and read in `penstock.prepare.readers.megatron`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ INDEX, DATA = ".idx", ".bin"
 
 
 def find_index(path: Path) -> Path | None:
-    """The index that `path` stands for: a prefix, or either of the two files; None: neither."""
+    """The index file of `path`, which is a prefix or one of the two files; None if neither."""
     if path.suffix in (INDEX, DATA):
         path = path.with_suffix("")
     elif path.exists():
@@ -24,7 +23,7 @@ def find_index(path: Path) -> Path | None:
 
 
 def with_data(files: Sequence[Path]) -> tuple[Path, ...]:
-    """The files, with its data after each index. Raises ConfigError where an index has none."""
+    """The files, with the .bin file after each index. Raises ConfigError if one is missing."""
     found: list[Path] = []
     for file in files:
         found.append(file)
@@ -41,16 +40,16 @@ def with_data(files: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def split_range(documents: int, splits: str, part: str) -> range:
-    """The documents of a split, as Megatron-LM shares out all of them in order.
+    """The document range of a split, divided as in Megatron-LM.
 
-    `splits` are the shares of train, validation and test, such as `980,10,10`; `part` is one of
+    `splits` are the weights of train, validation and test, such as `980,10,10`; `part` is one of
     these names.
     """
     shares = parse_splits(splits)
     bounds = [0]
     for share in shares:
         bounds.append(bounds[-1] + round(share / sum(shares) * documents))
-    # What rounding has too much or too little is the first split's.
+    # The first split absorbs the rounding difference.
     excess = bounds[-1] - documents
     bounds = [0, *(bound - excess for bound in bounds[1:])]
     place = PARTS.index(part)
@@ -61,7 +60,7 @@ PARTS = ("train", "validation", "test")
 
 
 def parse_splits(splits: str) -> tuple[float, float, float]:
-    """The three numbers of a text such as `980,10,10`; those left out at its end are 0.
+    """Parse a text such as `980,10,10`; missing trailing numbers are 0.
 
     Raises ValueError for anything else.
     """

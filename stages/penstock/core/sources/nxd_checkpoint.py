@@ -1,4 +1,4 @@
-"""Checkpoints of NeuronX Distributed, which are told from others by their names and never read."""
+"""Detection of NeuronX Distributed checkpoints, which are not supported."""
 
 import re
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 from penstock.core.errors import ConfigError
 
 SHARD = re.compile(r"dp_rank_\d+_tp_rank_\d+_pp_rank_\d+(\..*)?")
-"""What its files and folders of one rank's tensors are called."""
+"""File and folder names of one rank's shards."""
 
 DEPTH = 3
-"""Folders below which they lie at most: `<checkpoint>/<tag>/model/<rank>`."""
+"""Maximum folder depth of shards: `<checkpoint>/<tag>/model/<rank>`."""
 
 
 def refuse_nxd_checkpoint(path: str, field: str) -> None:
-    """Raise ConfigError where the folder that `field` names holds a checkpoint of NxD's."""
+    """Raise ConfigError if the folder in `field` is an NxD checkpoint."""
     folder = Path(path).expanduser()
     patterns = ("/".join(["*"] * depth) for depth in range(1, DEPTH + 1))
     if any(SHARD.fullmatch(file.name) for one in patterns for file in folder.glob(one)):

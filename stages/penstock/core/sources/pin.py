@@ -1,8 +1,8 @@
-"""Data, tokenizers and models from outside, pinned to their content.
+"""Source pinning: data, tokenizers and models identified by their content.
 
-A pin is the root of every key: it changes when the content changes and at no other time, wherever
-the content lies. Local files are pinned by digest, hub repositories by commit, built-in data by
-name and version, what lies behind a URL by what its store says of its content.
+Pins are the leaves of every cache key: a pin changes if and only if the content changes, wherever
+the content is stored. Local files are pinned by digest, Hub repositories by commit, built-in data
+by name and version, remote files by the version that their store reports.
 """
 
 import re
@@ -23,10 +23,10 @@ from penstock.core.sources.local_files import Found
 from penstock.core.sources.pin_remote import fetched, pin_remote_data, pin_remote_files
 
 BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
-"""Generated data sets and the version of what they generate; raised when that changes."""
+"""Built-in generated data sets and their versions; incremented when the generated data changes."""
 
 BUILTIN_TOKENIZER_VERSION = 1
-"""Raised when the byte-level tokenizer or its chat template changes."""
+"""Incremented when the byte-level tokenizer or its chat template changes."""
 
 BUILTIN_MODELS = {
     "builtin:tiny-llama": 1,
@@ -35,7 +35,7 @@ BUILTIN_MODELS = {
     "builtin:tiny-qwen3-moe": 1,
     "builtin:tiny-gpt-oss": 1,
 }
-"""Tiny randomly initialised models; each brings the byte-level tokenizer with it."""
+"""Tiny randomly initialized models; each includes the byte-level tokenizer."""
 
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -62,7 +62,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 HUB_TIMEOUT = 15.0
-"""Seconds the hub is given to name a commit."""
+"""Timeout in seconds for the Hub to resolve a commit."""
 
 
 def pin_data(
@@ -75,11 +75,11 @@ def pin_data(
     ds_type: str | None = None,
     token: bool | None = None,
 ) -> Source:
-    """Pin a data set: a file, folder or glob here or behind a URL, a hub id, or something built in.
+    """Pin a data set: a local or remote file, folder or glob, a Hub id, or a built-in data set.
 
-    `data_files` keep the user's order; all else is sorted. `token` says whether the hub's login is
-    used (true), not used (false), or used if there is one. Raises ConfigError for what does not
-    exist and CapabilityError when the hub is needed and cannot be reached.
+    `data_files` keep the user's order; all other files are sorted. `token` says whether the Hub
+    login is used (true), not used (false), or used if there is one (None). Raises ConfigError for a
+    missing source, and CapabilityError if the Hub is needed and cannot be reached.
     """
     files = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if path in BUILTIN_DATA or path.startswith("builtin:"):
@@ -111,9 +111,10 @@ def pin_data(
 
 
 def pin_tokenizer(path: str, revision: str | None = None) -> Source:
-    """Pin a tokenizer: only the files that decide what it does, so that weights may change.
+    """Pin a tokenizer: only the tokenizer files, so that changed weights do not change the pin.
 
-    Raises ConfigError for a folder without a tokenizer, CapabilityError for an unreachable hub.
+    Raises ConfigError for a folder without a tokenizer, CapabilityError if the Hub cannot be
+    reached.
     """
     if path.startswith("builtin:"):
         _builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
@@ -137,7 +138,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
 def pin_model(path: str, revision: str | None = None) -> Source:
     """Pin a model: its config and safetensors weights, or a config alone.
 
-    Raises ConfigError for a folder without either, CapabilityError for an unreachable hub.
+    Raises ConfigError for a folder without either, CapabilityError if the Hub cannot be reached.
     """
     if path.startswith("builtin:"):
         return _builtin(path, BUILTIN_MODELS)
@@ -152,8 +153,8 @@ def pin_model(path: str, revision: str | None = None) -> Source:
 
 
 def check_model(path: str) -> None:
-    """Raise what `pin_model` raises for a local path, without reading a weight; nothing is asked
-    of the hub or of a store."""
+    """Raise the errors of `pin_model` for a local path without reading weights. Makes no requests
+    to the Hub or a remote store."""
     if path.startswith("builtin:"):
         _builtin(path, BUILTIN_MODELS)
     elif not is_url(path) and not _is_on_hub(path):
@@ -161,9 +162,9 @@ def check_model(path: str) -> None:
 
 
 def pin_adapter(path: str) -> Source:
-    """Pin an adapter in PEFT's form.
+    """Pin an adapter in PEFT format.
 
-    Raises ConfigError for a folder without one, CapabilityError for an unreachable hub.
+    Raises ConfigError for a folder without one, CapabilityError if the Hub cannot be reached.
     """
     if is_url(path):
         return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
@@ -182,9 +183,9 @@ def pin_adapter(path: str) -> Source:
 
 
 def pin_config(path: str) -> Source:
-    """Pin a model's config.json alone, so that weights lying beside it do not matter.
+    """Pin a model's config.json alone, so that weights in the same folder do not affect the pin.
 
-    Raises ConfigError where there is none, CapabilityError for an unreachable hub.
+    Raises ConfigError if there is none, CapabilityError if the Hub cannot be reached.
     """
     if path.startswith("builtin:") or (not is_url(path) and _is_on_hub(path)):
         return pin_model(path)
@@ -200,7 +201,7 @@ def pin_config(path: str) -> Source:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether `path` is the folder of a training checkpoint, by the files that it has."""
+    """Whether `path` is a training checkpoint folder, judged by its files."""
     if is_url(path):
         return (RemotePath.of(path) / "COMPLETE").info(tries=QUICK) is not None
     folder = Path(path).expanduser()
@@ -208,9 +209,9 @@ def is_checkpoint(path: str) -> bool:
 
 
 def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Source:
-    """Pin a training checkpoint, which `field` names: every file of its folder.
+    """Pin the training checkpoint in `field`: every file of its folder.
 
-    Raises ConfigError for what is no folder or was not saved to the end.
+    Raises ConfigError if it is not a folder or is incomplete.
     """
     if is_url(path):
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
@@ -224,7 +225,7 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
 
 
 def incomplete_checkpoint(path: str, field: str) -> ConfigError:
-    """The error for a `path` in `field` that no checkpoint was saved to, to its end."""
+    """The error for a `path` in `field` that is not a complete checkpoint."""
     return ConfigError(
         f"{field} {redact(path)} is not a complete checkpoint.\n"
         "  Name a folder in a run's checkpoints/ whose save ended."
@@ -239,7 +240,7 @@ def _builtin(path: str, known: dict[str, int]) -> Source:
 
 
 def _is_on_hub(path: str) -> bool:
-    """Whether `path` names a hub repository; raises ConfigError for an absent local path."""
+    """Whether `path` is a Hub repository. Raises ConfigError for a missing local path."""
     if not path:
         raise ConfigError("a path is empty.\n  Give a file, a folder, or a hub id.")
     target = Path(path).expanduser()
@@ -257,7 +258,7 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _find_model(path: str) -> Found:
-    """The files of a local model: its folder's, or a config.json alone."""
+    """The files of a local model: those of its folder, or a single config.json."""
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
         return Found(target.name, target.parent, (target,))
@@ -281,7 +282,8 @@ def _refuse_for_files(path: str, **given: str | None) -> None:
 
 
 def _fetched(url: str, patterns: Sequence[str]) -> Path:
-    """A folder here with those files of the URL: few and small, and needed before any stage."""
+    """A local folder with those files of the URL. They are few and small, and every stage needs
+    them."""
     return fetched(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
 
 
@@ -321,7 +323,7 @@ def _commit_of(
     kind: Literal["dataset", "model"],
     token: bool | None = None,
 ) -> str:
-    """The 40 hex digits `revision` (default: main) stands for now, or stood for when last seen."""
+    """The 40-digit commit of `revision` (default: main), now or when it was last resolved."""
     if revision and COMMIT.fullmatch(revision):
         return revision
     commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind, token)
@@ -339,7 +341,7 @@ def _commit_of(
 def _ask_hub(
     repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
 ) -> str | None:
-    """The commit the hub names, or None when it cannot be reached."""
+    """Resolve the commit on the Hub; None if the Hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -375,7 +377,7 @@ def _ask_hub(
 
 
 def _remembered_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
-    """The commit in the refs of the hub's cache on this machine, if it was ever fetched."""
+    """The commit in the refs of the local Hub cache, if it was ever downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"

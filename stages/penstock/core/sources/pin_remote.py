@@ -1,8 +1,7 @@
-"""Pins of what lies behind URLs: by what stores say of the content, and by reading it if they do
-not say.
+"""Pins of remote files, by the store's version metadata or else by reading the content.
 
-A pin names files without their bucket or server, so data that moves keeps its key; and without user
-or query, so a URL that is signed anew does too.
+A pin names files without bucket or server, so moved data keeps its key; and without user or query,
+so a newly signed URL keeps its key, too.
 """
 
 import shutil
@@ -34,10 +33,10 @@ from penstock.core.sources.remote_files import (
 )
 
 FETCHED = "fetched"
-"""Folder of the user's cache for content that came from URLs, named by that content."""
+"""Content-addressed folder of downloaded files in the user's cache."""
 
 AT_ONCE = 8
-"""Files that are fetched side by side."""
+"""Concurrent downloads."""
 
 CHUNK = 4 << 20
 
@@ -45,15 +44,15 @@ CHUNK = 4 << 20
 def pin_remote_data(
     url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> Source:
-    """Pin the data files a URL names. Raises ConfigError and CapabilityError, as for local ones."""
+    """Pin the data files of a URL. Raises ConfigError and CapabilityError, as for local files."""
     found = find_remote_data(url, split=split, data_files=data_files, ds_type=ds_type)
     return _pinned(found, {"label": found.label})
 
 
 def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
-    """Pin those files of a folder that match `patterns`, or a single file.
+    """Pin the files of a folder that match `patterns`, or a single file.
 
-    Raises ConfigError that says `lacking` when there are none.
+    Raises ConfigError with the text `lacking` if there are none.
     """
     place = RemotePath.of(url)
     info = place.info(tries=QUICK)
@@ -78,14 +77,15 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
 
 
 def resolve_folder(typed: str, source: Source) -> str:
-    """Where what the user `typed` can be read: itself, or the folder it was fetched to."""
+    """The readable location of the user's `typed` path: itself, or the folder it was
+    downloaded to."""
     return str(_folder_around(source)) if is_url(typed) else typed
 
 
 def fetched(source: Source) -> Path:
-    """The folder on this machine that holds what `source` pins, fetched if it is not there yet.
+    """The local folder of the files that `source` pins, downloaded if necessary.
 
-    Raises StageError when what lies behind the URLs has changed, or the connection breaks.
+    Raises StageError if the remote content has changed, or the connection is lost.
     """
     folder = env.cache_home() / FETCHED / short(source.key)
     if not source.urls:
@@ -110,7 +110,7 @@ def fetched(source: Source) -> Path:
 
 
 def _folder_around(source: Source) -> Path:
-    """The folder below which the pin names its files."""
+    """The folder that the pin's file names are relative to."""
     depth = len(PurePosixPath(str(source.pin["files"][0]["name"])).parts)
     return source.paths[0].parents[depth - 1]
 
@@ -134,7 +134,7 @@ def _pinned(found: RemoteFound, more: dict[str, Any]) -> Source:
         if version is None or file.info["size"] is None:
             return _read(found, more)
         if not is_digest(version):
-            # Such words are told apart by their server alone.
+            # Such versions are only unique per server.
             version = {**version, "url": file.place.said}
         files.append({"name": file.name, "bytes": int(file.info["size"]), **version})
     urls = tuple(file.place.url for file in found.files)
@@ -142,9 +142,9 @@ def _pinned(found: RemoteFound, more: dict[str, Any]) -> Source:
 
 
 def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
-    """Files whose server tells no version apart: they are read now, and used as they were read.
+    """Pin files whose server reports no version: download them now, and use the downloaded bytes.
 
-    A file that could change unnoticed between two runs is read in each of them.
+    Such files are read in every run, because a change between two runs would not be detected.
     """
     home = env.cache_home() / FETCHED
     home.mkdir(parents=True, exist_ok=True)

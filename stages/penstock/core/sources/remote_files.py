@@ -1,7 +1,7 @@
-"""Which files behind a URL the user meant: a file, a folder (prefix), a glob, as for local paths.
+"""Resolve a URL to data files: a file, a folder (prefix) or a glob, as for local paths.
 
-Asks stores for listings and never for content, so that what is absent or refused is known before
-any work starts.
+Only lists files and reads no content, so missing files and denied access are known before any work
+starts.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from penstock.core.sources.local_files import GLOB, some, top
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file by the name a pin gives it, where it lies, and what its store says of it."""
+    """A file: its name in the pin, its location, and the store's metadata."""
 
     name: str
     place: RemotePath
@@ -32,7 +32,7 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteFound:
-    """Files in reading order; `label` is what people call the data."""
+    """Files in reading order; `label` is the name shown to users."""
 
     label: str
     files: tuple[RemoteFile, ...]
@@ -41,9 +41,9 @@ class RemoteFound:
 def find_remote_data(
     url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> RemoteFound:
-    """The data files the URL names, or those `data_files` name in the folder that it is.
+    """The data files of the URL, or those named by `data_files` in that folder.
 
-    Raises ConfigError when there is nothing, CapabilityError when the store refuses.
+    Raises ConfigError if there are none, CapabilityError if access is denied.
     """
     local_files.check_split(redact(url), split)
     found = _find(url, split, data_files, ds_type)
@@ -85,7 +85,7 @@ def _find(
 
 
 def missing(url: str) -> ConfigError:
-    """The error for a URL where nothing is, with the names that are near it."""
+    """The error for a URL with no files, with similar names."""
     parent, name = split_parent(redact(url))
     names = sorted(RemotePath.of(parent).names()) if name else []
     if not names:
@@ -100,7 +100,7 @@ def _label(place: RemotePath) -> str:
 
 
 def _glob(place: RemotePath) -> RemoteFound:
-    """What the store says matches. Files are named below the last folder without a pattern."""
+    """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
         place.system.invalidate_cache()
         found: Any = retry_until_connected(
@@ -134,7 +134,7 @@ def _never() -> Any:
 
 
 def _named(place: RemotePath, name: str) -> RemoteFile:
-    """One of data_files on a web server: asked for by itself."""
+    """One entry of data_files on a web server, which cannot be listed."""
     file = RemotePath.of(url_join(place.url, name))
     info = file.info(tries=QUICK)
     if info is None:
@@ -159,7 +159,7 @@ def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str
 
 
 def _saved(place: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
-    """The files that the notes of save_to_disk list, in order; None where there are no notes."""
+    """The files listed in the metadata of save_to_disk, in order; None if there is no metadata."""
     if SPLITS in files:
         folder = SavedFolder(Path(), tuple(_notes(place / SPLITS).get("splits") or ()))
     elif STATE in files:

@@ -1,4 +1,4 @@
-"""Which evaluation is the best so far, and whether a run should go on after those it has seen."""
+"""Early stopping and best-checkpoint tracking."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -14,26 +14,26 @@ from penstock.core.errors import ConfigError
 
 @dataclass
 class EarlyStopping:
-    """Hears every evaluation of a run, in order."""
+    """Receives every evaluation of a run, in order."""
 
     by: SaveBestConfig
-    """How the best is told."""
+    """How the best checkpoint is chosen."""
     until: EarlyStoppingConfig
-    """When to give up."""
+    """When to stop early."""
     best: Mapping[str, Any] | None = None
-    """The record of the evaluation whose checkpoint is kept as the best."""
+    """The evaluation record of the best checkpoint."""
     _reached: float | None = None
-    """The best value that `until` has heard of."""
+    """The best value that early stopping has seen."""
     _waited: int = 0
-    """Evaluations since then."""
+    """Evaluations since then without improvement."""
 
     @classmethod
     def of(cls, train: TrainConfig) -> "EarlyStopping":
-        """What the settings say."""
+        """Build from the config."""
         return cls(train.save_best, train.early_stopping)
 
     def require(self, names: Collection[str]) -> None:
-        """Raise ConfigError for a metric that is none of `names`, which evaluations tell."""
+        """Raise ConfigError for a metric that is not in `names`, the metrics of evaluations."""
         asked = {"save_best": self.by.metric}
         if self.until.patience:
             asked["early_stopping"] = self.until.metric
@@ -46,7 +46,7 @@ class EarlyStopping:
                 )
 
     def is_best(self, record: Mapping[str, Any]) -> bool:
-        """Whether this evaluation is better than the best one."""
+        """Whether this evaluation is better than the best so far."""
         metric = self.by.metric
         if metric is None or (value := record.get(metric)) is None:
             return False
@@ -56,7 +56,7 @@ class EarlyStopping:
         return sign * value > sign * self.best[metric]
 
     def hear(self, record: Mapping[str, Any]) -> None:
-        """Take note of an evaluation, for `is_tired`."""
+        """Update the early-stopping state with an evaluation."""
         if not self.until.patience or (value := record.get(self.until.metric)) is None:
             return
         value *= metric_sign(self.until.metric)
@@ -68,24 +68,24 @@ class EarlyStopping:
 
     @property
     def is_tired(self) -> bool:
-        """Whether too many evaluations in a row were no better."""
+        """Whether the number of evaluations without improvement exceeds the patience."""
         return bool(self.until.patience) and self._waited >= self.until.patience
 
     def as_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it; empty where nobody asks."""
+        """The state for a checkpoint; empty if disabled."""
         if self.by.metric is None and not self.until.patience:
             return {}
         best = dict(self.best) if self.best else None
         return {"judged": {"best": best, "reached": self._reached, "waited": self._waited}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `as_json` made, if it is there."""
+        """Restore the state from `as_json`, if present."""
         if judged := state.get("judged"):
             self.best = judged["best"]
             self._reached, self._waited = judged["reached"], judged["waited"]
 
 
 def needed_by(state: Mapping[str, Any]) -> list[int]:
-    """The step of the best checkpoint until the one with this `state.json`, where it is another."""
+    """The step of the best checkpoint as of this `state.json`, if it is another checkpoint."""
     best = (state.get("judged") or {}).get("best")
     return [best["step"]] if best and best["step"] != state["step"] else []

@@ -1,6 +1,6 @@
-"""What `penstock eval` found of a run's model, kept beside the run for its report.
+"""Results of `penstock eval`, stored in the run folder for the report.
 
-It is no part of the run's result: it comes later, and as often as somebody asks.
+They are not part of the run's result, because evaluations may be run later and repeatedly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,15 @@ from penstock.train.launch.job import EVAL_RESULTS
 from penstock.train.masked_text import masked
 
 MOST_ANSWERS = 12
-"""Answers that are kept, half of them wrong ones where there are as many of either."""
+"""Maximum number of stored completions; half of them wrong ones, if there are enough of both."""
 MOST_CHARACTERS = 2_000
-"""Of each text that is kept."""
+"""Maximum length of each stored text."""
 TEXTS = ("prompt", "expected", "answer")
 
 
 def keep_held_out(folder: Path, key: str, found: Mapping[str, Any]) -> None:
-    """Keep what came of held-out prompts, for the run with this key in `folder`: `asked`, `right`,
-    `accuracy`, `pattern` (of what was compared, or None) and `samples`, each with TEXTS and
-    `right`."""
+    """Store held-out results for the run with this key in `folder`: `asked`, `right`, `accuracy`,
+    `pattern` (of the compared part, or None) and `samples`, each with TEXTS and `right`."""
     samples = [_brief(sample) for sample in _chosen(found["samples"])]
     _keep(folder, key, held_out={**found, "samples": samples, "time": _now()})
 
@@ -30,7 +29,8 @@ def keep_held_out(folder: Path, key: str, found: Mapping[str, Any]) -> None:
 def keep_task_scores(
     folder: Path, key: str, scores: Sequence[Mapping[str, Any]], limit: int | None
 ) -> None:
-    """Keep scores (`task`, `metric`, `value`, `stderr`) in place of earlier ones of these tasks."""
+    """Store task scores (`task`, `metric`, `value`, `stderr`), replacing earlier ones of these
+    tasks."""
     again = {score["task"] for score in scores}
     kept = [each for each in kept_eval_results(folder, key)["tasks"] if each["task"] not in again]
     told = [{**score, "limit": limit, "time": _now()} for score in scores]
@@ -38,8 +38,8 @@ def keep_task_scores(
 
 
 def kept_eval_results(folder: Path, key: str) -> dict[str, Any]:
-    """`held_out`, None where nobody has asked, and `tasks`. What was kept of another run that had
-    the folder before is passed over."""
+    """Read `held_out` (None if not evaluated) and `tasks`. Results of another run that used the
+    same folder are ignored."""
     path = folder / EVAL_RESULTS
     nothing: dict[str, Any] = {"held_out": None, "tasks": []}
     found = read_json(path) if path.is_file() else nothing
@@ -51,7 +51,7 @@ def _keep(folder: Path, key: str, **results: Any) -> None:
 
 
 def _chosen(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first wrong and the first right ones, in their order."""
+    """The first wrong and the first right samples, in their order."""
     of = {is_right: [s for s in samples if s["right"] == is_right] for is_right in (False, True)}
     wrong = min(len(of[False]), max(MOST_ANSWERS // 2, MOST_ANSWERS - len(of[True])))
     kept = {id(sample) for sample in of[False][:wrong] + of[True][: MOST_ANSWERS - wrong]}

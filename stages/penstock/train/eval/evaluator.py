@@ -1,6 +1,6 @@
-"""How good a model is at rows that it does not learn from: the records that evaluations are.
+"""Evaluation on held-out rows.
 
-The numbers do not depend on the layout: every trained token of the same rows is counted once.
+The metrics do not depend on the parallel layout: every trained token of the rows counts once.
 """
 
 import math
@@ -27,28 +27,28 @@ from penstock.train.launch.job import Job
 
 
 class EvalMetric(Protocol):
-    """What looks at rows and tells something of them, the same on all ranks."""
+    """A metric accumulated over rows, the same on all ranks."""
 
     @property
     def names(self) -> list[str]:
-        """What `record` tells."""
+        """The keys of `record`."""
         ...
 
     def begin(self) -> None:
-        """Forget what has been seen."""
+        """Reset the accumulated values."""
         ...
 
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """Look at this rank's micro-batches. Called by all ranks."""
+        """Accumulate over this rank's micro-batches. Collective."""
         ...
 
     def record(self) -> dict[str, float]:
-        """What there is to tell of all that all ranks have seen. Called by all ranks."""
+        """Reduce over all ranks and return the metrics. Collective."""
         ...
 
 
 class Evaluator:
-    """Packed rows to evaluate on, the same ones each time."""
+    """Evaluates on a fixed set of packed rows."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class Evaluator:
         rows_per_batch: int,
         teller: EvalMetric | None = None,
     ) -> None:
-        """`rows_per_batch` rows are a batch where batches are counted. Unless there is another
-        `teller`, it is told how well tokens are foretold."""
+        """`rows_per_batch` is the batch size for settings that count batches. The default metric is
+        the token loss."""
         self._rows, self._built, self._ranks = rows, built, ranks
-        # Micro-batches are computed one by one, however long others are.
+        # Micro-batches are computed one by one, so they need no common length.
         self._reading = replace(reading, pad_to="own")
         self._size = train.eval_micro_batch_size or train.micro_batch_size
         self._rows_per_batch = rows_per_batch
@@ -73,18 +73,19 @@ class Evaluator:
         self._teller = teller or TokenMetrics(rows, built, ranks)
 
     def __len__(self) -> int:
-        """Rows that are evaluated on."""
+        """Number of evaluation rows."""
         return len(self._chosen)
 
     @property
     def names(self) -> list[str]:
-        """What `evaluate` tells."""
+        """The keys of `evaluate`."""
         return self._teller.names
 
     def rehearse(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
-        """Evaluate on the dearest rows alone, so many `batches` of them, and tell nobody.
+        """Evaluate `batches` batches of the most expensive rows without logging, as a memory and
+        sanity check.
 
-        Raises StageError if the loss is not finite. Called by all ranks.
+        Raises StageError if the loss is not finite. Collective.
         """
         found = self.evaluate(is_asked_to_stop, most_rows=batches * self._rows_per_batch)
         if found and not math.isfinite(found[LOSS]):
@@ -98,13 +99,13 @@ class Evaluator:
     def evaluate(
         self, is_asked_to_stop: Callable[[], object], *, most_rows: int | None = None
     ) -> dict[str, float] | None:
-        """What there is to tell of the rows, by name.
+        """Return the metrics over the rows, by name.
 
-        None when any rank is asked to stop before the end. `most_rows` are evaluated on, the
-        dearest ones; by default all. Called by all ranks; all get the same.
+        None if any rank is asked to stop before the end. Evaluates at most `most_rows`, the most
+        expensive ones; by default all. Collective; all ranks get the same result.
         """
         self._teller.begin()
-        # Replicas compute rows of similar cost at the same time.
+        # Sort by cost, so that replicas compute rows of similar cost at the same time.
         by_cost = np.argsort(-self._costs[self._chosen], kind="stable")
         dearest_first = self._chosen[by_cost][:most_rows]
         at_once = self._built.degrees.num_replicas * self._size
@@ -117,7 +118,7 @@ class Evaluator:
         return self._teller.record()
 
     def _mine(self, rows: Integers) -> Groups:
-        """Those of the rows that this rank's replica evaluates."""
+        """The rows that this rank's replica evaluates."""
         return assign_micro_batches(
             rows.tolist(),
             self._costs[rows].tolist(),
@@ -134,9 +135,10 @@ def held_out_rows(
     reading: LoaderConfig,
     rows_per_batch: int,
 ) -> Evaluator | None:
-    """What a run evaluates on; None where nothing is held out, or nothing of it is wanted.
+    """Build the evaluator of a run; None if there is no held-out data, or no evaluation is
+    configured.
 
-    Raises ConfigError where evaluations are asked for, and there is nothing.
+    Raises ConfigError if evaluation is configured and there is no held-out data.
     """
     train = job.config.train
     folder = job.packed / "data" / "validation"
@@ -144,14 +146,15 @@ def held_out_rows(
     if folder.is_dir():
         rows = PackedRows(folder)
         preferences = built.engine.preferences
-        # Also where what is trained with moves: evaluations of a run are to be compared.
+        # Fixed reference log-probs even if the training reference moves, so that evaluations are
+        # comparable.
         references = References(job.scores) if job.scores else None
         teller = PreferenceMetrics(preferences, references) if preferences else None
         size = train.eval_rows_per_batch or rows_per_batch
         found = Evaluator(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
     asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     asked = [name for name in asking if getattr(train, name)]
-    # No batches are a wish too, but for a run that does nothing else.
+    # Zero batches is a valid setting, except for a run that only evaluates.
     if asked and (found is None or (train.eval_only and not found)):
         raise ConfigError(
             f"train.{asked[0]} is {shown(getattr(train, asked[0]))}, "
@@ -163,7 +166,7 @@ def held_out_rows(
 
 
 def chosen_rows(num_rows: int, limit: int | float | None, rows_per_batch: int) -> Integers:
-    """The rows that `train.eval_max_batches` leaves, from all parts of what is held out."""
+    """The rows that `train.eval_max_batches` selects, spread over all held-out data."""
     count = num_rows
     if isinstance(limit, float):
         count = math.ceil(Fraction(str(limit)) * num_rows)

@@ -1,4 +1,4 @@
-"""What an evaluation tells of answers: the loss, and which of them are preferred."""
+"""Preference evaluation metrics: the loss and the preference accuracy."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ PREFIX = "eval_"
 
 
 class PreferenceMetrics:
-    """The loss that is trained on, and its measures, of answers that are held out."""
+    """The training loss and its metrics on held-out completions."""
 
     def __init__(self, preferences: Preferences, references: References | None) -> None:
         self._preferences, self._references = preferences, references
@@ -19,23 +19,23 @@ class PreferenceMetrics:
 
     @property
     def names(self) -> list[str]:
-        """What `record` tells."""
-        # There is nothing to be right about in answers that are judged one by one.
+        """The keys of `record`."""
+        # KTO has unpaired completions, so there is no preference accuracy.
         left_out = {RIGHT} if self._preferences.how.loss_type == "kto" else set[str]()
         names = ("loss", *NAMES, MARGINS)
         return [f"{PREFIX}{name}" for name in names if name not in left_out]
 
     def begin(self) -> None:
-        """Forget what has been seen."""
+        """Reset the accumulated values."""
         self._seen = []
 
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """Look at this rank's micro-batches."""
+        """Accumulate over this rank's micro-batches."""
         references = self._references.of(batches) if self._references else ()
         self._seen += self._preferences.look(batches, references)
 
     def record(self) -> dict[str, float]:
-        """What there is to tell of all that all ranks have seen."""
+        """Reduce over all ranks and return the metrics."""
         loss, found = self._preferences.conclude(self._seen)
         return {
             f"{PREFIX}loss": loss,

@@ -1,4 +1,4 @@
-"""What the model, as it is now, makes of the answers in rows."""
+"""Reference log-probs: sequence log-probs of completions under the current weights."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -17,19 +17,19 @@ from penstock.rows.shared_prefix import PER_SAMPLE
 from penstock.train.dataloader import LoaderConfig
 
 ROUNDS = 8
-"""Micro-batches of each replica that are passed forward together."""
+"""Micro-batches per replica and forward call."""
 
 
 class Scored(NamedTuple):
-    """Samples and their scores, the same on all ranks."""
+    """Samples and their log-probs, the same on all ranks."""
 
     samples: list[bytes]
     scores: Scores
-    """Summed log-probabilities of their answers, [D, A]."""
+    """Summed log-probs of their completions, [D, A]."""
 
 
 class Scoring:
-    """Rows in, scores out, whatever the layout."""
+    """Computes sequence log-probs of rows under any parallel layout."""
 
     def __init__(self, run: RunConfig, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._built, self._ranks = built, ranks
@@ -38,17 +38,17 @@ class Scoring:
         self._replicas = built.degrees.num_replicas
 
     def chunks(self, rows: Iterable[Row]) -> Iterator[Scored]:
-        """The scores of some rows after another. Called by all ranks, with the same rows."""
+        """Yield the log-probs chunk by chunk. Collective; all ranks pass the same rows."""
         left = iter(rows)
         while chunk := list(islice(left, self._size * self._replicas * ROUNDS)):
             yield self._score(chunk)
 
     def _score(self, rows: list[Row]) -> Scored:
         self._ranks.pulse.begins("scoring")
-        # A sample that data hold twice is scored twice, each time in a place of its own: replicas
-        # add their tables up.
+        # A sample that occurs twice is computed twice and has two entries, because the replicas'
+        # tables are summed.
         samples: list[bytes] = []
-        starts: dict[int, int] = {}  # by identity: rows of two splits bear the same numbers
+        starts: dict[int, int] = {}  # By identity: rows of two splits have the same numbers.
         for row in rows:
             starts[id(row)] = len(samples)
             samples += _samples(row)

@@ -1,8 +1,9 @@
-"""A reference model that follows the one that is trained: every so many steps it becomes that one.
+"""Reference model updates (TRL `sync_ref_model`): every n steps the reference becomes the current
+model.
 
-There is no second model. When the reference moves, the model of that moment says what it makes of
-the answers of all steps until the next move, and that is kept beside the checkpoints, for runs that
-are interrupted meanwhile.
+No second model is kept in memory. At an update, the current model computes the reference log-probs
+of the completions of all steps until the next update. They are stored with the checkpoints, so that
+an interrupted run can resume.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,20 +26,19 @@ from penstock.train.launch.job import Job
 
 
 class References:
-    """Those of the model that training starts from, as the stage `reference` has left them."""
+    """Reference log-probs of the initial model, computed by the stage `reference`."""
 
     def __init__(self, folder: Path) -> None:
-        """Read them. Raises ArtifactError for a file that cannot be read."""
+        """Read the log-probs. Raises ArtifactError for an unreadable file."""
         self._scores = AnswerScores(folder)
 
     def begin(self, step: int, cursor: Cursor) -> None:
-        """The step with this number, from 0, whose rows begin at `cursor`, is next. Called by all
-        ranks."""
+        """Prepare for step `step` (from 0), whose rows begin at `cursor`. Collective."""
         del step, cursor
 
     def of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """Log-probabilities of each micro-batch's answers, fp64 [D, A]. Raises ArtifactError for
-        a sample that there is none of."""
+        """Reference log-probs of each micro-batch's completions, fp64 [D, A]. Raises ArtifactError
+        for a sample without log-probs."""
         return [
             torch.from_numpy(self._scores.of(batch.branching.samples if batch.branching else ()))
             for batch in batches
@@ -48,11 +48,11 @@ class References:
 FOLDER = "references"
 
 KEPT = 2
-"""Moves of which scores are kept: a checkpoint may be older than the last one."""
+"""Number of updates whose log-probs are kept: a checkpoint may be older than the last update."""
 
 
 class SyncedRefModel(References):
-    """Until the first move, those of the model that training starts from."""
+    """Reference log-probs that are updated; before the first update, those of the initial model."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class SyncedRefModel(References):
         self._rows, self._batches = rows, batches
         self._root = job.output_dir / FOLDER
         self._moved = 0
-        """The step of the last move."""
+        """The step of the last update."""
 
     def begin(self, step: int, cursor: Cursor) -> None:
-        """Move if it is time, or take up the last move of a run that was interrupted.
+        """Update if due, or load the last update of a resumed run.
 
-        Raises ArtifactError if nothing is left of that.
+        Raises ArtifactError if its files are missing.
         """
         last = step - step % self._every
         if last == self._moved:
@@ -102,7 +102,7 @@ class SyncedRefModel(References):
         self._ranks.wait()
 
     def _ahead(self, cursor: Cursor) -> Iterator[Row]:
-        """Rows with the samples of all steps until the next move, each of them once."""
+        """The rows with the samples of all steps until the next update, without duplicates."""
         numbers: set[int] = set()
         for _ in range(self._every):
             numbers.update(self._batches.rows(cursor).tolist())
@@ -113,7 +113,7 @@ class SyncedRefModel(References):
 def build_ref_model(
     job: Job, built: BuiltModel, ranks: ProcessInfo, rows: PackedRows, batches: StepSampler
 ) -> References | None:
-    """What answers are compared with while training; None where it is nothing."""
+    """Build the reference log-probs of training; None if the loss needs none."""
     if job.scores is None:
         return None
     if job.config.preference.ref_update_steps > 0:

@@ -1,4 +1,4 @@
-"""What a model answers to the same prompts while it is trained, with its weights as they are."""
+"""Sample prompts: completions of fixed prompts with the current weights during training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ from penstock.train.launch.job import Job
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts and the tokenizer that they are read and answers are told with."""
+    """Prompts, and the tokenizer that encodes them and decodes completions."""
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
     end: int | None
-    """The token that ends an answer."""
+    """The end-of-sequence token."""
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
     def of(cls, texts: Sequence[str], tokenizer: str, revision: str | None) -> "Prompts":
-        """Texts as a user's messages where the tokenizer has a chat template, else as they are."""
+        """Encode texts as user messages if the tokenizer has a chat template, else as plain
+        text."""
         loaded = load_tokenizer(tokenizer, revision)
         if loaded.chat_template:
             asked = [[{"role": "user", "content": text}] for text in texts]
@@ -34,7 +35,7 @@ class Prompts:
                 loaded.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
                 for one in asked
             ]
-            # A template writes special tokens itself.
+            # The chat template already adds special tokens.
             found = [loaded.encode(str(text), add_special_tokens=False) for text in rendered]
         else:
             found = [loaded.encode(text) for text in texts]
@@ -44,7 +45,7 @@ class Prompts:
         )
 
     def told(self, answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Each prompt beside its answer, without the token that ends it."""
+        """Each prompt with its decoded completion, without the end-of-sequence token."""
         found: list[dict[str, Any]] = []
         for text, answer in zip(self.texts, answers, strict=True):
             ended = bool(answer) and answer[-1] == self.end
@@ -62,7 +63,7 @@ class _StoppedError(Exception):
 
 
 class Sampler:
-    """Answers prompts with the likeliest tokens. Every rank makes one and makes the same calls."""
+    """Completes prompts with greedy decoding. Every rank creates one and makes the same calls."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class Sampler:
         *,
         max_new_tokens: int,
     ) -> None:
-        """`prompts` are the leading rank's to give.
+        """`prompts` are only given on rank 0.
 
-        Raises ConfigError for a prompt that the model cannot answer, before it is trained for long.
+        Raises ConfigError for a prompt that the model cannot complete, before training starts.
         """
         self._prompts, self._generator, self._ranks = prompts, built.generator, ranks
         told = ranks.gather((prompts.tokens, prompts.end) if prompts else None)[0]
@@ -87,10 +88,10 @@ class Sampler:
             self._generator.require_possible(f"train.sample_prompts.{number}", prompt)
 
     def answer(self, is_asked_to_stop: Callable[[], object]) -> list[dict[str, Any]] | None:
-        """Each prompt and its answer, told on the leading rank alone.
+        """Generate completions; rank 0 returns each prompt with its completion.
 
-        None when any rank is asked to stop before the end. Raises NotFiniteError for a model that
-        has diverged.
+        None if any rank is asked to stop before the end. Raises NotFiniteError for a diverged
+        model.
         """
 
         def go_on() -> None:
@@ -106,12 +107,12 @@ class Sampler:
 
 
 def build_sampler(job: Job, built: BuiltModel, ranks: ProcessInfo) -> Sampler | None:
-    """What the settings ask for; None: no prompts."""
+    """Build the sampler of the config; None without prompts."""
     train, prompts = job.config.train, None
     if not train.sample_prompts:
         return None
     if ranks.leads:
-        # Tokenizers come with a library that takes seconds, and that no other rank needs.
+        # The tokenizer library takes seconds to import, and no other rank needs it.
         from penstock.train.eval.sample_prompts import Prompts  # noqa: PLC0415
 
         assert job.tokenizer is not None

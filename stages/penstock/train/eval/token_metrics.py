@@ -1,4 +1,4 @@
-"""What an evaluation tells of tokens: how well they are foretold."""
+"""Token evaluation metrics: loss, perplexity, accuracy."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ LOSS, PERPLEXITY, ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accurac
 
 
 class TokenMetrics:
-    """Mean cross-entropy over the trained tokens, its exponential, the share of tokens that the
-    model foretells, and the mean of each data set where there are several."""
+    """Mean cross-entropy over the trained tokens, perplexity, top-1 token accuracy, and the mean
+    loss of each data set if there are several."""
 
     def __init__(self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
@@ -27,24 +27,24 @@ class TokenMetrics:
 
     @property
     def names(self) -> list[str]:
-        """What `record` tells."""
+        """The keys of `record`."""
         labels = self._sources.labels if self._sources else ()
         return [LOSS, PERPLEXITY, ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
 
     def begin(self) -> None:
-        """Forget what has been seen."""
+        """Reset the accumulated values."""
         self._num_kinds = len(self._sources.labels) if self._sources else 1
         self._found = torch.zeros(
             self._num_kinds, 3, dtype=torch.float64, device=self._ranks.device
         )
 
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """Look at this rank's micro-batches."""
+        """Accumulate over this rank's micro-batches."""
         kinds = [*map(self._kinds, batches)]
         self._found += self._built.onlooker.counts(batches, kinds, self._num_kinds)
 
     def record(self) -> dict[str, float]:
-        """What there is to tell of all that all ranks have seen."""
+        """Reduce over all ranks and return the metrics."""
         counts: list[list[float]] = self._ranks.total(self._found).tolist()
         loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
         mean = loss / max(1, tokens)
@@ -55,7 +55,7 @@ class TokenMetrics:
         return record
 
     def _kinds(self, batch: MicroBatch) -> torch.Tensor:
-        """Number of the data set of each token [T]; padding has labels of none."""
+        """Data set index of each token [T]; padding has labels of none."""
         kinds = np.zeros(sum(batch.lengths), dtype=np.int64)
         start = 0
         for number, size in batch.rows if self._sources else ():
@@ -68,7 +68,7 @@ class TokenMetrics:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, infinite where no number is that large."""
+    """exp(loss), or infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:

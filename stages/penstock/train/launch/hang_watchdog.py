@@ -1,4 +1,4 @@
-"""Noticing that the ranks of this node hang, and saying which of them and where."""
+"""Hang watchdog: detects hung ranks on this node and reports which ones hang and where."""
 
 import os
 import signal
@@ -14,17 +14,17 @@ from penstock.train.launch.rank_failures import timed_out_records
 from penstock.train.launch.rank_stacks import Stack, ask
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""How long nothing may move before it is told, where `launch.timeout` is unset."""
+"""Seconds without progress before a report, if `launch.timeout` is unset."""
 
 WATCH_LOG = "watch.log"
-"""What was seen of ranks that hang, beside their own logs and written like them."""
+"""Log file of hang reports, in the folder and format of the rank logs."""
 
 FRAMES = 6
-"""Calls of a stack that an error shows; all of them are in the ranks' files."""
+"""Number of stack frames in an error message; the rank's stack file has all of them."""
 
 
 class HangWatchdog:
-    """Asked every second while ranks run; they are those of this node that `job` started."""
+    """Polled every second while the ranks run that `job` started on this node."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -37,13 +37,13 @@ class HangWatchdog:
         self._pids: list[int] = []
         self._heeded: set[tuple[int, float]] = set()
         self.report: str | None = None
-        """What was found the last time that ranks hung."""
+        """The last hang report."""
 
     def __call__(self) -> str | None:
-        """What to print, once for each time that ranks hang.
+        """Return text to print, once per hang.
 
-        With `launch.timeout` the ranks that hang are killed then, so that torchrun starts them
-        again or gives up. Raises StageError if none has come far enough to be asked for its stack.
+        With `launch.timeout`, hung ranks are then killed, so that torchrun restarts them or gives
+        up. Raises StageError if no rank has started far enough to dump its stack.
         """
         last = beats(self._pulses)
         self._note(last)
@@ -68,10 +68,10 @@ class HangWatchdog:
         return self.report
 
     def _note(self, last: Sequence[RankStatus]) -> None:
-        """See what has moved since the last look."""
+        """Record progress since the last poll."""
         pids = [beat.pid for beat in last]
         if pids != self._pids:
-            # They were started (again): what was wrong before is past.
+            # The ranks were (re)started, so earlier observations no longer apply.
             self._pids, self.report = pids, None
         metrics = self._job.output_dir / METRICS
         size = metrics.stat().st_size if metrics.is_file() else 0
@@ -80,7 +80,8 @@ class HangWatchdog:
             self._seen, self._since, self._told = moved, time.monotonic(), False
 
     def _after_a_timeout(self, last: Sequence[RankStatus]) -> str | None:
-        """A rank has waited in vain and is ending; those that it waited for are still there."""
+        """A rank timed out in a collective and is exiting; the ranks that it waited for
+        still run."""
         records = {(f.rank, f.time) for f in timed_out_records(self._logs)}
         if records <= self._heeded:
             return None
@@ -103,14 +104,15 @@ class HangWatchdog:
 
 
 def pulse_folder(job: Job) -> Path:
-    """Where the ranks that `job` started on this node tell what they do."""
+    """The heartbeat folder of the ranks that `job` started on this node."""
     return job.output_dir / LOGS / f"pulse_{job.launch}"
 
 
 def behind(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[RankStatus]:
-    """The ranks that others wait for: of those that wait for nobody, the ones that are least far.
+    """The ranks that others wait for: among those not waiting in a collective, the ones with the
+    least progress.
 
-    None where all wait: for ranks of another machine, or for each other.
+    None if all are waiting: for ranks of another machine, or for each other.
     """
     busy = [b for b in running if not (b.waiting or (b.rank in stacks and stacks[b.rank].waits))]
     least = min((b.progress for b in busy), default=None)
@@ -118,7 +120,7 @@ def behind(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[R
 
 
 def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: float) -> str:
-    """Which ranks are behind, where, and who waits for them."""
+    """Describe which ranks are behind, where they are, and which ranks wait for them."""
     if not running:
         return "No process of this machine is left."
     culprits = behind(running, stacks)
@@ -158,7 +160,7 @@ def _running(last: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def _is_rank(pid: int) -> bool:
-    """Whether that process is one of ours still, and not another with its number."""
+    """Whether that process is still our rank, and not another process with a reused pid."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""What one training run is told, as a file that every rank reads."""
+"""The job file of a training run, which every rank reads."""
 
 import uuid
 from dataclasses import dataclass
@@ -29,47 +29,48 @@ SHOWN_DATA = "shown_data.json"
 EVAL_RESULTS = "eval_results.json"
 SURROUNDINGS = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
-"""Folder in the last checkpoint, named as users of xorl expect it."""
+"""Folder in the last checkpoint, named as in xorl."""
 
 
 PROMPTS = "sample_prompts"
-"""The setting whose texts a model is asked, word by word."""
+"""The setting with the prompts, whose text is passed on verbatim."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Where to read, where to write, and everything the user wrote."""
+    """Inputs, outputs, and the user's config."""
 
     key: str
     config: RunConfig
     packed: Path
     packed_key: str
-    """The key of the packed rows: a position in other rows means nothing in these."""
+    """The key of the packed rows: a data cursor is only valid for the same rows."""
     epoch_rows: tuple[int, ...]
-    """Rows of each epoch that was laid out, one after another; empty: all rows are one."""
+    """Number of rows of each packed epoch, in order; empty if all rows are one epoch."""
     max_token_id: int
     """The largest token id in the packed rows."""
     config_path: str
-    """A folder with a config.json on this machine, or `builtin:<name>`."""
+    """A local folder with a config.json, or `builtin:<name>`."""
     weights: Path | None
-    """A folder of safetensors on this machine; None starts from the seed."""
+    """A local folder of safetensors; None initializes from the seed."""
     output_dir: Path
     launch: str
-    """Names this start of the ranks: what an earlier one leaves late is not taken for its own."""
+    """Unique id of this start of the ranks, so that late output of an earlier start is not mistaken
+    for its own."""
     adapter: Path | None = None
-    """A folder on this machine with the adapter to go on from."""
+    """A local folder with the adapter to resume from."""
     tokenizer: str | None = None
-    """Where the tokenizer lies: a folder, a hub id or `builtin:<name>`. Only prompts need it."""
+    """The tokenizer: a folder, a Hub id or `builtin:<name>`. Only sample prompts need it."""
     tokenizer_revision: str | None = None
     initial: Path | None = None
-    """A checkpoint on this machine, of whose weights alone the run starts."""
+    """A local checkpoint whose weights are loaded at the start, without optimizer state."""
     scores: Path | None = None
-    """Where it lies what a reference model makes of answers, or is to be put."""
+    """The file of reference log-probs, existing or to be written."""
     row_length: int | None = None
-    """Tokens of a packed row at most, where that was chosen from the samples."""
+    """Maximum tokens per packed row, if it was chosen automatically."""
 
     def write(self) -> Path:
-        """Publish the job in the output folder, the config in full beside it; return its file."""
+        """Write the job and the full config to the output folder; return the job file."""
         path = self.output_dir / JOB
         self.save(path)
         with atomic_write(self.output_dir / RESOLVED) as part:
@@ -78,10 +79,10 @@ class Job:
         return path
 
     def save(self, path: Path) -> None:
-        """Write the job alone, for the ranks to read."""
+        """Write only the job, for the ranks."""
         record: dict[str, Any] = {
             "key": self.key,
-            # Only what was written: a rank must be able to tell a wish from a default.
+            # Only explicitly set fields: a rank must distinguish user settings from defaults.
             "config": without_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
             "packed": str(self.packed),
             "packed_key": self.packed_key,
@@ -102,7 +103,7 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """The job in `path`."""
+        """Read the job in `path`."""
         record = read_job(path)
         config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
         if row_length is not None:
@@ -135,20 +136,21 @@ UNDIGESTED_JOB = frozenset(
         *("initial", "scores"),
     }
 )
-"""Fields of jobs that were written before records had a digest."""
+"""Fields of job files that predate record digests."""
 
 UNDIGESTED_OUTCOME = frozenset({"facts", "step", "signal", "launches"})
 
 
 def read_job(path: Path) -> Record:
-    """What a run was told, as plain values. Raises ArtifactError for a damaged file."""
+    """Read the job file as plain values. Raises ArtifactError if it is damaged."""
     return read_record_fields(
         path, UNDIGESTED_JOB, "Run the same command again, which writes it again."
     )
 
 
 def read_outcome(output_dir: Path) -> Record | None:
-    """How the ranks ended; None while they have not. Raises ArtifactError for a damaged file."""
+    """Read the outcome of the ranks; None if they have not finished. Raises ArtifactError for a
+    damaged file."""
     remedy = "Delete it and run the same command again; training goes on from its checkpoint."
     try:
         return read_record_fields(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
@@ -157,10 +159,10 @@ def read_outcome(output_dir: Path) -> Record | None:
 
 
 def without_secrets(value: Any) -> Any:
-    """A config's values with signed URLs and passwords in URLs taken out of them.
+    """A config's values without signed URLs and passwords in URLs.
 
-    Ranks need none: what lies behind URLs is on this machine before they start. Prompts are left as
-    they are, for a URL in one is part of what is asked.
+    Ranks need none, because remote files are downloaded before they start. Prompts are not
+    redacted, because a URL in a prompt is part of its text.
     """
     if isinstance(value, dict):
         return {
@@ -174,7 +176,8 @@ def without_secrets(value: Any) -> Any:
 def build_job(
     key: str, config: RunConfig, packed: Artifact, origin: ModelSource, output_dir: Path
 ) -> Job:
-    """The job of a new start of ranks, which read `packed` and begin with the model of `origin`."""
+    """Build the job of a new start of ranks that read `packed` and initialize from the model
+    `origin`."""
     config_path = origin.config_path
     if origin.config.pin["kind"] != "builtin":
         config_path = str(local_folder(config_path, origin.config).resolve())
@@ -187,7 +190,7 @@ def build_job(
     facts = packed.facts
     row_length = None
     if not is_explicitly_set(config, "data.sample_packing_sequence_len"):
-        # Absent from what was packed before lengths were chosen: then it is the default.
+        # Missing in artifacts packed by earlier versions, which used the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:
         config = config.model_copy(update={"data": config.data.with_row_length(row_length)})

@@ -1,7 +1,7 @@
-"""Machines that train together: the first one owns the run's folder, the others lend their ranks.
+"""Multi-node training: the first node owns the run folder, the others only run ranks.
 
-Only the first holds the folder's lock, claims it and seals it; if all did, each would wait for the
-others to be done.
+Only the first node locks, claims and completes the folder. If all did, they would wait for each
+other.
 """
 
 import time
@@ -19,29 +19,29 @@ from penstock.train.launch.torchrun import LaunchResult, start_ranks
 
 @runtime_checkable
 class DistributedStage(Protocol):
-    """A stage whose work ranks do."""
+    """A stage that runs on ranks."""
 
     name: ClassVar[str]
     module: ClassVar[str]
-    """What a rank is started with."""
+    """The module that a rank runs."""
     run_config: RunConfig
     ranks: Literal["torchrun", "this_process"]
 
     def job(self, output_dir: Path) -> Job:
-        """What the ranks of this machine are told."""
+        """The job file of this node's ranks."""
         ...
 
     def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
-        """What ranks that came to their end have found; raises what ended them else."""
+        """Return the facts of ranks that finished; otherwise raise the error that ended them."""
         ...
 
     def follow(self, out: Path) -> None:
-        """Be a rank that does not lead, in this process."""
+        """Run as a rank other than rank 0, in this process."""
         ...
 
 
 def lends(step: PlannedStage) -> bool:
-    """Whether this machine only lends its ranks to the step."""
+    """Whether this node only runs ranks of the step."""
     stage = step.stage
     return (
         isinstance(stage, DistributedStage)
@@ -51,9 +51,9 @@ def lends(step: PlannedStage) -> bool:
 
 
 def run_worker_node(step: PlannedStage, cache: Cache, notify: Callable[[str], None]) -> StageResult:
-    """Start this machine's ranks and stay until they end; the first machine seals the result.
+    """Start this node's ranks and wait for them; the first node completes the result.
 
-    Raises what the stage itself would raise for ranks that did not come to their end.
+    Raises the errors of the stage if the ranks did not finish.
     """
     stage = step.stage
     assert isinstance(stage, DistributedStage)
@@ -66,7 +66,7 @@ def run_worker_node(step: PlannedStage, cache: Cache, notify: Callable[[str], No
         f"waits for the first at {launch.rdzv_endpoint}"
     )
     job = stage.job(step.path.resolve())
-    # On this machine's own disk: the paths in it may be other ones than on the first.
+    # On the local disk: paths in the job may differ from those of the first node.
     with scratch_folder("job") as folder:
         file = folder / JOB
         job.save(file)

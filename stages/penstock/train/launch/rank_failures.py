@@ -1,4 +1,4 @@
-"""How ranks ended: what each left of its own failure, and what their agents saw of their deaths."""
+"""Rank failure reports: exceptions written by ranks, and signals reported by torchrun agents."""
 
 import json
 import platform
@@ -14,23 +14,23 @@ from penstock.core.files import read_json
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
 
 DEATHS = "deaths_*.json"
-"""Written by the agent of each node: its ranks that a signal has ended."""
+"""Written by the agent of each node: ranks that were killed by a signal."""
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "DistNetworkError")
-"""What ranks say of others that are gone: those of a machine that was taken away say nothing."""
+"""Errors of ranks that lost their peers. Ranks of a node that was preempted report nothing."""
 
 _TIMEOUTS = ("Timed out waiting", "timed out", "Timeout", "timeout")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's error, in its own words."""
+    """The exception of a rank."""
 
     rank: int
     host: str
     time: float
     message: str
-    """The text of an error that was raised for people to read; else empty."""
+    """The message of one of this project's errors; empty for other exceptions."""
     error: str
     exit_code: int
     traceback: str
@@ -38,28 +38,29 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankCrash:
-    """A rank that a signal ended before it could say anything."""
+    """A rank that was killed by a signal before it could report an error."""
 
     rank: int
     host: str
     pid: int
     signal: int
     time: float
-    """Whole seconds since the epoch, rounded down: that is all torchrun tells."""
+    """Whole seconds since the epoch, rounded down, which is the resolution of torchrun."""
 
 
 def deaths_file(logs: Path, launch: str) -> Path:
-    """Where the agent that `launch` started tells of deaths."""
+    """The file in which the agent started by `launch` reports crashed ranks."""
     return logs / DEATHS.replace("*", launch)
 
 
 def failure_file(logs: Path, rank: int) -> Path:
-    """Where a rank leaves its error."""
+    """The error file of a rank."""
     return logs / f"failure_{rank}.json"
 
 
 def leave_failure(logs: Path, rank: int, error: Exception) -> None:
-    """Keep this rank's error for the launcher: the earliest is the cause, the rest are echoes."""
+    """Write this rank's error for the launcher. The earliest error is the cause; later ones follow
+    from it."""
     failure = Failure(
         rank=rank,
         host=platform.node(),
@@ -75,20 +76,20 @@ def leave_failure(logs: Path, rank: int, error: Exception) -> None:
 
 
 def first_failure(logs: Path) -> str | None:
-    """What the first rank that failed said, if any did."""
+    """The message of the rank that failed first, if any."""
     first = next(iter(_failures(logs)), None)
     return (first.message or first.error) if first else None
 
 
 def timed_out_records(logs: Path) -> list[Failure]:
-    """Failures of ranks that waited in vain for others."""
+    """Failures of ranks that timed out waiting for others."""
     return [f for f in _failures(logs) if any(word in f.error for word in _TIMEOUTS)]
 
 
 def what_happened(logs: Path, status: int, hung: str | None = None) -> StageError:
-    """Why the ranks came to no end; `hung` is what was seen of those that did not move.
+    """Why the ranks did not finish; `hung` is the hang watchdog's report.
 
-    What came first is told: what came later is mostly lost connections to the rank it came to.
+    The earliest error is reported: later ones are mostly lost connections to the rank that failed.
     """
     failures, deaths = _failures(logs), _deaths(logs)
     first = next((f for f in failures if f.message), failures[0] if failures else None)
@@ -115,7 +116,7 @@ def what_happened(logs: Path, status: int, hung: str | None = None) -> StageErro
 
 
 def _passing(text: str) -> StageError:
-    """An error of a run that may go well from its newest checkpoint."""
+    """A retryable error: the run may succeed from its newest checkpoint."""
     failure = StageError(text)
     failure.may_pass = True
     return failure
@@ -139,13 +140,14 @@ def _of_death(death: RankCrash, logs: Path) -> str:
 def _failures(logs: Path) -> list[Failure]:
     found: list[Failure] = []
     for path in logs.glob("failure_*.json"):
-        with suppress(ValueError, TypeError):  # one that is being written just now
+        with suppress(ValueError, TypeError):  # The file is being written.
             found.append(Failure(**read_json(path)))
     return sorted(found, key=lambda f: f.time)
 
 
 def _deaths(logs: Path) -> list[RankCrash]:
-    """Those of the last start of the ranks on each node, but for ranks that were asked to end."""
+    """Crashes of the last start of the ranks on each node, except for ranks that were asked to
+    stop."""
     lists = [record for path in logs.glob(DEATHS) for record in read_json(path)]
     found = [RankCrash(**record) for record in lists]
     return sorted((d for d in found if d.signal != signal.SIGTERM), key=lambda d: d.time)

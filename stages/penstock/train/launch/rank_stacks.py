@@ -1,7 +1,7 @@
-"""Python stacks of ranks that may hang: how a rank agrees to show its own, and how they are read.
+"""Stack dumps of hung ranks with `faulthandler`.
 
-`faulthandler` writes them from a signal handler that runs no Python, so it answers in the middle of
-a blocked collective operation, too.
+`faulthandler` writes the stack in a C signal handler, so it also works inside a blocked collective
+operation.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TextIO
 
 REQUEST = signal.SIGUSR1
-"""`kill -USR1 PID` makes a rank write the stacks of its threads."""
+"""`kill -USR1 PID` makes a rank dump the stacks of its threads."""
 
 ANSWER_SECONDS = 5.0
-"""How long ranks may take to write them."""
+"""Seconds to wait for the dumps."""
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _SECTION = re.compile(r"^(Current t|T)hread 0x")
@@ -31,17 +31,17 @@ _CARRIERS = (
     "/torch/_dynamo/",
     "/contextlib.py",
 )
-"""Files that only pass calls on: what they are in the middle of is the frame that called them."""
+"""Wrapper files: their frames are skipped in favor of the caller's."""
 
 _WAITING = ("/torch/distributed/", "/penstock/engine/distributed/ranks.py")
-"""Files whose code blocks only for other ranks."""
+"""Files whose code only blocks in collective operations."""
 
 _open: list[TextIO] = []
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call."""
+    """One stack frame."""
 
     file: str
     line: int
@@ -54,33 +54,33 @@ class Frame:
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread's calls, innermost first."""
+    """The main thread's frames, innermost first."""
 
     frames: tuple[Frame, ...]
 
     @property
     def waits(self) -> bool:
-        """Whether what it is in the middle of ends when other ranks have come as far."""
+        """Whether the rank is blocked in a collective operation."""
         doing = (f for f in self.frames if not any(part in f.file for part in _CARRIERS))
         innermost = next(doing, None)
         return innermost is not None and any(part in innermost.file for part in _WAITING)
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks."""
+    """The stack dump file of a rank."""
     return folder / f"rank_{rank}.stack"
 
 
 def show_on_request(folder: Path, rank: int) -> None:
-    """Let this process write its stacks into its file in `folder` whenever it is asked to."""
-    # Those of a rank that was started again go below those of the first.
+    """Register the signal handler that dumps this process's stacks into its file in `folder`."""
+    # Append: stacks of a restarted rank go below those of the first start.
     stream = stack_file(folder, rank).open("a")
-    _open.append(stream)  # the handler keeps a number alone: the file must stay open
+    _open.append(stream)  # The handler only keeps the file descriptor, so the file must stay open.
     faulthandler.register(REQUEST, file=stream, all_threads=True, chain=False)
 
 
 def ask(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
-    """The stacks of those processes, by rank; of those that answer in time."""
+    """Request stack dumps; return the stacks by rank of the processes that respond in time."""
     before = {rank: _size(stack_file(folder, rank)) for rank in pids}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):
@@ -104,7 +104,7 @@ def ask(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
 
 
 def main_stack(lines: Iterable[str]) -> Stack | None:
-    """The main thread's stack in what `faulthandler` wrote; it writes that thread last."""
+    """The main thread's stack in the output of `faulthandler`, which writes that thread last."""
     frames: list[Frame] = []
     for line in lines:
         if _SECTION.match(line):

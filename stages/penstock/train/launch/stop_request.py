@@ -1,4 +1,4 @@
-"""Being asked to stop: finish the step, save, leave."""
+"""Graceful stop on SIGTERM, SIGINT or a STOP file: finish the step, save, exit."""
 
 import signal
 import time
@@ -6,17 +6,19 @@ from pathlib import Path
 from types import FrameType
 
 STOP_FILE = "STOP"
-"""A file of this name in the run's folder asks as a signal does, from any machine that sees it."""
+"""A file of this name in the run folder requests a stop, from any machine that shares the
+folder."""
 
 LOOK_SECONDS = 0.5
-"""Between two looks for the file: a folder may be shared by many, and steps may be short."""
+"""Seconds between checks for the file: the folder may be shared by many ranks, and steps may be
+short."""
 
 
 class StopRequest:
-    """Set by SIGTERM, SIGINT or the alarm of a deadline, and by a file in `folder`.
+    """A stop request: set by SIGTERM, SIGINT or a timeout alarm, and by a file in `folder`.
 
-    The handler only takes a note: printing into a closed pipe from here would raise in the middle
-    of a step, and the emergency save would be lost.
+    The handler only sets a flag: printing into a closed pipe would raise in the middle of a step,
+    and the emergency checkpoint would be lost.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -34,7 +36,7 @@ class StopRequest:
         return self.signum is not None or self._look()
 
     def _look(self) -> bool:
-        """Whether the file is there, or was."""
+        """Whether the file exists, or existed at an earlier check."""
         now = time.monotonic()
         if self._file and not self._is_written and now - self._looked >= LOOK_SECONDS:
             self._looked = now

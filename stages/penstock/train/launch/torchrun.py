@@ -1,4 +1,4 @@
-"""Starting the ranks of a training run with torchrun, and reading how they ended."""
+"""torchrun launcher: start the ranks of a training run and collect their outcome."""
 
 import math
 import signal
@@ -24,27 +24,27 @@ from penstock.train.launch.rank_failures import deaths_file, what_happened
 
 DETERMINISTIC: Mapping[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "1",
-    # Of the two values with which cuBLAS gives the same bits, the one with room to be quick.
+    # Both values of this variable are deterministic; this one has the larger, faster workspace.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-"""For ranks that must give the same bits each time."""
+"""Environment for deterministic training."""
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How the ranks of this node ended."""
+    """The outcome of this node's ranks."""
 
     status: int
-    """Torchrun's exit status."""
+    """The exit status of torchrun."""
     hung: str | None = None
-    """What was seen of ranks that did not move."""
+    """The hang watchdog's report."""
 
 
 def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> LaunchResult:
-    """Run all ranks of this node to their end: `module`, which is told the `file` of the job.
+    """Run all ranks of this node to their end: `module` with the job `file`.
 
-    With `launch.timeout` ranks that hang are killed, and so started again or given up. Raises
-    StageError when none begins, and ConfigError if the other machines cannot be met.
+    With `launch.timeout`, hung ranks are killed, and restarted or given up. Raises StageError if no
+    rank starts, and ConfigError if the rendezvous with the other nodes fails.
     """
     from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415 - a finished run starts nothing
 
@@ -79,19 +79,20 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
 
 
 def gloo_interface(endpoint: str | None) -> dict[str, str]:
-    """Have gloo listen at the interface by which machines meet, and not at that of the host's name.
+    """Set GLOO_SOCKET_IFNAME to the interface of the rendezvous instead of the one of the host
+    name.
 
-    Within one machine ranks choose loopback by themselves.
+    On a single node, the ranks choose loopback themselves.
     """
     interface = interface_towards(parse_endpoint(endpoint)[0]) if endpoint else None
     return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def secret_purposes(job: Job) -> set[Purpose]:
-    """What the ranks of a job need secrets for: what lies behind URLs is here before they start."""
+    """Purposes for which the ranks need secrets. Remote files are downloaded before they start."""
     train = job.config.train
     found: set[Purpose] = set()
-    if train.use_wandb is not False:  # unset: where there is a login
+    if train.use_wandb is not False:  # Unset means: use W&B if there is a login.
         found.add("wandb")
     if train.use_mlflow:
         found.add("mlflow")
@@ -103,11 +104,11 @@ def secret_purposes(job: Job) -> set[Purpose]:
 
 
 def build_environment(run: RunConfig) -> dict[str, str]:
-    """What is set for torchrun and the ranks beside what is there."""
+    """Variables that are set for torchrun and the ranks."""
     return {
-        # Never let a rank import our folders by their bare names.
+        # Keep our folders off sys.path, so that ranks cannot import them by bare name.
         "PYTHONSAFEPATH": "1",
-        # A store shared by all attempts serves stale addresses to restarted ranks.
+        # A store shared by all attempts would return stale addresses to restarted ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
@@ -116,13 +117,13 @@ def build_environment(run: RunConfig) -> dict[str, str]:
 
 
 def written_environment(run: RunConfig) -> dict[str, str]:
-    """What the settings say of the ranks' environment, which CUDA reads when it starts."""
+    """Environment variables from the config, which CUDA reads at startup."""
     return {**(DETERMINISTIC if run.train.enable_full_determinism else {}), **run.launch.env}
 
 
 def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
-    """What `launch` means in the words of our agent, which are torchrun's; `address` is this
-    node's, as others reach it."""
+    """The command line of our agent, which uses torchrun's options; `address` is this node's
+    address."""
     launch = run.launch
     words = _common_arguments(run)
     if launch.nnodes == 1 and launch.rdzv_endpoint is None:
@@ -139,9 +140,9 @@ def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
 
 
 def torchrun_arguments_by_hand(run: RunConfig) -> list[str]:
-    """The same for torch's own agent, which does not know our rendezvous.
+    """The command line of torch's own agent, which does not support our rendezvous.
 
-    Of torch's, `static` is the one that unpickles nothing that comes over the network.
+    Of torch's rendezvous backends, only `static` does not unpickle data from the network.
     """
     launch = run.launch
     alone = launch.nnodes == 1 and launch.rdzv_endpoint is None
@@ -174,26 +175,25 @@ def _endpoint_of(run: RunConfig) -> str:
 
 
 def num_local_ranks(run: RunConfig) -> int:
-    """Processes on this node: as written, else one per GPU, else one."""
+    """Ranks on this node: as configured, else one per GPU, else one."""
     asked = run.launch.nproc_per_node
     return max(1, env.num_gpus()) if asked == "auto" else asked
 
 
 def threads_per_rank(run: RunConfig) -> int:
-    """An even share of the processors; torchrun by itself would leave all but one idle."""
+    """OMP threads per rank: an even share of the processors; torchrun's default is 1."""
     return max(1, env.num_processors() // num_local_ranks(run))
 
 
 def read_run_outcome(job: Job) -> dict[str, Any] | None:
-    """What the ranks left that this start of them was part of, if they came to an end."""
+    """Read the outcome of this start of the ranks, if they finished."""
     outcome = read_outcome(job.output_dir)
     return outcome if outcome and job.launch in outcome["launches"] else None
 
 
 def build_ending(job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
-    """The facts of a run that is done. Raises Interrupted if it was asked to stop, and saved;
-    StageError with the cause if it did not come to an end. `where` is where people look for it.
-    """
+    """The facts of a finished run. Raises Interrupted if it was asked to stop and saved, and
+    StageError with the cause if it failed. `where` is the location shown to users."""
     outcome = read_run_outcome(job)
     if outcome is None:
         raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)

@@ -1,4 +1,4 @@
-"""What of an unfinished run is worth keeping elsewhere, and what of it to go on from."""
+"""Files of an incomplete run to upload, and to download for resuming."""
 
 import re
 from collections.abc import Collection
@@ -33,7 +33,7 @@ _BEST_NAMED = f"{CHECKPOINTS}/{BEST}"
 
 
 def files_to_upload(out: Path) -> list[list[Path]]:
-    """Each complete checkpoint, its mark after all its files; last, the run's record of itself."""
+    """Each complete checkpoint, its completion marker after its files; the run's logs come last."""
     groups: list[list[Path]] = []
     for folder in complete_checkpoints(out / CHECKPOINTS):
         mark = folder / COMPLETE
@@ -54,10 +54,11 @@ def files_to_upload(out: Path) -> list[list[Path]]:
 
 
 def files_to_download(names: Collection[str], out: Path, naming: CheckpointNaming) -> list[str]:
-    """The files of the newest complete checkpoint among `names` and of the best one, the newest's
-    mark last, and what was told on the way to it; none when `out` holds a whole one as new.
+    """The files of the newest complete checkpoint among `names` and of the best one, with the
+    newest one's completion marker last, and the metrics. Empty if `out` holds a complete checkpoint
+    that is as new.
 
-    Raises ArtifactError for one that is called otherwise than a run of this `naming` calls any.
+    Raises ArtifactError for a checkpoint whose name does not follow this run's `naming`.
     """
     there = _marks(names, naming)
     if not there or _newest_whole_step(out) >= there[-1][0]:
@@ -72,7 +73,7 @@ def files_to_download(names: Collection[str], out: Path, naming: CheckpointNamin
 
 
 def _newest_whole_step(out: Path) -> int:
-    """-1 where no checkpoint is whole."""
+    """-1 if no checkpoint is complete."""
     newest_first = reversed(complete_checkpoints(out / CHECKPOINTS))
     return next(
         (checkpoint_step(folder) for folder in newest_first if not checkpoint_faults(folder)), -1
@@ -80,7 +81,7 @@ def _newest_whole_step(out: Path) -> int:
 
 
 def _marks(names: Collection[str], naming: CheckpointNaming) -> list[tuple[int, str]]:
-    """(step, name) of the marks of complete checkpoints, oldest first."""
+    """(step, name) of the completion markers, oldest first."""
     found: list[tuple[int, str]] = []
     for name, match in ((name, _MARK.fullmatch(name)) for name in names):
         if not match:

@@ -1,4 +1,4 @@
-"""What a run was made with and on, for its report: written once it is known how it is laid out."""
+"""Environment info of a run for its report: hardware, versions, parallel layout."""
 
 import platform
 import sys
@@ -27,7 +27,7 @@ def keep_surroundings(
     total_steps: int,
     findings: Sequence[Finding],
 ) -> None:
-    """Write them into the run's folder."""
+    """Write the environment info to the run folder."""
     record: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
@@ -50,7 +50,7 @@ def keep_surroundings(
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or of the processor and how many of it may be used."""
+    """The name of the GPU, or of the CPU with the number of usable cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {env.num_processors()} core(s)"

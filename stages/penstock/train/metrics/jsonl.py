@@ -1,6 +1,6 @@
-"""metrics.jsonl: one object per record, each step once, whatever interrupted the run.
+"""metrics.jsonl: one JSON object per record, each step once, also after interruptions.
 
-It is the one stream of what a run tells. Displays, trackers and the report follow it.
+All metrics of a run go to this file. Progress displays, trackers and the report read it.
 """
 
 import json
@@ -14,7 +14,7 @@ from penstock.core.files import atomic_write
 
 
 class MetricsLog:
-    """Appends records that carry a `step`; a resumed run first rewinds to where it starts again."""
+    """Appends records with a `step`. A resumed run first truncates the file to its start step."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
@@ -24,28 +24,28 @@ class MetricsLog:
         self._end = os.lseek(self._file, 0, os.SEEK_END)
         self._waiting = b""
         self.fault: OSError | None = None
-        """Why the last record is not in the file yet; None if it is."""
+        """Why the last record is not yet in the file; None if it is."""
 
     def append(self, record: dict[str, Any]) -> None:
-        """Hand one record to the system at once.
+        """Write one record immediately.
 
-        A disk that is full stops nobody: the record waits in memory, and the next one brings it.
+        A full disk does not stop the run: the record is buffered and written with the next one.
         """
         self._waiting += _line(record).encode()
         self._write()
 
     def close(self) -> None:
-        """Close the file, with what could be written of it."""
+        """Close the file, with the records that could be written."""
         if self._waiting:
             self._write()
         os.close(self._file)
 
     def _write(self) -> None:
-        """All that waits, or nothing of it: half a line would become half of the next one."""
+        """Write the whole buffer or nothing: a partial line would corrupt the next record."""
         try:
             written = os.pwrite(self._file, self._waiting, self._end)
             if written < len(self._waiting):
-                # What is left has not been tried yet: this says why it would not go.
+                # Retry the rest: the next call returns the reason for a partial write.
                 written += os.pwrite(self._file, self._waiting[written:], self._end + written)
         except OSError as error:
             self.fault = error
@@ -57,9 +57,9 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole records in `path`; a last line that was cut short is not one.
+    """All complete records in `path`; a truncated last line is skipped.
 
-    Raises DamagedFileError, with the line's number, for what is no JSON object.
+    Raises DamagedFileError with the line number for a line that is not a JSON object.
     """
     if not path.is_file():
         return
@@ -70,7 +70,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """The record in line `number` of `path`; see `read_metrics`."""
+    """Parse line `number` of `path`; see `read_metrics`."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -84,7 +84,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a record is one number, which can be drawn and told to trackers."""
+    """Whether a value of a record is a scalar that can be plotted and sent to trackers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

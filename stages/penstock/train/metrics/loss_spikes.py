@@ -1,4 +1,4 @@
-"""Losses that stand out of those before them."""
+"""Loss-spike detection."""
 
 import math
 from collections import deque
@@ -13,27 +13,28 @@ from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 
 REMEMBERED = 100
-"""Steps that a loss is compared with."""
+"""Window size in steps."""
 ENOUGH = 20
-"""Steps that must have been seen before any loss stands out."""
+"""Minimum number of steps before detection starts."""
 DEVIATIONS_PER_DISTANCE = 1.4826
-"""Standard deviations of a normal distribution in one median distance from its median."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation
+(MAD)."""
 LEAST = 0.02
-"""A standard deviation counts as this share of the median, at least: where losses hardly move, no
-small change stands out."""
+"""Lower bound of the standard deviation as a fraction of the median, so that small changes of a
+flat loss are not spikes."""
 LEAST_OF_START = 0.01
-"""And as this share of the median of the first losses: near zero, where data are learnt by heart,
-losses of single rows are many times their median and mean nothing."""
+"""Lower bound as a fraction of the median of the first losses: near zero, on memorized data, the
+loss of single rows is many times the median without significance."""
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss that stands out."""
+    """A loss spike."""
 
     loss: float
     usual: float
     deviations: float
-    """How far it is above the usual, in standard deviations."""
+    """Distance above the median, in standard deviations."""
 
     def as_json(self) -> dict[str, float]:
         """As plain values."""
@@ -41,28 +42,29 @@ class Spike:
 
 
 class Traced(NamedTuple):
-    """A spike, and where it came from in words."""
+    """A spike and a description of its cause."""
 
     spike: Spike
     text: str
 
 
 class LossWatch:
-    """Sees the loss of every step; the same on every rank.
+    """Receives the loss of every step; the same on every rank.
 
-    Medians are what others are compared with, so that one spike neither hides the next nor makes
-    the losses after it look low, and a run that stays on higher ground is soon at home there.
+    Uses medians, so that one spike neither hides the next one nor makes later losses look low, and
+    so that a lasting increase soon becomes the baseline.
     """
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` in standard deviations; with 0 nothing stands out."""
+        """`threshold` in standard deviations; 0 disables detection."""
         self._threshold = threshold
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
         self._start: float | None = None
         self._is_up = False
 
     def see(self, loss: float) -> Spike | None:
-        """The spike that begins with this loss; None if it is usual, or as high as the last one."""
+        """The spike that starts with this loss; None if the loss is normal, or as high as the
+        previous one."""
         seen = self._seen
         found: Spike | None = None
         if self._threshold and len(seen) >= ENOUGH:
@@ -82,20 +84,20 @@ class LossWatch:
 
 @dataclass(frozen=True)
 class RankLoss:
-    """What one rank had of a step."""
+    """One rank's part of a step."""
 
     rank: int
     rows: tuple[int, ...]
-    """Packed rows, those of the whole micro-batches that it shares."""
+    """Packed rows of the complete micro-batches that this rank shares."""
     share: float
-    """Its part of the step's loss."""
+    """This rank's part of the step's loss."""
     trained: int
     """Trained tokens of these rows."""
 
 
 def highest_loss_rank(portions: Sequence[RankLoss]) -> tuple[list[int], tuple[int, ...], float]:
-    """The ranks whose rows had the largest mean loss, these rows, and that mean, as a multiple of
-    the whole step's. Ranks that share rows are one."""
+    """The ranks whose rows have the highest mean loss, these rows, and that mean relative to the
+    step's mean. Ranks that share rows are grouped."""
     together: dict[tuple[int, ...], list[RankLoss]] = {}
     for each in portions:
         together.setdefault(each.rows, []).append(each)
@@ -111,14 +113,14 @@ def highest_loss_rank(portions: Sequence[RankLoss]) -> tuple[list[int], tuple[in
 
 
 class SpikeWatch:
-    """Sees every step, on every rank, and says where a spike came from."""
+    """Receives every step on every rank, and locates the origin of a spike."""
 
     def __init__(self, threshold: float, ranks: ProcessInfo) -> None:
-        """`threshold` as `LossWatch` has it."""
+        """`threshold` as in `LossWatch`."""
         self._losses, self._ranks = LossWatch(threshold), ranks
 
     def see(self, result: StepResult, batches: Sequence[MicroBatch]) -> Traced | None:
-        """What to warn of after a step over `batches` of this rank; on all ranks the same."""
+        """The warning after a step over this rank's `batches`; the same on all ranks."""
         spike = self._losses.see(result.loss)
         if spike is None:
             return None

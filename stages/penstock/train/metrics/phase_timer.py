@@ -1,7 +1,7 @@
-"""How long the phases of a step take, from what a rank tells of itself anyway.
+"""Step timers: duration of each phase of a step, from the rank's heartbeat.
 
-On a GPU the host runs ahead of the work, so there the time between events on its stream is taken;
-it is read when a step's loss is known, and waits for nothing more.
+On a GPU, kernels run asynchronously, so CUDA events on the stream are timed. They are read once the
+step's loss is known, without further synchronization.
 """
 
 import time
@@ -17,18 +17,18 @@ NAMES = {
     "waiting for other stages": "bubble",
     "update": "optimizer",
 }
-"""What phases are called in the metrics, where that is not their own name."""
+"""Names of phases in the metrics, where they differ."""
 
 BETWEEN = "between"
-"""From the end of one step to the beginning of the next, but for what has a name."""
+"""Time between two steps that is not covered by a named phase."""
 
 WAITING = "communication"
-"""Operations that end when other ranks have come as far, within the others. On a GPU they are not
-told apart, nor are those that shard weights and gradients anywhere."""
+"""Collective operations within other phases. On a GPU they are not timed separately, and FSDP
+collectives never are."""
 
 
 class Phases:
-    """Hears a rank's pulse."""
+    """Receives the heartbeats of a rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock: Any = _Events() if device.type == "cuda" else _Seconds()
@@ -36,7 +36,7 @@ class Phases:
         self._marks: list[tuple[str, bool, Any]] = [(BETWEEN, False, self._clock.mark())]
 
     def hear(self, beat: RankStatus) -> None:
-        """Take the time if this begins anything."""
+        """Record the time if a phase begins."""
         phase, waits = NAMES.get(beat.phase, beat.phase.replace(" ", "_")), beat.waiting
         if (phase, waits) == (self._phase, self._waits):
             return
@@ -45,7 +45,7 @@ class Phases:
             self._marks.append((phase, waits, self._clock.mark()))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each phase since this was last asked. The device must have done its work."""
+        """Seconds of each phase since the last call. The device must be synchronized."""
         last = self._clock.mark()
         self._clock.settle(last)
         found: dict[str, float] = defaultdict(float)
@@ -67,7 +67,7 @@ class _Seconds:
         return time.perf_counter()
 
     def settle(self, _last: object) -> None:
-        """There is nothing to wait for."""
+        """Nothing to wait for on the CPU."""
 
     def between(self, start: float, end: float) -> float:
         return end - start

@@ -1,7 +1,7 @@
-"""A profile of some steps (`train.enable_profiling`): traces that ui.perfetto.dev opens, and on
-GPUs what memory was held for, which pytorch.org/memory_viz opens.
+"""Profiler (`train.enable_profiling`): traces for ui.perfetto.dev, and GPU memory snapshots for
+pytorch.org/memory_viz.
 
-A profile that cannot be taken or written is told in the log, and training goes on.
+Errors of the profiler are logged, and training continues.
 """
 
 import gzip
@@ -19,29 +19,29 @@ from penstock.core.files import atomic_write, remove
 from penstock.engine.distributed.ranks import ProcessInfo
 
 MOST_ALLOCATIONS = 200_000
-"""Of those that a snapshot of a GPU's memory remembers, the newest."""
+"""Maximum number of allocations in a memory snapshot; the newest are kept."""
 
 log = logging.getLogger("penstock.train")
 
 
 class Profile:
-    """What one rank records, from `profile_start_step` steps on until `profile_end_step` are done.
+    """Profiles one rank from step `profile_start_step` to `profile_end_step`.
 
-    A run that goes on from a later step records nothing.
+    A run resumed at a later step records nothing.
     """
 
     def __init__(self, train: TrainConfig, ranks: ProcessInfo, run: str) -> None:
-        """`run` begins the names of its files, so that those of several runs lie side by side."""
+        """`run` is the prefix of its file names, so that several runs can share a folder."""
         self.train, self.ranks, self.run = train, ranks, run
         self.left = train.enable_profiling and (ranks.leads or not train.profile_rank0_only)
-        """Whether anything is still to be recorded."""
+        """Whether there is still something to record."""
         self.folder = Path(train.profile_trace_dir)
         self._profile: profile | None = None
         self._first = 0
 
     @contextmanager
     def step(self, done: int) -> Generator[None]:
-        """Around the step that is taken when `done` are done."""
+        """Context manager around the step after `done` completed steps."""
         if self.left and self._profile is None and done >= self.train.profile_start_step:
             self._begin(done)
         if self._profile is None:
@@ -53,7 +53,7 @@ class Profile:
             self._finish(done + 1)
 
     def close(self, done: int) -> None:
-        """Write what was recorded of a run that ends within the window, after `done` steps."""
+        """Write the trace if the run ends within the window, after `done` steps."""
         if self._profile is not None:
             self._finish(done)
 
@@ -109,7 +109,7 @@ class Profile:
 
 
 def _export(recorder: profile, target: Path) -> None:
-    """The trace, compressed: text of this kind shrinks to a twentieth."""
+    """Write the gzip-compressed trace, a twentieth of the size."""
     plain = target.with_name(f"{target.name}.json")
     try:
         recorder.export_chrome_trace(str(plain))

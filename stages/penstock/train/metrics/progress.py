@@ -1,4 +1,4 @@
-"""What a person or a program sees while training runs; the leading rank's stderr only."""
+"""Progress display on stderr of rank 0."""
 
 import json
 import sys
@@ -14,31 +14,31 @@ from penstock.core import env
 Style = Literal["progress_bar", "structured", "json"]
 
 RECENT = 50
-"""Steps whose pace says when the run will end."""
+"""Number of recent steps for the ETA."""
 
 
 class Progress(Protocol):
-    """Shows records as they come."""
+    """A progress display of metric records."""
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """One step, or one evaluation."""
+        """Show a step or evaluation record."""
 
     def say(self, line: str) -> None:
-        """A line for people, beside the records."""
+        """Print a message."""
 
     def close(self) -> None:
-        """No more of them."""
+        """Close the display."""
 
 
 def progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
-    """The display that `train.log_format` names, of `every` so many steps and of the last one."""
+    """The display of `train.log_format`; shows every `every`-th step and the last one."""
     if style == "progress_bar":
         return _Bar(total, done, every)
     return _Lines(total, done, every, _as_json if style == "json" else _as_words)
 
 
 class _Line(tqdm):
-    """A bar that is drawn only where it changes: ended, it would be in a log twice."""
+    """A tqdm bar that is not redrawn on close, which would repeat it in a log."""
 
     drawn = ""
 
@@ -54,8 +54,8 @@ class _Line(tqdm):
 
 
 class _Bar:
-    """One line, which is drawn again. It is cut to the width of the terminal, which the launcher
-    may have to tell: a longer one would begin a new line each time."""
+    """A progress bar on one line, cut to the terminal width. The launcher may have to pass the
+    width: a longer line would wrap on each update."""
 
     def __init__(self, total: int, done: int, every: int) -> None:
         self._every, self._pace, self._total = every, _Pace(done, total), total
@@ -88,7 +88,7 @@ class _Bar:
 
 
 class _Lines:
-    """One line for each record."""
+    """One line per record."""
 
     def __init__(
         self, total: int, done: int, every: int, line_of: Callable[[Mapping[str, Any]], str]
@@ -115,14 +115,14 @@ class _Lines:
 
 
 class _Pace:
-    """How long the steps that are left will take, if they take as long as the last ones."""
+    """The ETA, extrapolated from recent steps."""
 
     def __init__(self, done: int, total: int) -> None:
         self._total = total
         self._seen: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=RECENT)
 
     def after(self, step: int) -> float:
-        """Seconds that are left when `step` steps are done."""
+        """Remaining seconds after `step` steps."""
         now = time.monotonic()
         first, then = self._seen[0]
         self._seen.append((step, now))
@@ -130,7 +130,7 @@ class _Pace:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds, as clocks show them; days before them."""
+    """Format as H:MM:SS, with days if necessary."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -140,7 +140,7 @@ def clock(seconds: float) -> str:
 
 
 def _in_brief(record: Mapping[str, Any], left: float) -> list[str]:
-    """What matters most first: the rest is cut off in narrow terminals."""
+    """The most important values first; narrow terminals cut off the rest."""
     told = [f"loss {record['loss']:.4f}", f"{clock(left)} left", f"lr {record['lr']:.2e}"]
     if "grad_norm" in record:
         told.append(f"norm {record['grad_norm']:.2f}")
@@ -158,7 +158,7 @@ def _evaluated(record: Mapping[str, Any]) -> str:
 
 
 def _as_words(record: Mapping[str, Any]) -> str:
-    # What is told of each layer is for plots.
+    # Per-layer values are only for plots.
     plain = {name: value for name, value in record.items() if not isinstance(value, dict | list)}
     return " ".join(f"{name}={_short(value)}" for name, value in plain.items())
 

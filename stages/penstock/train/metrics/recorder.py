@@ -1,7 +1,8 @@
-"""The one place where a run's records go: to metrics.jsonl, and from there to all who follow it.
+"""Metrics recorder: writes metrics.jsonl, and starts the progress display, trackers and live
+report.
 
-A display shows them in this process. Trackers and the page that is written again while training
-runs are processes of their own, which read the file. Nothing here stops or holds up a run.
+The display runs in this process. Trackers and the live report are separate processes that read the
+file. None of them can stop or slow down the run.
 """
 
 import logging
@@ -18,20 +19,20 @@ from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether those who follow are still there."""
+"""Seconds between checks that these processes are alive."""
 
 log = logging.getLogger("penstock.train")
 
 
 class MetricsRecorder:
-    """The leading rank's. Close it: it lets those who follow finish."""
+    """Used by rank 0. Must be closed, so that the other processes can finish."""
 
     def __init__(self, job: Job, *, done: int, total: int) -> None:
-        """Go on behind `done` steps of a run of `total`; what was told of later ones is undone."""
+        """Resume after `done` of `total` steps; records of later steps are removed."""
         train = job.config.train
         self._job = job
         self.ending: Ending = "stopped"
-        """What those who follow are told at the end."""
+        """The run outcome passed to these processes at the end."""
         self._metrics = MetricsLog(job.output_dir / METRICS, done)
         self._display = progress(train.log_format, total, done, train.log_interval)
         self._couriers = TrackerSupervisor(self.say)
@@ -45,7 +46,7 @@ class MetricsRecorder:
             self._start(KNOWN[name].title, "penstock.train.trackers", name)
 
     def tell(self, record: Mapping[str, Any]) -> None:
-        """A record: of a step, with its `loss`, or of an evaluation."""
+        """Write a step record, with its `loss`, or an evaluation record."""
         self._keep({**record, "time": round(time.time(), 3)})
         self._display.show(record)
         now = time.monotonic()
@@ -55,18 +56,17 @@ class MetricsRecorder:
             self._follow_with_a_page(now)
 
     def warn(self, step: int, text: str, **details: Any) -> None:
-        """Something that people should look at, in the step with this number, from 1; `details` are
-        kept with it for the report."""
+        """Log a warning at step `step` (from 1); `details` are stored for the report."""
         self._keep({"step": step, "warning": text, **details, "time": round(time.time(), 3)})
         self.say(f"step {step}: {text}")
 
     def say(self, line: str) -> None:
-        """A line for people, now and in the log."""
+        """Print and log a message."""
         log.warning(line)
         self._display.say(f"train: {line}")
 
     def close(self) -> None:
-        """No more records. Those who follow get some time for what they have not told yet."""
+        """No more records. The other processes get limited time to finish."""
         self._display.close()
         self._metrics.close()
         self._couriers.close(self.ending)
@@ -83,7 +83,7 @@ class MetricsRecorder:
         self._is_behind = fault is not None
 
     def _follow_with_a_page(self, now: float) -> None:
-        """Once a run has lasted so long that a page of it is worth a process."""
+        """Start the live report once the run has lasted long enough to justify a process."""
         if self._report_after is None or now < self._report_after:
             return
         self._report_after = None

@@ -1,4 +1,4 @@
-"""What is measured of a step besides what it learnt: phases, operations per second, memory."""
+"""Step metrics: phase times, FLOP/s, MFU, memory."""
 
 import sys
 import time
@@ -23,14 +23,14 @@ from penstock.train.metrics.loss_spikes import SpikeWatch
 from penstock.train.metrics.phase_timer import Phases
 
 READING_ROWS = "reading rows"
-"""What a step begins with."""
+"""The first phase of a step."""
 
 
 def recovery_times(beginnings: Sequence[tuple[str, float]], now: float) -> dict[str, float]:
-    """Seconds from the start of the process to the end of its first step, which is `now`: of each
-    phase before that step, of the step, and of all.
+    """Resume time: seconds from the start of the process to the end of its first step at `now`, for
+    each phase before that step, for the step, and in total.
 
-    `beginnings` are the phases of the process with the times at which they began.
+    `beginnings` are the phases of the process and their start times.
     """
     before = [(phase, at) for phase, at in beginnings if phase != READING_ROWS]
     step = next((at for phase, at in beginnings if phase == READING_ROWS), now)
@@ -46,8 +46,7 @@ GIB = 1 << 30
 
 
 class StepMetrics:
-    """What one rank measures, and what all ranks look out for together. Close it when no more steps
-    come."""
+    """Per-rank metrics, and warnings across ranks. Must be closed after the last step."""
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class StepMetrics:
         ranks: ProcessInfo,
         warn: Callable[..., None],
     ) -> None:
-        """`warn` is called on every rank with what people should look at, and, as `spike`, with its
-        numbers."""
+        """`warn` is called on every rank with warnings; `spike` has the numbers of a loss spike."""
         self._config, self._learning = built.config, built.learning
         self._lengths, self._squares = rows.lengths(), rows.squares()
         self._ranks, self._warn = ranks, warn
@@ -71,18 +69,17 @@ class StepMetrics:
             ranks.pulse.listen(self._phases.hear)
 
     def goes_on(self) -> None:
-        """The next step is the first of a run that goes on from a checkpoint of its own."""
+        """The next step is the first one after resuming."""
         self._recovers = self._tells_recovery
 
     def of_step(
         self, result: StepResult, batches: Sequence[MicroBatch], rows: Integers, seconds: float
     ) -> dict[str, Any]:
-        """What the leading rank's record tells besides of a step, whose micro-batches on this rank
-        are `batches`, and on all ranks together the packed `rows`.
+        """Additional values of rank 0's step record; `batches` are this rank's micro-batches, and
+        `rows` the packed rows of all ranks.
 
-        `tflops` are operations that the model's mathematics asks for, padding and what is computed
-        a second time left out, per second and device; `mfu` is their share of what the device can
-        do at best, None where nobody knows that.
+        `tflops` are model FLOP/s per device, without padding and recomputation; `mfu` is their
+        fraction of the device's peak, None if the peak is unknown.
         """
         if traced := self._spikes.see(result, batches):
             self._warn(traced.text, spike=traced.spike.as_json())
@@ -104,20 +101,21 @@ class StepMetrics:
         return {"recovery_seconds": recovery_times(self._ranks.pulse.beginnings, time.time())}
 
     def memory_here(self) -> int:
-        """Bytes at most in use: on this rank's GPU since this was last asked, else by its process
-        so far. In one number with whose they are, so that the highest of any rank tells both."""
+        """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
+        with the rank in one number, so that one max-reduction gives both."""
         world = self._ranks.world
         return self._memory() * world + world - 1 - self._ranks.rank
 
     def of_memory(self, most: int) -> dict[str, Any]:
-        """What a record tells of the highest `memory_here`, and of several ranks whose it is."""
+        """The memory fields of a record from the highest `memory_here`, and its rank if there are
+        several."""
         world = self._ranks.world
         used, behind = divmod(most, world)
         whose = {"memory_rank": world - 1 - behind} if world > 1 else {}
         return {"memory_gib": round(used / GIB, 4), **whose}
 
     def close(self) -> None:
-        """Take no more time."""
+        """Stop the timers."""
         self._ranks.pulse.listen(None)
 
     def _operations(self, rows: Integers, trained_tokens: int) -> float:
@@ -134,22 +132,22 @@ class StepMetrics:
 
 
 def mfu_precision(train: TrainConfig) -> Precision:
-    """What most products are computed in; those of 8 bits are measured against 16, as others do,
+    """The matmul precision for MFU. FP8 training is measured against the 16-bit peak, as is usual,
     and float16 is as fast as bfloat16."""
     return "fp32" if train.computes_in == "float32" else "bf16"
 
 
 def device_peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Operations per second that the device does at best; None where nobody knows."""
+    """Peak FLOP/s of the device; None if unknown."""
     if device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)
 
 
 def peak_resident() -> int:
-    """Bytes of memory that this process has had at once."""
+    """Peak resident memory of this process in bytes."""
     if sys.platform.startswith("linux"):
-        # Of this program alone: the kernel's other count begins with the one that started it.
+        # VmHWM covers only this program: getrusage includes the process that started it.
         fields = _status(Path("/proc/self/status"))
         if "VmHWM" in fields:
             return int(fields["VmHWM"].split()[0]) * 1024
