@@ -1,7 +1,7 @@
-"""What a laid-out model says of rows it does not learn from: counts of tokens.
+"""Evaluation step: losses and token counts without gradients.
 
-Every rank takes part, whatever it holds of the model and of the rows. Nothing is dropped, nothing
-random is drawn, and no router is watched, so training does not notice.
+Every rank takes part, whatever it holds of the model and the batches. There is no dropout, no
+random draw and no router observer, so evaluation does not affect training.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from penstock.rows.collate import MicroBatch
 
 @dataclass(frozen=True)
 class EvalModel:
-    """Passes micro-batches forward and looks at what comes out."""
+    """Runs forward passes for evaluation."""
 
     layout: ParallelModel
     ranks: ProcessInfo
@@ -30,11 +30,11 @@ class EvalModel:
     def counts(
         self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor], num_kinds: int
     ) -> torch.Tensor:
-        """This rank's share, fp64 [num_kinds, 3]: the sum over all ranks is what the batches give.
+        """This rank's share, fp64 [num_kinds, 3]; the sum over all ranks is the result.
 
-        For every kind of token the summed cross-entropy, the trained tokens, and those of them
-        whose label is the likeliest. `kinds` say of each batch's tokens [T], padding included,
-        which kind they are.
+        For every kind of token: the summed cross-entropy, the number of trained tokens, and of
+        those whose label is the most likely token. `kinds` has the kind of each batch's tokens [T],
+        padding included.
         """
         found = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
         self.layout.forward(
@@ -54,14 +54,14 @@ class EvalModel:
         head: nn.Module,
     ) -> torch.Tensor:
         scores = self.scores(hidden, head, self._here(batch.labels_T))
-        # Ranks along the tensor axis come to the same; one of them tells it.
+        # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.layout.mesh.index("tensor") == 0:
             told = [scores.losses, torch.ones_like(scores.losses), scores.right.float()]
             found.index_add_(0, kinds_T[scores.places], torch.stack(told, dim=1).double())
         return hidden.new_zeros((), dtype=torch.float32)
 
     def _here(self, values_T: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what there is for each token."""
+        """This rank's part of a per-token tensor."""
         return self.layout.context.part(values_T).to(self.ranks.device, non_blocking=True)
 
     def _call(self, batch: MicroBatch, reduce: Reduce) -> ModelInputs:

@@ -84,7 +84,7 @@ class _Call:
         self._inner = _memory_of(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
     def of_second_half(self, tensor: torch.Tensor) -> Kept:
-        """Pack hook of the second half: only the first half's output, or rows of it, gets a slot."""
+        """Pack hook of the second half: only the first half's output, or its rows, gets a slot."""
         memory, dtype, offset = self._inner
         if _memory_of(tensor) != memory or tensor.dtype != dtype:
             return save_for_backward(tensor)

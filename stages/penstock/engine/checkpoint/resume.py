@@ -115,7 +115,7 @@ def _passed_over(
     damaged: Mapping[str, Sequence[str]],
     useless: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """A line for each checkpoint that is newer than the chosen one; damaged ones are moved aside."""
+    """A line for each checkpoint newer than the chosen one; damaged ones are moved aside."""
     end = f"resuming from {chosen.name}" if chosen else "there is none to resume from"
     lines = [
         f"checkpoint {name} is passed over: {in_brief(faults)}; {end}"

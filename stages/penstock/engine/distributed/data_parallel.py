@@ -260,7 +260,7 @@ def local_params(
     mesh: Mesh,
     train: TrainConfig,
 ) -> list[LocalParam]:
-    """Every parameter of the parts as it is sharded now, with the checkpoint tensors it is part of."""
+    """Every parameter of the parts as sharded now, with the checkpoint tensors it is part of."""
     copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
     found: list[LocalParam] = []
     for part, pieces_here in zip(parts, pieces, strict=True):

@@ -197,7 +197,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Combine each token's partial sums from all ranks; the backward pass dispatches the gradient."""
+    """Combine each token's partial sums from all ranks; backward dispatches the gradient."""
 
     @staticmethod
     def forward(ctx: Any, made_SD: torch.Tensor, trip: _Trip) -> torch.Tensor:

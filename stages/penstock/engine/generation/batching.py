@@ -1,5 +1,5 @@
-"""Which tokens pass through the model next while it answers, where keys and values of earlier
-passes are kept, and where they are not.
+"""Continuous batching for generation: choose the tokens of the next forward pass, with or without a
+KV cache.
 
 T tokens of a pass, padding included.
 """
@@ -23,28 +23,28 @@ from penstock_kernels.attention import VarlenMetadata
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is done at once on a replica."""
+    """Batch size limits of a replica."""
 
     kept_tokens: int
-    """Tokens whose keys and values there is room for; one sequence is always let in."""
+    """The KV cache capacity in tokens; one sequence is always admitted."""
     passed_tokens: int
-    """Tokens of prompts in one pass; one prompt is always."""
+    """Prompt tokens in one pass; one prompt is always admitted."""
     multiple: int
-    """What a pass's tokens are padded to a multiple of."""
+    """The padding multiple of a pass."""
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One forward pass. The tensors are on the host, and of the whole replica."""
+    """One forward pass. Tensors are on the host and cover the whole replica."""
 
     batch: MicroBatch
     after: list[list[DecodingSequence]]
-    """Whose next tokens are drawn after a document; of documents in order, padding left out."""
+    """The sequences whose next token is sampled after each document, in order, without padding."""
     segments: Callable[[VarlenMetadata], VarlenMetadata]
-    """From the pass's documents to what attention is to know of them."""
+    """Converts the pass's document boundaries to what attention needs."""
 
     def slots_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """At the last token of each document its number, if anything is drawn there; else -1."""
+        """The index of each document at its last token, if a token is sampled there; else -1."""
         slots_T = torch.full((sum(self.batch.lengths),), -1, dtype=torch.int64)
         ends = list(accumulate(self.batch.lengths))
         for number, some in enumerate(self.after):
@@ -53,8 +53,9 @@ class ForwardBatch:
         return slots_T
 
     def read(self) -> list[tuple[int, DecodingSequence]]:
-        """The documents that are prompts of which something is told: where each begins, and its
-        first answer."""
+        """The documents that are prompts with requested logprobs: the start of each, and its first
+        sequence.
+        """
         starts = (0, *accumulate(self.batch.lengths))
         return [
             (starts[number], some[0])
@@ -64,31 +65,34 @@ class ForwardBatch:
 
 
 class Passes(Protocol):
-    """Answers that a replica computes."""
+    """The decoding of a replica's sequences."""
 
     def following(self) -> ForwardBatch | None:
-        """The next pass; None where there is nothing to do."""
+        """The next pass; None if there is nothing to do."""
         ...
 
     def sift(self) -> None:
-        """To be called when tokens were added to answers."""
+        """Remove finished sequences; call it after tokens are added."""
         ...
 
 
 class KVCachedDecode:
-    """Each token passes once. Prompts come in where there is room, those with several answers once
-    for all that come in with them; the others go on by a token."""
+    """Decoding with a KV cache: each token is computed once.
+
+    Prompts are admitted when there is room, once for all of their sequences admitted together
+    (prefill); the other sequences decode one token per pass.
+    """
 
     def __init__(
         self, growing: Sequence[DecodingSequence], limits: Limits, device: torch.device
     ) -> None:
         self._waiting, self._limits, self._device = deque(growing), limits, device
         self._active: list[DecodingSequence] = []
-        """Those in the cache, row by row."""
+        """The sequences in the cache, by cache row."""
         self._cache = KeyCache(limits.kept_tokens)
 
     def following(self) -> ForwardBatch | None:
-        """Prompts, if any can be let in, or the newest token of each answer."""
+        """Prefill of prompts, if any can be admitted, or a decode step of all sequences."""
         groups = self._let_in()
         if groups:
             self._active += [one for group in groups for one in group if one.is_kept]
@@ -108,7 +112,7 @@ class KVCachedDecode:
         )
 
     def sift(self) -> None:
-        """Make room where answers have ended."""
+        """Free the cache rows of finished sequences."""
         for row in reversed(range(len(self._active))):
             if self._active[row].ended:
                 self._cache.drop(row)
@@ -116,7 +120,7 @@ class KVCachedDecode:
                 self._active.pop()
 
     def _let_in(self) -> list[list[DecodingSequence]]:
-        """Those that wait longest, by their prompts, as many as there is room for."""
+        """Admit the longest-waiting sequences, grouped by prompt, as many as fit."""
         groups: list[list[DecodingSequence]] = []
         rows = len(self._active)
         longest = max((one.longest for one in self._active), default=0)
@@ -139,14 +143,16 @@ class KVCachedDecode:
 
 
 class FullRecomputeDecode:
-    """Every token passes again for each that comes after it: for layouts and positions for which
-    nothing can be kept."""
+    """Decoding without a KV cache: all tokens are recomputed for each new one.
+
+    For layouts and position encodings that do not support a cache.
+    """
 
     def __init__(self, growing: Sequence[DecodingSequence], limits: Limits) -> None:
         self._growing, self._limits = list(growing), limits
 
     def following(self) -> ForwardBatch | None:
-        """Prompts and what there is of their answers, as many as fit."""
+        """Prompts and their completions so far, as many as fit."""
         going: list[DecodingSequence] = []
         tokens = 0
         for one in self._growing:
@@ -160,13 +166,12 @@ class FullRecomputeDecode:
         return ForwardBatch(batch, [[one] for one in going], _as_they_are)
 
     def sift(self) -> None:
-        """Leave those that have ended."""
+        """Remove finished sequences."""
         self._growing = [one for one in self._growing if not one.ended]
 
 
 def padding_pass(multiple: int) -> ForwardBatch:
-    """Nothing but padding: what a replica without anything to do computes, for others wait for it
-    in every pass."""
+    """A pass of only padding, for a replica without work: the others wait for it in every pass."""
     return ForwardBatch(_batch([], multiple), [], _as_they_are)
 
 
@@ -175,8 +180,10 @@ def _as_they_are(plain: VarlenMetadata) -> VarlenMetadata:
 
 
 def _newest(growing: Sequence[DecodingSequence], multiple: int) -> MicroBatch:
-    """A document of the newest token of each, in its place; and one of padding. Made at once, for
-    it is made for every token."""
+    """A decode step: a document of the newest token of each sequence, and one of padding.
+
+    Built directly, because it is built for every token.
+    """
     count = len(growing)
     padding = -count % multiple
     ids = [*(one.tokens[-1] for one in growing), *[0] * padding]

@@ -1,11 +1,12 @@
-"""What a laid-out model writes after prompts: many answers at once, from the weights as they are.
+"""Generation: sample completions from the current weights of the model in training.
 
-Every rank takes part in every pass, under any layout, and every rank gets all answers. Answers are
-dealt out to replicas; nothing of what is drawn depends on that, but by rounding. Attention over a
-ring keeps nothing between passes, nor do answers so long that positions go by their length: there
-each token costs a pass over all that comes before it.
+Every rank takes part in every pass, under any layout, and every rank gets all completions.
+Sequences are split over replicas; apart from rounding, samples do not depend on that. Ring
+attention has no KV cache, and neither have sequences so long that RoPE scaling depends on their
+length: each of their tokens costs a full forward pass.
 
-T tokens of a pass, S places in which a token is drawn or told, C those of a chunk, V vocabulary.
+T tokens of a pass, S positions where a token is sampled or scored, C positions of a chunk, V
+vocabulary.
 """
 
 import secrets
@@ -49,57 +50,61 @@ PASSED_TOKENS = 1 << 13
 
 
 class NotFiniteError(PenstockError):
-    """The model gives what are no numbers."""
+    """The model's logits are NaN or infinite."""
 
 
 Between = Callable[[], None]
-"""Called on every rank before each pass. What it raises, on all ranks alike, ends the writing."""
+"""Called on every rank before each pass. An exception, raised on all ranks, ends the generation."""
 
 
 def _nothing() -> None:
-    """Nothing is to be done between passes."""
+    """Do nothing between passes."""
 
 
 OnToken = Callable[[int, int], None]
-"""Called on every rank with the prompt's number and each token that is sampled after it, as soon as
-it is known: for streaming."""
+"""Called on every rank with the prompt's index and each sampled token, as soon as it is known: for
+streaming.
+"""
 
 
 def _no_stream(_prompt: int, _token: int) -> None:
-    """Nobody waits for single tokens."""
+    """Do not stream tokens."""
 
 
 class Found(NamedTuple):
-    """What passes find, on the rank that computes it."""
+    """The results of passes on the rank that computes them."""
 
     drawn: torch.Tensor
-    """Of each answer the next token, its log-probability, and whether what they come from is not
-    finite: fp64 [3, answers]; -inf where this pass, or this rank, draws none."""
+    """For each sequence the next token, its log-prob, and whether the logits are non-finite: fp64
+    [3, sequences]; -inf if this pass or rank samples none.
+    """
     of_prompts: PromptLogprobs
     of_answers: TopLogprobs
 
 
 @dataclass(frozen=True)
 class Generator:
-    """Writes with a model that is trained beside it."""
+    """Generates with the model in training."""
 
     layout: ParallelModel
     ranks: ProcessInfo
     logits: LogitsOf
     multiple: int
-    """What the tokens of a pass must be a multiple of under this layout."""
+    """The padding multiple of a pass under this layout."""
     keeps_up_to: float
-    """Tokens of a prompt and its answer for which keys and values are kept between passes; longer
-    ones are computed anew each time."""
+    """The longest sequence, prompt included, that uses the KV cache; longer ones are recomputed for
+    each token.
+    """
     kept_bytes: int
-    """What is kept of a token on this rank."""
+    """KV cache bytes per token on this rank."""
     eagerly: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered while it writes, so that nothing is compiled for passes of changing shapes."""
+    """Context manager around generation that disables compilation, because passes change shape."""
     kept_tokens: int = KEPT_TOKENS
-    """Tokens of prompts and answers for which a replica has room at once, if half of a GPU's free
-    memory has; others wait."""
+    """KV cache capacity of a replica in tokens, limited to half of the GPU's free memory; other
+    sequences wait.
+    """
     passed_tokens: int = PASSED_TOKENS
-    """Tokens of prompts in a pass."""
+    """Prompt tokens in a pass."""
 
     @torch.no_grad()
     def generate(
@@ -110,15 +115,16 @@ class Generator:
         between: Between = _nothing,
         on_token: OnToken = _no_stream,
     ) -> list[GenerationOutput]:
-        """The answers to each prompt, on every rank; every rank must ask for the same.
+        """Return the completions of each prompt, on every rank; every rank must pass the same
+        prompts.
 
-        An answer depends on its prompt, on what is asked of it, on the seed and on its number among
-        those to the prompt, and not on what else is asked for. `decode` is wanted for stop texts.
+        A completion depends on its prompt, its sampling parameters, the seed and its index among
+        the completions of the prompt, and not on other prompts. `decode` is needed for stop texts.
 
-        Raises:
-            ConfigError: for a prompt that is empty, leaves no room in the model's context, or has
-                tokens that the model does not know; for stop texts without `decode`.
-            NotFiniteError: the model's logits are no numbers.
+            Raises:
+                ConfigError: for a prompt that is empty, leaves no room in the model's context, or
+                has token ids outside the vocabulary; for stop texts without `decode`.
+                NotFiniteError: the model's logits are not finite.
         """
         for number, prompt in enumerate(prompts):
             self.require_possible(f"prompt {number}", prompt, decode)
@@ -142,7 +148,9 @@ class Generator:
         return [GenerationOutput(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
-        """Raise ConfigError for a prompt that cannot be answered, by what it is called."""
+        """Raise ConfigError for a prompt that cannot be completed; `name` is used in the
+        message.
+        """
         length, limit = len(prompt.tokens), self._config.max_position_embeddings
         if not length:
             raise ConfigError(f"{name} has no token. Give it one at least.")
@@ -175,7 +183,9 @@ class Generator:
         return self.layout.parts[0].config
 
     def _passes(self, growing: Sequence[DecodingSequence]) -> list[Passes]:
-        """This replica's share. Neighbours, so that answers to one prompt are together."""
+        """This replica's share: consecutive sequences, so that completions of one prompt stay
+        together.
+        """
         mesh = self.layout.mesh
         mine = shard_range(
             len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard")
@@ -190,19 +200,19 @@ class Generator:
         ]
 
     def _following(self, passes: Sequence[Passes]) -> ForwardBatch:
-        """The first that there is."""
+        """The next pass, or a padding pass."""
         found = (each.following() for each in passes)
         return next((one for one in found if one), None) or padding_pass(self.multiple)
 
     def _room(self) -> int:
-        """Tokens that may be kept at once; of a GPU's memory there may be less than is wanted."""
+        """The KV cache capacity in tokens; free GPU memory may limit it."""
         if self.ranks.device.type != "cuda":
             return self.kept_tokens
         free, _ = torch.cuda.mem_get_info(self.ranks.device)
         held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        # A stage of a pipeline may have no layer, and keeps nothing.
+        # A pipeline stage may have no layer, and so no cache.
         fits = (free + held) // 2 // max(1, self.kept_bytes)
-        # Ranks of a replica must let in the same.
+        # All ranks of a replica must admit the same sequences.
         return min(self.kept_tokens, -self.ranks.most(-fits)[0])
 
     def _growing(self, prompts: Sequence[Prompt]) -> list[DecodingSequence]:
@@ -227,9 +237,9 @@ class Generator:
         decode: Decode | None,
         on_token: OnToken,
     ) -> None:
-        """Let answers go on by what any rank has drawn for them."""
+        """Append the tokens that any rank has sampled."""
         if self.ranks.world > 1:
-            # From each replica its own, and the same from all ranks of one.
+            # The maximum merges replicas, and ranks of a replica agree.
             drawn = self.ranks.highest(drawn)
         tokens, log_probs, flaws = drawn.tolist()
         if max(flaws) > 0:
@@ -240,8 +250,8 @@ class Generator:
                 on_token(one.prompt_number, int(token))
 
     def _pass(self, one: ForwardBatch, found: Found) -> None:
-        """Let it pass through the model, for what is drawn and told on the way."""
-        # Here on the host, so that no GPU has to be asked which places they are.
+        """Run a forward pass, sampling and scoring in `reduce`."""
+        # Computed on the host, to avoid a GPU synchronization.
         slots_T = self.layout.context.part(one.slots_T())
         places_S = (slots_T >= 0).nonzero().squeeze(1)
         after = [one.after[slot] for slot in slots_T[places_S].tolist()]
@@ -258,7 +268,9 @@ class Generator:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        """Draw what follows on this rank's tokens, and tell what was asked of prompts."""
+        """Sample the next tokens at this rank's positions, and score prompts with requested
+        logprobs.
+        """
         start = 0
         for some, logits_CV in self.logits(hidden, head, places_S):
             groups = after_S[start : start + len(some)]
@@ -286,7 +298,7 @@ class Generator:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> None:
-        """What foretells each token of these prompts but the first."""
+        """Score each token of these prompts except the first."""
         into_T = torch.full((sum(one.batch.lengths),), -1, dtype=torch.int64)
         for start, growing in read:
             places = found.of_prompts.places(growing.prompt_number)
@@ -312,7 +324,7 @@ class Generator:
 def build_generator(
     train: TrainConfig, layout: ParallelModel, ranks: ProcessInfo, logits: LogitsOf
 ) -> Generator:
-    """One for the model that the settings lay out so."""
+    """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.degrees
     heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
     layers = sum(len(part.model.layers) for part in layout.parts)

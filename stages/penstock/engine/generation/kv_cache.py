@@ -1,8 +1,7 @@
-"""Keys and values of sequences that grow token by token, so that each token passes through the
-model once: a cache, the passes that fill and read it, and attention that knows them.
+"""KV cache for generation: the cache, the passes that fill and read it, and attention over it.
 
-T tokens of a pass, B sequences, C tokens that there is room for, K key and value heads, N query
-heads, H head width.
+T tokens of a pass, B sequences, C token slots per row, K key and value heads, N query heads, H head
+width.
 """
 
 from collections.abc import Sequence
@@ -17,29 +16,29 @@ from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
 
 STEP = 64
-"""Room is made for a multiple of so many tokens."""
+"""Rows are allocated in multiples of so many tokens."""
 
 
 class KeyCache:
-    """What is kept of each sequence: row by row, the rows in use first.
+    """The KV cache: one row per sequence, with rows in use first.
 
-    Layers are known by the order in which their attention is computed, the same in every pass.
+    Layers are identified by the order in which their attention runs, which is the same in every
+    pass.
     """
 
     def __init__(self, capacity: int) -> None:
-        """`capacity`: tokens of all rows together, beyond which room is made for what is there
-        alone."""
+        """`capacity` is in tokens over all rows; beyond it no spare memory is allocated."""
         self._capacity = capacity
         self.lengths: list[int] = []
         """Tokens of each row."""
         self.longest = 0
-        """Tokens that any of the rows will have at most."""
+        """The largest number of tokens that any row may reach."""
         self._rows = self._room = 0
-        """What there is room for in every layer: rows, and tokens in each of them."""
+        """The allocated size of every layer: rows, and token slots per row."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def drop(self, row: int) -> None:
-        """Forget a row. The last one takes its place."""
+        """Free a row. The last row is moved into its place."""
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
@@ -50,34 +49,36 @@ class KeyCache:
         self.lengths.pop()
 
     def make_room(self) -> None:
-        """In every layer, for as much as `lengths` say."""
+        """Allocate enough memory in every layer for `lengths`."""
         rows, longest = len(self.lengths), max(self.lengths)
         if rows <= self._rows and longest <= self._room:
             return
-        # What was wide for long rows is not to stay so for many, nor the other way round.
+        # Width allocated for long rows is not kept for many rows, nor the other way round.
         fits = longest <= self._room <= _rounded(self.longest)
         room = self._room if fits else self._ahead(longest)
-        # By half more each time, so that all copies together cost no more than a few.
+        # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
         self._rows, self._room = max(rows, min(spare, self._capacity // room)), room
         for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
             self._layers[layer] = self._moved(k_BKCH), self._moved(v_BKCH)
 
     def of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, K, C, H] of a layer: numbers of a device and dtype as they come."""
+        """The keys and values [B, K, C, H] of a layer, allocated on first use with the device and
+        dtype of the input.
+        """
         if layer == len(self._layers):
             like_TKH = as_autocast(like_TKH)
             shape = (self._rows, like_TKH.shape[1], self._room, like_TKH.shape[2])
-            # Zeros: what is hidden is multiplied by nothing, and must be a number.
+            # Zeros: masked values are multiplied by 0 and must be finite.
             self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
         return self._layers[layer]
 
     def _ahead(self, length: int) -> int:
-        """Room for rows that are as long as this, and go on."""
+        """The row width for this length, with room to grow."""
         return _rounded(max(length, min(length * 3 // 2 + STEP, self.longest)))
 
     def _moved(self, x_BKCH: torch.Tensor) -> torch.Tensor:
-        """To where there is as much room as there is to be."""
+        """Copy to a tensor of the new size."""
         moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._room, x_BKCH.shape[3]))
         rows, room = min(self._rows, x_BKCH.shape[0]), min(self._room, x_BKCH.shape[2])
         moved[:rows, :, :room] = x_BKCH[:rows, :, :room]
@@ -86,19 +87,19 @@ class KeyCache:
 
 @dataclass(frozen=True, eq=False)
 class Prefill(VarlenMetadata):
-    """Documents of which some are kept: their first tokens, all that there are so far."""
+    """Prefill: documents of a pass whose keys and values go into the cache."""
 
     cache: KeyCache
     tokens: torch.Tensor
-    """int64 [E]: which of the pass's tokens are kept, once for each row that they go to."""
+    """int64 [E]: the tokens to cache, once for each row they go to."""
     rows: torch.Tensor
-    """int64 [E]: where each of them goes."""
+    """int64 [E]: the row of each."""
     places: torch.Tensor
-    """int64 [E]: and as which token of the row."""
+    """int64 [E]: the position of each in its row."""
     calls: "count[int]" = field(default_factory=count)
 
     def keep(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Keys and values of the layer whose turn it is."""
+        """Cache the keys and values of the current layer."""
         kept = self.cache.of(next(self.calls), k_TKH)
         for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
@@ -106,13 +107,13 @@ class Prefill(VarlenMetadata):
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep(VarlenMetadata):
-    """One more token of each row, in order, and padding behind them."""
+    """Decode step: one more token of each row, in order, followed by padding."""
 
     cache: KeyCache
     rows: int
     shortest: int
     longest: int
-    """Tokens of rows with the one more."""
+    """Tokens of the shortest and longest row, including the new token."""
     calls: "count[int]" = field(default_factory=count)
 
     def attend(
@@ -124,10 +125,12 @@ class DecodeStep(VarlenMetadata):
         window: int | None,
         sinks_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Keep the tokens' own keys and values, and attend to all of their rows'. [T, N, H]; of
-        padding zeros."""
+        """Cache the keys and values of the new tokens, and attend to all of their rows.
+
+        [T, N, H]; zeros for padding.
+        """
         rows = self.rows
-        # What no row sees is not read.
+        # Skip keys that no row sees.
         first = 0 if window is None else max(0, self.shortest - window)
         kept = self.cache.of(next(self.calls), k_TKH)
         k_BKCH, v_BKCH = (
@@ -143,7 +146,7 @@ class DecodeStep(VarlenMetadata):
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
 
     def _with(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
-        """The rows, their new tokens written to them."""
+        """The cache rows with the new tokens written to them."""
         x_BKH = x_TKH[: self.rows]
         if self.shortest == self.longest:
             x_BKCH.select(2, self.longest - 1).copy_(x_BKH)
@@ -153,7 +156,7 @@ class DecodeStep(VarlenMetadata):
         return x_BKCH
 
     def _sees(self, window: int | None, first: int, device: torch.device) -> torch.Tensor | None:
-        """Which of the keys from `first` on each row's token sees; None: all. bool [B, C]."""
+        """The attention mask over keys from `first` on, bool [B, C]; None: all visible."""
         is_narrow = window is not None and window < self.longest - first
         if self.shortest == self.longest and not is_narrow:
             return None
@@ -168,7 +171,7 @@ class DecodeStep(VarlenMetadata):
         return self.kept[key]
 
     def _last_B(self, device: torch.device) -> torch.Tensor:  # noqa: N802 - B names the dimension
-        """The place of each row's newest token."""
+        """The position of each row's newest token."""
         return self._tensor("last", [length - 1 for length in self.cache.lengths], device)
 
     def _tensor(self, name: str, values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -180,8 +183,9 @@ class DecodeStep(VarlenMetadata):
 def prefill_segments(
     segments: VarlenMetadata, cache: KeyCache, rows: Sequence[int], device: torch.device
 ) -> VarlenMetadata:
-    """The documents of a pass, of which the first len(rows) are kept: number i by rows[i] new rows
-    behind those in use, perhaps none."""
+    """Segments of a prefill pass: the first len(rows) documents are cached, document i in rows[i]
+    new rows, possibly none.
+    """
     if not any(rows):
         return segments
     starts = (0, *accumulate(segments.lengths))
@@ -207,7 +211,7 @@ def prefill_segments(
 
 
 def decode_segments(segments: VarlenMetadata, cache: KeyCache) -> DecodeStep:
-    """One more token of each row of the cache, which takes note of it."""
+    """Segments of a decode step: one more token of each cache row; updates the cache lengths."""
     lengths = cache.lengths
     lengths[:] = [length + 1 for length in lengths]
     cache.make_room()
@@ -221,7 +225,7 @@ def decode_segments(segments: VarlenMetadata, cache: KeyCache) -> DecodeStep:
 
 
 def keeping(attend: AttentionFn) -> AttentionFn:
-    """`attend`, which in passes that fill or read a cache does so."""
+    """Wrap `attend` to fill or read the KV cache in prefill and decode passes."""
 
     def attend_and_keep(
         q_TNH: torch.Tensor,

@@ -1,7 +1,7 @@
-"""What a model tells of prompts' own tokens while it answers them, wherever they are computed.
+"""Top-k and prompt logprobs during generation, gathered from the ranks that compute them.
 
-P tokens of all prompts of which something is told, W likeliest tokens that are told of all of them,
-S places at a time, K likeliest tokens of the most that is asked for, V vocabulary.
+P tokens of all prompts with requested logprobs, W top-k entries of all their positions, S positions
+at a time, K largest requested top-k, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,18 @@ from penstock.engine.generation.sequences import DecodingSequence, Prompt, TopKL
 
 
 class TopLogprobs:
-    """Filled token by token, on the rank that computes it."""
+    """Top-k logprobs of completions, recorded token by token on the rank that computes them."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-        """Of each answer, by its number: the places that were computed here, and the tokens and
-        log-probabilities [K] of each. Ranks that share documents compute others."""
+        """For each sequence, by index: the positions computed here, with top-k tokens and log-probs
+        [K] of each. Context-parallel ranks compute other sequences.
+        """
 
     def take(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:
-        """Of the logits, in fp32, that the next token of each of these is drawn from."""
+        """Record the top-k of fp32 logits from which the next tokens of these sequences are
+        sampled.
+        """
         asked = [row for row, one in enumerate(after) if one.prompt.likeliest_drawn]
         if not asked:
             return
@@ -37,12 +40,12 @@ class TopLogprobs:
     def shared(
         self, growing: Sequence[DecodingSequence], ranks: ProcessInfo
     ) -> dict[int, TopKLogprobs]:
-        """What was asked of answers that have ended, by their numbers. Every rank calls it."""
+        """Gather the requested top-k logprobs of finished sequences, by index. Collective."""
         asked = [one for one in growing if one.prompt.likeliest_drawn]
         if not asked:
             return {}
         sizes = [len(one.tokens) * one.prompt.likeliest_drawn for one in asked]
-        # Less than anything that is found, so that of all ranks' the highest is what one found.
+        # Lower than any result, so that the maximum over ranks selects the one that was computed.
         tokens_A = torch.full((sum(sizes),), -1, dtype=torch.int32, device=ranks.device)
         log_probs_A = torch.full((sum(sizes),), -torch.inf, device=ranks.device)
         parts = tokens_A.split(sizes), log_probs_A.split(sizes)
@@ -63,14 +66,14 @@ class TopLogprobs:
 
 
 def _table(told: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
-    """[T, K] of an answer. Of one that wants no token there is no place."""
+    """[T, K] of one sequence. A sequence without requested tokens has no positions."""
     return told.unflatten(0, (len(one.tokens), one.prompt.likeliest_drawn))[: one.most]
 
 
 class PromptLogprobs:
-    """Filled place by place, on the rank that computes it.
+    """Logprobs of prompt tokens, recorded on the rank that computes them.
 
-    What is asked of one prompt takes no memory for the others.
+    Prompts without requested logprobs take no memory.
     """
 
     def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
@@ -88,22 +91,24 @@ class PromptLogprobs:
         last_P = widths_P.cumsum(0)
         self._widths_P = widths_P.to(device)
         self._starts_P = (last_P - widths_P).to(device)
-        """Where among the W those of a place begin."""
-        # Less than anything that is found, so that of all ranks' the highest is what one found.
+        """The start of each position's entries among the W."""
+        # Lower than any result, so that the maximum over ranks selects the one that was computed.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)
         told = int(widths_P.sum())
         self._likeliest_W = torch.full((told,), -1, dtype=torch.int32, device=device)
         self._likeliest_log_probs_W = torch.full((told,), -torch.inf, device=device)
 
     def places(self, prompt: int) -> range:
-        """Where the tokens of a prompt are among the P, but the first, which nothing foretells."""
+        """The positions of a prompt's tokens among the P, except the first, which has no
+        prediction.
+        """
         first = self._first[prompt]
         return range(first + 1, first + len(self._prompts[prompt].tokens))
 
     def take(
         self, places_S: torch.Tensor, tokens_S: torch.Tensor, log_probs_SV: torch.Tensor
     ) -> None:
-        """Of what foretells these places, in which these tokens are."""
+        """Record the logprobs of these tokens at these positions."""
         own_S = log_probs_SV.gather(1, tokens_S[:, None]).squeeze(1)
         self._log_probs_P[places_S] = own_S
         if not self._widest:
@@ -116,14 +121,15 @@ class PromptLogprobs:
         self._likeliest_log_probs_W[into] = best.values[asked_SK]
 
     def share(self, ranks: ProcessInfo) -> None:
-        """Let every rank have what any has. Every rank calls it."""
+        """All-reduce the results, so that every rank has all of them. Collective."""
         for found in (self._log_probs_P, self._likeliest_W, self._likeliest_log_probs_W):
             if found.numel() and ranks.world > 1:
                 ranks.highest(found)
 
     def of(self, number: int) -> tuple[torch.Tensor | None, TopKLogprobs | None]:
-        """The log-probabilities of a prompt's tokens, fp32 [T] on the host, and the likeliest in
-        each place; None for what was not asked."""
+        """The log-probs of a prompt's tokens, fp32 [T] on the host, and the top-k at each position;
+        None if not requested.
+        """
         prompt = self._prompts[number]
         if not prompt.is_read:
             return None, None

@@ -1,7 +1,9 @@
-"""How the next token is drawn from a model's logits. What is drawn depends on the logits and on one
-number alone, and that number on a seed and on which token it is for: not on what else is drawn.
+"""Token sampling: temperature, top-k, top-p, with a seed per request.
 
-S tokens to draw, R those that are not simply the likeliest, V vocabulary, B runs of it of W each.
+A sample depends only on the logits and one uniform number, which depends on the seed and the
+token's index: not on other samples in the batch.
+
+S tokens to sample, R those with temperature above 0, V vocabulary, in B blocks of W entries.
 """
 
 import hashlib
@@ -15,34 +17,36 @@ import torch.nn.functional as F
 from penstock.core.errors import ConfigError
 
 ALL = -1
-"""Of `top_k`: the whole vocabulary."""
+"""`top_k` of the whole vocabulary (disabled)."""
 
 COLDEST, HOTTEST = 1e-30, 1e30
-"""Beyond these a temperature changes nothing any more, and divided by it no fp32 is a number."""
+"""Clamps of the temperature: beyond them it changes nothing, and division would overflow fp32."""
 
 RUN = 256
-"""Entries of the vocabulary that are summed together before it is looked which of them it is."""
+"""Vocabulary entries per block of the two-level cumulative sum."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What is asked of the tokens after one prompt."""
+    """The sampling parameters of one prompt."""
 
     max_tokens: int | None = None
     """None: until the model's context is full."""
     temperature: float = 1.0
-    """0: the likeliest token, of equals the lowest."""
+    """0: greedy decoding; the lowest token id wins ties."""
     top_k: int = ALL
-    """Only this many of the likeliest are drawn, and those that equal the last of them."""
+    """Sample only from the k most likely tokens, and ties with the last of them."""
     top_p: float = 1.0
-    """Only the likeliest that together are at least this likely are."""
+    """Sample only from the smallest set of most likely tokens with at least this total
+    probability.
+    """
     seed: int | None = None
-    """None: another one each time."""
+    """None: a new random seed each time."""
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse numbers that say nothing."""
+        """Reject invalid values."""
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}. Write 0 or more.")
         if not 0 <= self.temperature < float("inf"):
@@ -58,8 +62,7 @@ class SamplingParams:
 
 
 def uniform(seed: int, sample: int, place: int) -> float:
-    """The number, at least 0 and below 1, by which token `place` of answer `sample` to a prompt is
-    drawn."""
+    """The uniform number in [0, 1) that samples token `place` of completion `sample`."""
     told = struct.pack("<Qqq", seed % 2**64, sample, place)
     digest = hashlib.blake2b(told, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -68,16 +71,16 @@ def uniform(seed: int, sample: int, place: int) -> float:
 def sample_token(
     logits_SV: torch.Tensor, how: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token from each row of fp32 logits, int64 [S], and its log-probability as the model has it,
-    at temperature 1 and nothing left out, fp32 [S].
+    """Sample a token from each row of fp32 logits.
 
-    Logits are numbers, or -inf. Of a row of others the log-probability is not finite, and the token
-    may be any.
+    Returns int64 [S] and the log-probs under the model at temperature 1, without truncation, fp32
+    [S]. Logits are finite or -inf. For a row with other values the log-prob is not finite, and the
+    token is arbitrary.
 
-    A token is the first in the vocabulary up to which the summed probability exceeds the row's
-    uniform number, so that nearly equal logits give the same one.
+    A token is the first in the vocabulary whose cumulative probability exceeds the row's uniform
+    number, so nearly equal logits give the same token.
     """
-    # The best is 0 at any temperature, and nothing is above it.
+    # The maximum is 0 at any temperature.
     left_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
     weights_SV = left_SV.exp()
     log_sums_S = weights_SV.sum(-1).log_()
@@ -85,7 +88,7 @@ def sample_token(
     if len(rows) == len(how):
         tokens_S = _drawn(left_SV, weights_SV, how, uniforms)
     else:
-        # Of equals the first: PyTorch says so.
+        # argmax returns the first of equal values in PyTorch.
         tokens_S = left_SV.argmax(1)
         if rows:
             chosen = [how[row] for row in rows], [uniforms[row] for row in rows]
@@ -99,7 +102,7 @@ def _drawn(
     how: Sequence[SamplingParams],
     uniforms: Sequence[float],
 ) -> torch.Tensor:
-    """Of logits that are 0 at most, and their exponentials, which may be overwritten."""
+    """Sample from logits of at most 0 and their exponentials, which may be overwritten."""
     if any(one.temperature != 1 for one in how):
         temperatures = [min(max(one.temperature, COLDEST), HOTTEST) for one in how]
         weights_RV = (left_RV / _column(temperatures, left_RV)).exp_()
@@ -107,10 +110,9 @@ def _drawn(
 
 
 def _first_beyond(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
-    """Of each row the first entry up to which the sum is more than this share of the whole, int64
-    [R].
+    """The first entry of each row whose cumulative sum exceeds this share of the total, int64 [R].
 
-    Runs of entries are summed first, and then the entries of one run, so that few sums need fp64.
+    Blocks are summed first, and then the entries of one block, so that few sums need fp64.
     """
     size = weights_RV.shape[1]
     runs_RB = weights_RV[:, : size // RUN * RUN].unflatten(1, (-1, RUN)).sum(-1)
@@ -119,7 +121,7 @@ def _first_beyond(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Te
         runs_RB = torch.cat((runs_RB, rest_R1), dim=1)
     sums_RB = runs_RB.double().cumsum(-1)
     aims_R1 = _below(_column(shares, sums_RB) * sums_RB[:, -1:], sums_RB[:, -1:])
-    # Where sums are no numbers it may be any.
+    # With non-finite sums the token is arbitrary.
     run_R1 = torch.searchsorted(sums_RB, aims_R1, right=True).clamp_(max=runs_RB.shape[1] - 1)
     aims_R1 = aims_R1 - F.pad(sums_RB, (1, 0)).gather(1, run_R1)
     within_RW = run_R1 * RUN + torch.arange(RUN, device=weights_RV.device)
@@ -131,12 +133,12 @@ def _first_beyond(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Te
 
 
 def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
-    """Rounded up to the sum an aim would be past what can be drawn."""
+    """Keep the target below the total: rounded up to it, no entry would exceed it."""
     return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
 
 
 def _narrowed(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.Tensor:
-    """Weights of what may be drawn, first by number and then by probability, and 0; in place."""
+    """Apply top-k, then top-p: set the other weights to 0, in place."""
     vocabulary = weights_RV.shape[1]
     tops = {row: one.top_k for row, one in enumerate(how) if 0 < one.top_k < vocabulary}
     if tops:
@@ -150,7 +152,7 @@ def _narrowed(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.
         some = weights_RV[rows]
         ordered = some.sort(dim=-1, descending=True).values
         sums = ordered.cumsum(-1, dtype=torch.float64)
-        # A token stays if those before it do not reach the share of all.
+        # A token is kept if those before it do not reach top_p.
         reached = _column([how[row].top_p for row in rows], sums) * sums[:, -1:]
         stays = sums - ordered < reached
         lowest = ordered.masked_fill(~stays, float("inf")).amin(-1, keepdim=True)

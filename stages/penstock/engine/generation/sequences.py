@@ -1,4 +1,4 @@
-"""What a model is asked to write, and what it has written: prompts, answers, and when these end."""
+"""Generation requests and results: prompts, decoding sequences and completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,80 +9,80 @@ import torch
 from penstock.engine.generation.sampling import SamplingParams, uniform
 
 Decode = Callable[[Sequence[int]], str]
-"""Tokens to text, special ones included; the same on all ranks."""
+"""Decodes tokens to text, special tokens included; the same on all ranks."""
 
 Ending = Literal["stop", "length"]
 
 SPLIT_CHARACTER = 4
-"""A character may begin so many tokens before the one that completes it."""
+"""A character may span so many tokens."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens, and what is wanted of them."""
+    """A tokenized prompt with its request."""
 
     tokens: Sequence[int]
     how: SamplingParams = field(default_factory=SamplingParams)
     count: int = 1
-    """Answers, each drawn anew."""
+    """The number of completions, sampled independently."""
     scored: bool = False
-    """Whether the log-probabilities of its own tokens are told."""
+    """Whether prompt logprobs are requested."""
     likeliest: int = 0
-    """For so many of the likeliest tokens in each place of it the log-probabilities are told."""
+    """The number of top-k logprobs at each prompt position."""
     likeliest_drawn: int = 0
-    """The same in each place of its answers."""
+    """The number of top-k logprobs at each completion position."""
 
     @property
     def is_read(self) -> bool:
-        """Whether anything is told of its own tokens."""
+        """Whether prompt logprobs of any kind are requested."""
         return self.scored or self.likeliest > 0
 
 
 class TopKLogprobs(NamedTuple):
-    """The likeliest tokens in each of T places, the likeliest first; on the host."""
+    """Top-k tokens at each of T positions, most likely first; on the host."""
 
     tokens_TK: torch.Tensor  # noqa: N815 - T and K name the dimensions
-    """int32; -1 where nothing foretells."""
+    """int32; -1 where there is no prediction."""
     log_probs_TK: torch.Tensor  # noqa: N815 - T and K name the dimensions
-    """fp32, at temperature 1; NaN where nothing foretells."""
+    """fp32, at temperature 1; NaN where there is no prediction."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was drawn after a prompt."""
+    """A sampled completion."""
 
     tokens: list[int]
-    """Also the one that stopped it."""
+    """Includes the stop token."""
     log_probs: list[float]
-    """Of each token as the model has it, at temperature 1."""
+    """The log-prob of each token under the model at temperature 1."""
     ended: Ending
     likeliest: TopKLogprobs | None
-    """In the place of each token; None: not asked."""
+    """At each position; None: not requested."""
 
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """All there is to a prompt of T tokens. Its first token nothing foretells."""
+    """The result of a prompt of T tokens. Its first token has no prediction."""
 
     answers: list[Completion]
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
-    """fp32 on the host, the first NaN; None: not asked."""
+    """fp32 on the host, the first NaN; None: not requested."""
     likeliest: TopKLogprobs | None
-    """In the place of each token; None: not asked."""
+    """At each position; None: not requested."""
 
 
 @dataclass
 class DecodingSequence:
-    """One answer on its way."""
+    """A completion in progress."""
 
     number: int
-    """Among all answers to all prompts."""
+    """The index among all completions of all prompts."""
     prompt_number: int
     prompt: Prompt
     sample: int
-    """Among those to its prompt."""
+    """The index among the completions of its prompt."""
     most: int
-    """Tokens at most."""
+    """The maximum number of tokens."""
     seed: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -90,20 +90,20 @@ class DecodingSequence:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its prompt is asked for more than one token."""
+        """Whether it needs the KV cache: more than one token is requested."""
         return self.most > 1
 
     @property
     def longest(self) -> int:
-        """Tokens of its prompt and itself at most."""
+        """The maximum length of prompt and completion."""
         return len(self.prompt.tokens) + self.most
 
     def uniform(self) -> float:
-        """What its next token is drawn by."""
+        """The uniform number that samples its next token."""
         return uniform(self.seed, self.sample, len(self.tokens))
 
     def add(self, token: int, log_prob: float, decode: Decode | None) -> None:
-        """The next token, by which it may end."""
+        """Append a token and check the stop conditions."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if self.most and (token in self.prompt.how.stop_tokens or self._says_stop(decode)):
@@ -112,9 +112,9 @@ class DecodingSequence:
             self.ended = "length"
 
     def answer(self, likeliest: TopKLogprobs | None) -> Completion:
-        """Once it has ended."""
+        """The finished completion."""
         assert self.ended
-        # A prompt without any answer was passed through the model to be read.
+        # A prompt without requested tokens only passed through the model for its logprobs.
         tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
         return Completion(tokens, log_probs, self.ended, likeliest)
 
@@ -122,7 +122,7 @@ class DecodingSequence:
         texts = self.prompt.how.stop_texts
         if not texts or decode is None:
             return False
-        # No token is less than a byte, and a text that ended earlier would have been seen then.
+        # A token is at least one byte, and an earlier match would have stopped before.
         width = max(len(text.encode()) for text in texts) + SPLIT_CHARACTER
         said = decode(self.tokens[-width:])
         return any(text in said for text in texts)

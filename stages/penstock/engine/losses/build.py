@@ -1,4 +1,4 @@
-"""The loss that a run asks for."""
+"""Build the loss of a run."""
 
 from dataclasses import replace
 
@@ -16,9 +16,9 @@ from penstock_kernels.cross_entropy import LossOptions
 
 
 def train_loss_fn(run: RunConfig, device: torch.device) -> Loss:
-    """What the settings say.
+    """The training loss.
 
-    Raises CapabilityError where nothing compiles, and something should be compiled.
+    Raises CapabilityError if compilation is requested and not available.
     """
     train = run.train
     if train.ce_mode == "compiled":
@@ -30,14 +30,14 @@ def train_loss_fn(run: RunConfig, device: torch.device) -> Loss:
 
 
 def eval_loss_fn(run: RunConfig) -> Loss:
-    """Plain cross-entropy, by which models are compared; computed as the settings say."""
+    """The evaluation loss: plain cross-entropy, so that models are comparable."""
     return Loss(mode=run.train.ce_mode, precision=_precision(run))
 
 
 def build_preference_loss(
     run: RunConfig, layout: ParallelModel, vocabulary: VocabParallelHead, ranks: ProcessInfo
 ) -> Preferences | None:
-    """What learns from preferences; None where tokens are learnt."""
+    """The preference loss; None in training on a per-token loss."""
     if run.train.objective != "preference":
         return None
     sums = answer_sums(run, layout, vocabulary, ranks)
@@ -47,7 +47,7 @@ def build_preference_loss(
 def answer_sums(
     run: RunConfig, layout: ParallelModel, vocabulary: VocabParallelHead, ranks: ProcessInfo
 ) -> SequenceLogProbs:
-    """The log-probabilities of answers, computed as the settings say."""
+    """The log-probs of completions."""
     return SequenceLogProbs(layout, ranks, vocabulary.log_probs(eval_loss_fn(run)))
 
 

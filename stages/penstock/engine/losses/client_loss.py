@@ -1,9 +1,9 @@
-"""Passes over micro-batches whose tokens bring inputs of a loss along, and the log-probability of
-every token, wherever it was computed.
+"""Client losses of a training server: policy losses over tokens with loss inputs, and token
+log-probs.
 
-Gradients are those of the sum of all losses: nothing is divided, and nothing is stepped here. T
-tokens of a micro-batch, padding included; N samples in it. Where tokens of a pass have several
-targets, up to K of them, what is known of each and its log-probability are [T, K].
+Gradients are those of the sum of all losses: nothing is divided, and no optimizer step is taken
+here. T tokens of a micro-batch, padding included; N samples in it. If tokens have several targets,
+up to K, their loss inputs and log-probs are [T, K].
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,27 +24,28 @@ from penstock.models.decoder import Reduce
 from penstock.rows.collate import MicroBatch
 
 NOWHERE = -1
-"""The place of padding."""
+"""The index of padding."""
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a pass makes of log-probabilities."""
+    """The loss that a pass computes from log-probs."""
 
     name: TokenLoss | Literal["gspo"]
     params: Mapping[str, float]
 
     def of_tokens(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor | None:
-        """Each token's, [T], or each target's, [T, K]; None where tokens have none by
-        themselves."""
+        """The loss of each token, [T], or each target, [T, K]; None for losses over whole
+        sequences.
+        """
         if self.name == "gspo":
             return None
         return token_losses(self.name, logp_T, told, self.params)
 
     def of_sample(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor:
-        """That of one whole sample, a scalar."""
+        """The loss of one whole sample, a scalar."""
         if self.name == "gspo":
-            # As in passes, in fp64.
+            # In fp64, as in passes.
             return sequence_losses(
                 logp_T, told, self.params, lambda x_T: x_T.double().sum()[None]
             ).sum()
@@ -53,38 +54,38 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class LossBatch:
-    """A micro-batch, and what is known of each of its tokens; all of the whole micro-batch."""
+    """A micro-batch with the loss inputs of its tokens; all of the whole micro-batch."""
 
     batch: MicroBatch
-    """Labels, [T] or [T, K], are wherever a log-probability is wanted, also of tokens that count
-    nothing."""
+    """Labels, [T] or [T, K], are set wherever a log-prob is requested, also for tokens without a
+    loss.
+    """
     told: LossInputs
-    """As the labels."""
+    """Shaped like the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
-    """Which of the samples each token is of, int64; padding is of one more."""
+    """The sample of each token, int64; padding belongs to one more."""
     num_samples: int
     place_T: torch.Tensor  # noqa: N815
-    """Where its log-probability is put among those of all tokens, int64; NOWHERE for padding."""
+    """The index of its log-prob among all tokens, int64; NOWHERE for padding."""
 
 
 @dataclass(frozen=True)
 class PolicyForwardBackward:
-    """How a laid-out model computes losses of clients."""
+    """Computes client losses with a parallelized model."""
 
     layout: ParallelModel
     ranks: ProcessInfo
     log_probs: LogProbsOf
     routers: Routers | None = None
-    """None where nothing is told of them."""
+    """None if router metrics are not logged."""
 
     def forward_backward(
         self, batches: Sequence[LossBatch], loss: PolicyLoss, num_tokens: int
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """Leave the summed gradients of all ranks' micro-batches in the parameters.
+        """Accumulate the summed gradients of all ranks' micro-batches in the parameters.
 
-        Every rank has as many micro-batches as every other, and `num_tokens` are those of all of
-        them. Returns the log-probabilities of all ranks' tokens by their places, fp32 on every
-        rank; and what there is to tell of routers.
+        Every rank has the same number of micro-batches, with `num_tokens` tokens in total. Returns
+        the log-probs of all ranks' tokens by index, fp32 on every rank, and router metrics.
         """
         found = self._nothing(batches, num_tokens)
         calls = self._calls(batches, partial(self._learn, found, loss))
@@ -102,13 +103,13 @@ class PolicyForwardBackward:
 
     @torch.no_grad()
     def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
-        """The same log-probabilities, and no gradients."""
+        """The same log-probs without gradients."""
         found = self._nothing(batches, num_tokens)
         self.layout.forward(self._calls(batches, partial(self._look, found)))
         return self.ranks.total(found)
 
     def _nothing(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
-        # Every rank has a batch, be it of padding, and all have as many targets.
+        # Every rank has a batch, possibly of padding, and all have the same number of targets.
         targets = batches[0].batch.labels_T.shape[1:]
         return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
@@ -133,7 +134,8 @@ class PolicyForwardBackward:
         losses_T = loss.of_tokens(logp_T, mine.told)
         if losses_T is not None:
             return losses_T.sum()
-        # Alike on all ranks that share the samples; each has the gradients of its own tokens.
+        # Computed identically on all ranks that share the samples; each has the gradients of its
+        # tokens.
         return (
             sequence_losses(logp_T, mine.told, loss.params, partial(self._of_samples, mine))
             .sum()
@@ -150,21 +152,24 @@ class PolicyForwardBackward:
         self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         logp_T = self.log_probs(hidden, head, mine.batch.labels_T)
-        # Ranks along the tensor axis come to the same; one of them tells it.
+        # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.layout.mesh.index("tensor") == 0:
             is_told = mine.place_T != NOWHERE
             found[mine.place_T[is_told]] = logp_T.detach()[is_told]
         return logp_T
 
     def _of_samples(self, mine: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
-        # In fp64, so that it does not matter how many ranks share a sample.
+        # In fp64, so that the number of ranks that share a sample does not matter.
         x_T = x_T.double()
         sums = x_T.new_zeros(mine.num_samples + 1).index_add(0, mine.sample_T, x_T)
         return self.layout.context.total(sums[:-1])
 
 
 def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
-    """This rank's share, on the device. What is not a tensor stays that of the whole."""
+    """Slice the batch to this context-parallel rank and move it to the device.
+
+    Non-tensor fields still describe the full micro-batch.
+    """
 
     def part(x_T: torch.Tensor) -> torch.Tensor:
         return context.part(x_T).to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""The loss of a step that learns from preferences, in place of that of tokens.
+"""Preference training (DPO, KTO and similar): the loss of a step over samples.
 
 It is the mean over the samples of the whole step, on all replicas, so it does not depend on how the
-step was cut. D samples of a micro-batch, A answers of each.
+step is split. D samples of a micro-batch, A completions of each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,39 +22,39 @@ from penstock.rows.shared_prefix import PER_SAMPLE
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """What is known of a micro-batch's answers before the model sees them; fp64."""
+    """Inputs of the loss of a micro-batch, except the policy's log-probs; fp64."""
 
     reference_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
-    """What the reference model makes of them; zeros where there is none."""
+    """Reference log-probs; zeros without a reference model."""
     tokens_DA: torch.Tensor  # noqa: N815
     prompt_tokens_D: torch.Tensor  # noqa: N815
-    """Of prompts that cross-entropy learns; zeros where it learns answers alone."""
+    """Prompt tokens trained with cross-entropy; zeros if it only trains completions."""
     desirable_D: torch.Tensor | None  # noqa: N815
-    """Whether the first answer is good; None for pairs."""
+    """Whether the first completion is desirable (KTO); None for pairs."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
-    """By how much the first answer is scored higher; None where no loss asks."""
+    """By how much the first completion is scored higher; None if no loss uses it."""
 
     def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
-        """As the loss takes them, [D, A]."""
+        """The log-ratios of policy to reference, normalized, [D, A]."""
         ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
         return normalised(ratios_DA, self.tokens_DA, how.normalisation)
 
     def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
-        """What a loss looks at."""
+        """The inputs of a loss."""
         return Answers(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
 
     @property
     def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
-        """The tokens of each sample that cross-entropy learns, [D]."""
+        """The tokens of each sample trained with cross-entropy, [D]."""
         return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.learnt_D
 
     def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
-        """Their summed log-probability, [D]."""
+        """Their summed log-prob, [D]."""
         return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.learnt_D
 
     @property
     def learnt_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
-        """1 where cross-entropy learns the first answer, else 0."""
+        """1 if cross-entropy trains the first completion, else 0."""
         if self.desirable_D is None:
             return torch.ones_like(self.tokens_DA[:, 0])
         return self.desirable_D.to(self.tokens_DA.dtype)
@@ -62,7 +62,7 @@ class PreferenceBatch:
 
 @dataclass(frozen=True)
 class Preferences:
-    """How a laid-out model learns which answers are better."""
+    """Preference training of a parallelized model."""
 
     how: PreferenceConfig
     sums: SequenceLogProbs
@@ -73,10 +73,10 @@ class Preferences:
         references: Sequence[torch.Tensor],
         scale: float = 1.0,
     ) -> "PreferenceStep":
-        """The loss of a step's micro-batches. `references` are log-probabilities of their answers,
-        [D, A] each; none where the loss does without. Called by all ranks.
+        """Begin a step over these micro-batches; collective.
 
-        With a baseline all answers are passed through the model once more, before.
+        `references` are the reference log-probs of their completions, [D, A] each; empty if the
+        loss needs none. With a baseline, all completions pass through the model once more before.
         """
         judged = self._judged(batches, references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
@@ -99,8 +99,10 @@ class Preferences:
     def look(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
     ) -> "list[AnswerLogProbs]":
-        """What the model makes of answers that it does not learn from, on the ranks that tell it;
-        nothing on others. Called by all ranks."""
+        """Evaluate completions without training, on the ranks that report; nothing on others.
+
+        Collective.
+        """
         return self._seen(batches, self._judged(batches, references))
 
     def _seen(
@@ -114,8 +116,10 @@ class Preferences:
 
     @torch.no_grad()
     def conclude(self, seen: "Sequence[AnswerLogProbs]") -> tuple[float, Mapping[str, float]]:
-        """The loss of all answers that any rank has seen, and what else there is to tell of them,
-        by name. Called by all ranks."""
+        """The loss over all completions that any rank has evaluated, and metrics by name.
+
+        Collective.
+        """
         how, measured, baseline_A = self.how, self._nothing_measured(), self._baseline(seen)
         for policy_DA, judged in seen:
             ratios_DA = judged.ratios(policy_DA, how)
@@ -164,8 +168,9 @@ class Preferences:
         return found
 
     def _baseline(self, seen: "Sequence[AnswerLogProbs]") -> torch.Tensor | None:
-        """That of all answers that any rank has seen, [A], the same on all; None where no loss
-        compares with it."""
+        """The baseline over all completions that any rank has evaluated, [A], the same on all
+        ranks; None if no loss uses it.
+        """
         if not self.how.needs_baseline:
             return None
         sums = torch.zeros(PER_SAMPLE + 1, dtype=torch.float64, device=self.sums.ranks.device)
@@ -180,10 +185,10 @@ class Preferences:
 
 
 class AnswerLogProbs(NamedTuple):
-    """What a model makes of the answers of a micro-batch."""
+    """A model's log-probs of the completions of a micro-batch."""
 
     policy_DA: torch.Tensor  # noqa: N815
-    """Their log-probabilities, summed over tokens, fp64; with prompts a last column has theirs."""
+    """Log-probs summed over tokens, fp64; a last column has those of prompts, if trained."""
     judged: PreferenceBatch
 
 
@@ -194,17 +199,19 @@ class PreferenceStep:
     of: Preferences
     judged: Sequence[PreferenceBatch]
     num_samples: float
-    """In the whole step."""
+    """Samples of the whole step."""
     num_learnt: float
-    """Tokens of all answers that cross-entropy learns."""
+    """Tokens of all completions trained with cross-entropy."""
     baseline_A: torch.Tensor | None  # noqa: N815 - A names the dimension
     scale: float
     measured: torch.Tensor = field(repr=False)
-    """What this rank tells of its answers, [M, 2], filled as they pass."""
+    """This rank's sums for the metrics, [M, 2], filled during the passes."""
 
     def reduce(self, batch: MicroBatch, index: int) -> Reduce:
-        """Hidden states and head to this rank's part of the step's loss, of the micro-batch with
-        this number. A scalar in fp32; its gradient is that of the whole."""
+        """Function from hidden states and head to this rank's part of the loss of one micro-batch.
+
+        A scalar in fp32; its gradient is that of the whole loss.
+        """
         how, judged, sums = self.of.how, self.judged[index], self.of.sums.of(batch)
 
         def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
@@ -227,12 +234,12 @@ class PreferenceStep:
                     )
                 )
             else:
-                # Ranks that share rows come to the same; one of them tells it.
+                # Ranks that share packed sequences compute the same loss; one of them reports it.
                 loss = loss - loss.detach()
             return (loss * self.scale).float()
 
         return reduced
 
     def told(self) -> Mapping[str, float]:
-        """What there is to tell of the step, by name. Called by all ranks, once."""
+        """The metrics of the step, by name. Called by all ranks, once."""
         return told(self.of.sums.ranks.total(self.measured).tolist())

@@ -1,6 +1,6 @@
-"""The log-probabilities of whole answers, wherever their tokens lie.
+"""Sequence log-probs: the summed log-prob of each completion, under any layout.
 
-D samples of a micro-batch, A answers of each, T tokens.
+D samples of a micro-batch, A completions of each, T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,32 +18,34 @@ from penstock.rows.schema import IGNORED
 from penstock.rows.shared_prefix import PER_SAMPLE
 
 SumsOf = Callable[[torch.Tensor, nn.Module], torch.Tensor]
-"""Final hidden states and the head to the log-probability of each answer, fp64 [D, A]: the sum over
-its tokens, on all ranks that share them. With prompts [D, A + 1]: a last column has theirs."""
+"""Function from final hidden states and head to the log-prob of each completion, fp64 [D, A]: the
+sum over its tokens, on all ranks that share them. With prompts [D, A + 1]: the last column has
+theirs.
+"""
 
 
 @dataclass(frozen=True)
 class SequenceLogProbs:
-    """What a laid-out model makes of answers."""
+    """Computes sequence log-probs with a parallelized model."""
 
     layout: ParallelModel
     ranks: ProcessInfo
     log_probs: LogProbsOf
     with_prompts: bool = False
-    """Whether the tokens of prompts are summed too."""
+    """Whether prompt tokens are summed too."""
 
     @property
     def tells(self) -> bool:
-        """Whether this rank is the one of its replica that tells what is found."""
+        """Whether this rank reports for its replica."""
         ends = any(part.lm_head is not None for part in self.layout.parts)
         return ends and self.layout.tells
 
     def of(self, batch: MicroBatch) -> SumsOf:
-        """What to reduce a micro-batch to. Ranks that share its rows meet there."""
+        """The function that reduces a micro-batch. Communicates between context-parallel ranks."""
         context, device = self.layout.context, self.ranks.device
         count, samples = num_completions(batch), num_completions(batch) // PER_SAMPLE
         labels_T, into_T = batch.labels_T, batch.branch_T()
-        # What is shared, and padding, have no labels; theirs is a sum that nobody reads.
+        # Shared tokens and padding have no labels; they go into a sum that is dropped.
         into_T = into_T.masked_fill(into_T < 0, count + samples)
         if self.with_prompts:
             prompt_T, sample_T = batch.prompt_targets()
@@ -53,7 +55,7 @@ class SequenceLogProbs:
         into_T = context.part(into_T).to(device, non_blocking=True)
 
         def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            # In fp64, so that it does not matter how many ranks share an answer.
+            # In fp64, so that the number of ranks that share a completion does not matter.
             log_probs_T = self.log_probs(hidden, head, labels_T).double()
             own = log_probs_T.new_zeros(count + samples + 1).index_add(0, into_T, log_probs_T)
             whole = context.total(own[:-1])
@@ -66,9 +68,11 @@ class SequenceLogProbs:
 
     @torch.no_grad()
     def told(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probabilities of each micro-batch's answers, shaped as by `SumsOf`, on the one
-        rank of a replica that tells them, and zeros on the others: the sum over all ranks has them
-        all."""
+        """The log-probs of each micro-batch's completions, shaped as by `SumsOf`.
+
+        They are on the one rank of a replica that reports them, and zeros on the others: an
+        all-reduce gives all of them.
+        """
         found = [self._zeros(batch) for batch in batches]
         self.layout.forward(
             [
@@ -94,18 +98,18 @@ class SequenceLogProbs:
 
 
 def num_completions(batch: MicroBatch) -> int:
-    """How many answers a micro-batch of preferences holds; one of nothing but padding has none."""
+    """The number of completions in a preference micro-batch; 0 for one of only padding."""
     return len(batch.branching.branches) if batch.branching else 0
 
 
 def num_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Trained tokens of each answer, int64 [D, A]."""
+    """Trained tokens of each completion, int64 [D, A]."""
     branch_T = batch.branch_T()
     trained_S = branch_T[(batch.labels_T != IGNORED) & (branch_T >= 0)]
     return torch.bincount(trained_S, minlength=num_completions(batch)).view(-1, PER_SAMPLE)
 
 
 def num_prompt_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Tokens of each sample's prompt that another one precedes, int64 [D]."""
+    """Tokens of each sample's prompt except the first, int64 [D]."""
     _, sample_T = batch.prompt_targets()
     return torch.bincount(sample_T[sample_T >= 0], minlength=num_completions(batch) // PER_SAMPLE)

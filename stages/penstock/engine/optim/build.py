@@ -1,4 +1,4 @@
-"""The optimizer that the settings ask for, over parameters as they lie on this rank."""
+"""Build the optimizer of a run over this rank's sharded parameters."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ from penstock_kernels.rng_rows import RowKeys
 def build_distributed_optimizer(
     run: RunConfig, held: Sequence[LocalParam], roles: Roles, num_layers: int, ranks: ProcessInfo
 ) -> torch.optim.Optimizer:
-    """The optimizer over what is trained of `held`, in a model of so many layers in all.
+    """The optimizer over the trainable parameters of `held`, in a model of `num_layers` layers.
 
-    Raises ConfigError as `build_optimizer` does. Every rank calls it.
+    Raises ConfigError as `build_optimizer` does. Collective.
     """
     train = run.train
     trained = [one for one in held if one.parameter.requires_grad]
@@ -53,11 +53,11 @@ def build_distributed_optimizer(
 
 
 def set_grad_dtype(train: TrainConfig, held: Sequence[LocalParam]) -> None:
-    """Let gradients that no sharding adds up be added up in the precision that is written."""
+    """Accumulate gradients in `train.grad_accum_dtype` where FSDP does not reduce them."""
     if train.data_parallel_mode == "fsdp2":
         return
     if train.pipeline_parallel_schedule in SPLIT_BACKWARD and train.pipeline_parallel_size > 1:
-        # Their gradients of weights do not come through autograd's own sums.
+        # Weight gradients of split backward passes bypass autograd's accumulation.
         return
     dtype = torch.bfloat16 if train.grad_accum_dtype == "bf16" else torch.float32
     for one in held:
@@ -66,7 +66,7 @@ def set_grad_dtype(train: TrainConfig, held: Sequence[LocalParam]) -> None:
 
 
 def build_state_precision(train: TrainConfig, held: Sequence[LocalParam]) -> StatePrecision:
-    """In what the optimizer keeps states and weights."""
+    """The dtypes of optimizer states and weight updates."""
     in_bf16 = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
     return StatePrecision(
         states=torch.bfloat16 if in_bf16 else torch.float32,
@@ -77,7 +77,9 @@ def build_state_precision(train: TrainConfig, held: Sequence[LocalParam]) -> Sta
 
 
 def build_rounding(held: Sequence[LocalParam], seed: int) -> Rounding:
-    """What is drawn for a number: a function of seed, step, and its place in the checkpoint."""
+    """Random numbers for stochastic rounding: a function of seed, step, and position in the
+    checkpoint.
+    """
     pieces = {one.parameter: one.pieces for one in held}
 
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
@@ -89,7 +91,7 @@ def build_rounding(held: Sequence[LocalParam], seed: int) -> Rounding:
 
 
 def _runs(piece: TensorShard, salt: str) -> list[RowKeys]:
-    """The rows of a piece: of each matrix of a stack some of its own."""
+    """The row keys of a shard; each matrix of a stack has its own rows."""
     text = f"{salt}:{piece.tensor}".encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     if len(piece.sizes) < 3:

@@ -1,4 +1,4 @@
-"""One gradient norm over everything that is trained, each number counted once."""
+"""Gradient clipping by global norm; each element counts once, however it is sharded."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from penstock.engine.distributed.ranks import ProcessInfo
 def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tensor:
     """The L2 norm of all gradients, fp32 scalar, the same on every rank.
 
-    What several ranks hold counts for each of them as its share, so one sum over all ranks is
-    right for every layout.
+    A shard that several ranks hold is divided by their number, so one all-reduce is right for every
+    layout.
     """
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
     for one in held:
@@ -36,7 +36,7 @@ def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tenso
 
 @torch.no_grad()
 def scale_gradients(held: Sequence[LocalParam], norm: torch.Tensor, max_norm: float) -> None:
-    """Shrink all gradients so that their norm is at most `max_norm`; 0 or less leaves them."""
+    """Scale all gradients so that their norm is at most `max_norm`; 0 or less disables clipping."""
     if max_norm <= 0:
         return
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,8 +1,8 @@
-"""The optimizer in the host's memory: its states lie there and it steps there, on copies of the
-weights (Ren et al. 2021, "ZeRO-Offload").
+"""Optimizer CPU offload: optimizer states and steps in host memory, on copies of the weights (Ren
+et al. 2021, "ZeRO-Offload").
 
-A step brings gradients and weights to the host, and what became of the weights back. What is
-computed is what would be computed without it.
+A step copies gradients and weights to the host, and the updated weights back. Results are the same
+as without offload.
 """
 
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CPUOffloadedParams:
-    """Trained parameters, and for each the one that the optimizer steps."""
+    """Trainable parameters, and for each the CPU copy that the optimizer steps."""
 
     here: Sequence[LocalParam]
     there: Sequence[LocalParam]
 
     @classmethod
     def of(cls, held: Sequence[LocalParam]) -> "CPUOffloadedParams":
-        """Copies of what is trained of `held`: of each parameter the part that is here."""
+        """Create CPU copies of the local shards of the trainable parameters of `held`."""
         here = [one for one in held if one.parameter.requires_grad]
         return cls(here, [replace(one, parameter=_copy(one.parameter)) for one in here])
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Bring weights and gradients to the copies."""
+        """Copy weights and gradients to the CPU."""
         for one, other in zip(self.here, self.there, strict=True):
             copy, gradient = other.parameter, one.parameter.grad
-            # Also what a checkpoint, or merging, has changed since the last step.
+            # Weights too: a checkpoint or adapter merge may have changed them since the last step.
             copy.copy_(local(one.parameter), non_blocking=True)
             if gradient is None:
                 copy.grad = None
@@ -47,7 +47,7 @@ class CPUOffloadedParams:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Take the copies' weights back."""
+        """Copy the updated weights back."""
         for one, other in zip(self.here, self.there, strict=True):
             local(one.parameter).copy_(other.parameter, non_blocking=True)
 

@@ -1,9 +1,9 @@
-"""Muon's matrices over ranks: each is brought together on one of them, turned there, and sent back.
+"""Distributed Muon: gather each matrix on one rank, orthogonalize it there, and send it back.
 
-A matrix is one of a checkpoint's: neither how ranks cut it, nor what it is fused with, nor that it
-lies in a stack with others changes the direction it moves in. Ranks that hold a part of it share
-the work: each owns some matrices. What travels is in bfloat16, in which the iteration begins and
-ends, so that nothing is lost on the way.
+A matrix is one of the checkpoint's: its update does not depend on how ranks shard it, what it is
+fused with, or which stack it is in. Ranks that hold a part of it share the work: each owns some
+matrices. Matrices are sent in bfloat16, the dtype in which the Newton-Schulz iteration begins and
+ends, so nothing is lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.optim.muon import MomentumOf, Orthogonalizer
 
 AT_ONCE = 1 << 26
-"""Numbers that a rank brings together at a time, at most but for one parameter."""
+"""The largest number of elements a rank gathers at a time, unless one parameter is larger."""
 
 TURNED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
-"""What bears the matrices of hidden layers."""
+"""The parallel styles of hidden-layer matrices."""
 
 
 def is_matrix(held: LocalParam, roles: Roles) -> bool:
-    """Whether Muon steps it: a matrix of a hidden layer, or a stack of experts' matrices.
+    """Whether Muon steps it: a matrix of a hidden layer, or a stack of expert matrices.
 
-    Embedding, head, routers, norms, biases and adapters are AdamW's: an adapter's factor is half of
-    a matrix, and its first is zero or random when the other has not moved yet.
+    Embedding, head, routers, norms, biases and adapters use AdamW: a LoRA factor is half of a
+    matrix, and the first factor's gradient is zero until the other has moved.
     """
     module, _, leaf = held.name.rpartition(".")
     role = find_parallel_style(module, roles)
@@ -43,29 +43,29 @@ def is_matrix(held: LocalParam, roles: Roles) -> bool:
 
 @dataclass(frozen=True)
 class Box:
-    """A part of one matrix: the same on every rank that has it."""
+    """A part of one matrix, the same on every rank that holds it."""
 
     matrix: tuple[str, int]
-    """The tensor in a checkpoint, and which matrix of its stack."""
+    """The tensor in a checkpoint, and the index of the matrix in its stack."""
     shape: tuple[int, int]
-    """Of the whole matrix."""
+    """The shape of the full matrix."""
     offsets: tuple[int, int]
     sizes: tuple[int, int]
 
     @property
     def numel(self) -> int:
-        """Numbers in it."""
+        """The number of elements."""
         return self.sizes[0] * self.sizes[1]
 
     def within(self, whole_NK: torch.Tensor) -> torch.Tensor:
-        """The view of it in all of the matrix."""
+        """The view of this box in the full matrix."""
         rows, columns = self.offsets
         return whole_NK[rows : rows + self.sizes[0], columns : columns + self.sizes[1]]
 
 
 @dataclass(frozen=True)
 class Message:
-    """A box that is sent to the owner of its matrix and comes back turned."""
+    """A box that is sent to the owner of its matrix and comes back orthogonalized."""
 
     wave: int
     box: Box
@@ -73,11 +73,11 @@ class Message:
     """The rank that sends it."""
     owner: int
     holders: tuple[int, ...]
-    """All ranks that get it back."""
+    """All ranks that receive the result."""
 
 
 def matrix_shards(pieces: Sequence[TensorShard]) -> list[list[Box]]:
-    """Of each piece its boxes: one, or one for each matrix of a stack."""
+    """The boxes of each shard: one, or one for each matrix of a stack."""
     found: list[list[Box]] = []
     for piece in pieces:
         shape, offsets, sizes = piece.whole[-2:], piece.offsets[-2:], piece.sizes[-2:]
@@ -99,11 +99,12 @@ def _two(numbers: tuple[int, ...]) -> tuple[int, int]:
 
 
 def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> list[Message]:
-    """Who sends what to whom, of what each rank has: its parameters by name, with their boxes.
+    """The messages between ranks, given each rank's parameters by name, with their boxes.
 
-    The same on every rank. A parameter's matrices are turned in one wave, and waves are about as
-    large as `at_once` on each rank; parameters that come at the same place on several ranks come
-    together. The dearest matrices are given away first, each to the holder with the least to do.
+    The result is the same on every rank. All matrices of a parameter are orthogonalized in one
+    wave, and waves hold about `at_once` elements per rank; parameters at the same position on
+    several ranks share a wave. Matrices are assigned greedily, most expensive first, to the least
+    loaded holder.
     """
     places: dict[str, int] = {}
     for mine in have:
@@ -149,8 +150,10 @@ def _cost(box: Box) -> int:
 
 
 class DistMuon:
-    """The directions of matrices that lie over ranks. Every rank makes one and calls it at the same
-    time, with all its parameters of `held`."""
+    """The orthogonalized updates of sharded matrices.
+
+    Every rank creates it and calls it at the same time, with all its parameters of `held`.
+    """
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class DistMuon:
     def __call__(
         self, parameters: Sequence[nn.Parameter], momentum_of: MomentumOf
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """A wave after another: those whose matrices it turned."""
+        """Yield the updates wave by wave."""
         assert {*parameters} == {*self._held}, "not those that were planned for"
         for wave, messages in enumerate(self._waves):
             mine = [one for one in parameters if self._ready_in[one] == wave]
@@ -182,11 +185,12 @@ class DistMuon:
                 yield parameter, self._direction(self._held[parameter], momentum, turned)
         for parameter in parameters:
             if self._ready_in[parameter] < 0:
-                # It has no part here. Its momentum is asked for all the same: it counts steps.
+                # This rank holds no part of it. Its momentum is requested all the same, because it
+                # counts steps.
                 yield parameter, momentum_of(parameter).float()
 
     def _last_waves(self) -> dict[nn.Parameter, int]:
-        """The wave of each parameter; -1 where none of it is here."""
+        """The last wave of each parameter; -1 for parameters of which this rank holds nothing."""
         wave_of = {
             message.box: number
             for number, messages in enumerate(self._waves)
@@ -200,7 +204,7 @@ class DistMuon:
         }
 
     def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
-        """Every box here, as a part of its parameter's momentum."""
+        """Every local box, as a view of its parameter's momentum."""
         found: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
             pieces = self._held[parameter].pieces
@@ -212,7 +216,7 @@ class DistMuon:
     def _turned(
         self, messages: Sequence[Message], here: Mapping[Box, torch.Tensor]
     ) -> dict[Box, torch.Tensor]:
-        """What comes of every box here, in bfloat16."""
+        """The orthogonalized update of every local box, in bfloat16."""
         me = self._ranks.rank
         owned = [message for message in messages if message.owner == me]
         arrived = self._sent(
@@ -244,7 +248,7 @@ class DistMuon:
         *,
         travels: bool,
     ) -> dict[Box, torch.Tensor]:
-        """Send boxes to ranks, in the order of both ends' plans, and get those that arrive."""
+        """Send boxes to ranks and receive others, in the planned order."""
         if not travels:
             return {}
         world, device = self._ranks.world, self._ranks.device
@@ -252,7 +256,7 @@ class DistMuon:
         came = [[box for source, box in arriving if source == rank] for rank in range(world)]
         parts = [part.reshape(-1).to(device) for some in out for part in some]
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
-        # As bytes, which every backend sends.
+        # Sent as bytes, which every backend supports.
         sending = torch.cat([empty, *parts]).view(torch.uint8)
         sends = [2 * sum(part.numel() for part in some) for some in out]
         receives = [2 * sum(box.numel for box in some) for some in came]
@@ -265,7 +269,7 @@ class DistMuon:
     def _direction(
         self, held: LocalParam, momentum: torch.Tensor, turned: Mapping[Box, torch.Tensor]
     ) -> torch.Tensor:
-        """What the parameter's part here moves along, in float32."""
+        """The update of the local part of a parameter, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
         for piece, boxes in zip(held.pieces, matrix_shards(held.pieces), strict=True):
             stack = piece.of(direction).view(len(boxes), *boxes[0].sizes)

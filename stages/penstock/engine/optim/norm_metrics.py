@@ -1,8 +1,7 @@
-"""Norms of gradients and of parameters, of all together and of each layer or type of layer, in any
-layout.
+"""Norm metrics: gradient and parameter norms, in total and by layer or layer type, in any layout.
 
-One pass over what a rank holds and one sum over ranks give all of them: each number is divided by
-how many ranks hold it, so that it counts once. L layers, by their names in the model.
+One pass over a rank's parameters and one all-reduce give all of them: each element is divided by
+the number of ranks that hold it, so that it counts once. L layers, by their names in the model.
 """
 
 import re
@@ -19,14 +18,14 @@ from penstock.engine.distributed.ranks import ProcessInfo
 Detail = Literal["none", "total", "layers"]
 
 _OF_MIXTURES = {"experts": "experts", "adapter": "experts", "gate": "router"}
-"""Modules of a mixture of experts; `adapter` is the experts' where all of them share it."""
+"""Modules of an MoE layer; `adapter` is the adapter that all experts share."""
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Norm:
-    """One of all, and of each layer. Tensors are fp32 on the ranks' device, the same everywhere."""
+    """A total norm and the norms of layers: fp32 on the ranks' device, the same on every rank."""
 
     total: torch.Tensor
     layers_L: torch.Tensor  # noqa: N815 - L names the dimension
@@ -35,8 +34,7 @@ class Norm:
 def norms_by_type(
     train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
 ) -> "Norms | None":
-    """Those of gradients by types of layers; None where the file asks for none. On every rank at
-    once."""
+    """Gradient norms by layer type; None if the config asks for none. Collective."""
     if train.log_grad_norm != "layers":
         return None
     train = train.model_copy(update={"log_param_norm": False})
@@ -46,14 +44,14 @@ def norms_by_type(
 def build_norms(
     train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
 ) -> "Norms | None":
-    """None where nothing is told but the norm of all gradients. On every rank at once."""
+    """The norm metrics of a run; None if only the total gradient norm is logged. Collective."""
     if train.log_grad_norm != "layers" and not train.log_param_norm:
         return None
     return Norms(train, [one for one in held if one.parameter.requires_grad], ranks)
 
 
 class Norms:
-    """What is told of the norms of a run's trained parameters."""
+    """Logs the norms of a run's trainable parameters."""
 
     def __init__(
         self,
@@ -63,14 +61,14 @@ class Norms:
         *,
         named: Callable[[str], str] | None = None,
     ) -> None:
-        """By layers, or by what parameters' names are `named`. On every rank at once."""
+        """Group by layer, or by `named` of parameter names. Collective."""
         named = named or norm_layer_name
         self.gradients = parse_norm_detail(train.log_grad_norm)
         self.parameters = parse_norm_detail(train.log_param_norm)
         self._ranks = ranks
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
-            # Stages of a pipeline hold different layers.
+            # Pipeline stages hold different layers.
             everywhere = ranks.gather(sorted({named(one.name) for one in trained}))
             names = sorted({name for here in everywhere for name in here}, key=_in_order)
         self.names = names
@@ -82,15 +80,15 @@ class Norms:
         self._places = torch.tensor(places, dtype=torch.int64, device=ranks.device)
 
     def of_gradients(self) -> Norm:
-        """Of the gradients as they are now."""
+        """Norms of the current gradients."""
         return self.of(lambda one: one.parameter.grad)
 
     def of_parameters(self) -> Norm:
-        """Of the parameters as they are now."""
+        """Norms of the current parameters."""
         return self.of(lambda one: one.parameter.detach())
 
     def told(self, gradients: Norm) -> dict[str, Any]:
-        """What a step tells, after its update, besides the norm of all gradients."""
+        """The logged norms after an update, except the total gradient norm."""
         found: dict[str, Any] = {}
         if self.gradients == "layers":
             found["grad_norms"] = self.by_name(gradients)
@@ -102,12 +100,12 @@ class Norms:
         return found
 
     def by_name(self, norm: Norm) -> Mapping[str, float]:
-        """Each layer's."""
+        """The norm of each layer."""
         return dict(zip(self.names, norm.layers_L.tolist(), strict=True))
 
     @torch.no_grad()
     def of(self, tensor_of: Callable[[LocalParam], torch.Tensor | None]) -> Norm:
-        """Of a tensor of every parameter's layout, or none."""
+        """Norms of one tensor, or None, per parameter, with the parameter's layout."""
         device, tensors, here = self._ranks.device, list[torch.Tensor](), list[int]()
         for at, (one, part) in enumerate(self._parts):
             tensor = tensor_of(one)
@@ -130,10 +128,10 @@ class Norms:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of a local tensor that as many ranks hold as one another."""
+    """A part of a local tensor whose elements are held by the same number of ranks."""
 
     piece: TensorShard | None
-    """None: all of it."""
+    """None: all of the tensor."""
     copies: int
 
     def of(self, here: torch.Tensor) -> torch.Tensor:
@@ -141,23 +139,27 @@ class _Part:
 
 
 def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:
-    """What `log_grad_norm` and `log_param_norm` say."""
+    """Parse `log_grad_norm` or `log_param_norm`."""
     if written == "layers":
         return "layers"
     return "total" if written else "none"
 
 
 def norm_layer_name(name: str) -> str:
-    """The layer that a parameter belongs to, or the module outside of layers: `layers.3`,
-    `embed_tokens`, `norm`, `lm_head`."""
+    """The layer of a parameter, or the module outside layers:
+
+    `layers.3`, `embed_tokens`, `norm`, `lm_head`.
+    """
     if found := _LAYER.match(name):
         return f"layers.{found[1]}"
     return name.removeprefix("model.").partition(".")[0]
 
 
 def norm_layer_type(name: str) -> str:
-    """What kind of layer a parameter belongs to: `attention`, `feed_forward`, `experts`, `router`,
-    `norm`, or the module outside of layers."""
+    """The layer type of a parameter:
+
+    `attention`, `feed_forward`, `experts`, `router`, `norm`, or the module outside layers.
+    """
     inner = _LAYER.sub("", name)
     if inner.startswith("self_attn."):
         return "attention"
@@ -168,7 +170,7 @@ def norm_layer_type(name: str) -> str:
 
 
 def _in_order(name: str) -> tuple[int, int, str]:
-    """As tokens pass: what comes before the layers, the layers by number, what comes after."""
+    """Sort key in model order: modules before the layers, layers by number, modules after."""
     if name.startswith("layers."):
         return 1, int(name.partition(".")[2]), name
     return (0 if name.startswith("embed") else 3 if "head" in name else 2), 0, name

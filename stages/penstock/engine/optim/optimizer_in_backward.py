@@ -1,7 +1,7 @@
-"""The optimizer's step within the backward pass: a gradient is used and gone once it is there.
+"""Optimizer-in-backward: step each parameter when its gradient is ready, then free the gradient.
 
-So gradients of the whole model are never there at once (Lv et al. 2024, "LOMO"). What needs all of
-them before the first weight moves, as clipping does, is refused when the settings are read.
+So gradients of the whole model are never in memory at once (Lv et al. 2024, "LOMO"). Features that
+need all gradients before the first update, such as clipping, are rejected when the config is read.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 
 class OptimizerInBackward:
-    """Steps each parameter when its gradient is complete. Its norm is told afterwards."""
+    """Steps each parameter when its gradient is complete; the norm is known only afterwards."""
 
     def __init__(
         self,
@@ -23,15 +23,16 @@ class OptimizerInBackward:
         ranks: ProcessInfo,
         changes: PreUpdateHooks,
     ) -> None:
-        """`held` are trained, and every rank holds as many copies of one as the others do."""
+        """`held` are trainable, and the number of copies of each is the same on every rank."""
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
         for one in held:
             one.parameter.register_post_accumulate_grad_hook(self._arrived(one))
 
     def norm(self) -> torch.Tensor:
-        """That of all gradients of the pass that has ended, fp32 scalar; to be asked once a pass,
-        on every rank."""
+        """The gradient norm of the last backward pass, fp32 scalar; call it once per pass, on every
+        rank.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for square in self._squares:
             total += square.to(total.device)
@@ -49,7 +50,7 @@ class OptimizerInBackward:
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             self._squares.append(norm.double().square() / copies)
             self._changes.begin()
-            # Of no other parameter is there a gradient now.
+            # No other parameter has a gradient now, so the step updates only this one.
             self._optimizer.step()
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""Norms of a checkpoint's tensors, however ranks cut, fuse and stack them."""
+"""Norms of checkpoint tensors, however ranks shard, fuse and stack them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,15 +11,17 @@ from penstock.optim.novograd import Tensors, squared
 
 
 def numbers_of(piece: TensorShard) -> range:
-    """Which tensors of a stack a piece has parts of; 0 alone where there is no stack."""
+    """The indices of a stack's tensors that a shard has parts of; only 0 without a stack."""
     is_stack = len(piece.whole) == 3
     first, count = (piece.offsets[0], piece.sizes[0]) if is_stack else (0, 1)
     return range(first, first + count)
 
 
 class TensorNorms(Tensors):
-    """Those of `held`, of each matrix of a stack by itself. Every rank makes one at the same time,
-    and calls it at the same time; one sum over all ranks gives all norms."""
+    """Per-tensor norms of `held`, with each matrix of a stack separate.
+
+    Every rank creates it and calls it at the same time; one all-reduce gives all norms.
+    """
 
     def __init__(self, held: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
@@ -36,7 +38,7 @@ class TensorNorms(Tensors):
         for one in held:
             own = [(piece, number) for piece in one.pieces for number in numbers_of(piece)]
             places = [firsts[piece.tensor] + number for piece, number in own]
-            # Each number is added up by as many ranks as hold it.
+            # Each element is summed by as many ranks as hold it.
             shares = [1 / (one.replicas * piece.copies) for piece, _ in own]
             self._places[one.parameter] = torch.tensor(
                 places, dtype=torch.int64, device=ranks.device
@@ -46,7 +48,7 @@ class TensorNorms(Tensors):
             )
 
     def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
-        """One for each piece."""
+        """One part for each shard."""
         return list(self._parts(parameter, here))
 
     def _parts(self, parameter: nn.Parameter, here: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -56,7 +58,7 @@ class TensorNorms(Tensors):
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Of all that any rank has of each tensor."""
+        """The squared norm of each full tensor, over all ranks."""
         device = self._ranks.device
         sums = torch.zeros(self._count, dtype=torch.float64, device=device)
         for parameter, gradient in gradients.items():
