@@ -1,4 +1,4 @@
-"""The weights that a run starts from: which a checkpoint has, and which of them are quantised."""
+"""Base model weights: their source, their names, and which are quantized."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,28 +27,30 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class BaseModelWeights:
-    """One base model, before it is known what holds its weights."""
+    """One base model's weights, independent of the parallel layout."""
 
     names: WeightMap
     quantising: QuantizationArgs | None
-    """None where weights are as they were stored."""
+    """None if weights are not quantized further."""
     hf_config: Mapping[str, Any]
     roles: Roles
     folder: Path | None
-    """Where its weights lie; None if they are drawn."""
+    """The folder of its weights; None for a random initialization."""
 
     @cached_property
     def formats(self) -> Formats:
-        """Of the matrices that are quantised. Raises ConfigError and CapabilityError."""
+        """The formats of quantized matrices. Raises ConfigError and CapabilityError."""
         return select_formats(self.quantising, self.published, self.names, self.roles)
 
     @cached_property
     def published(self) -> PrequantizedFormat | None:
-        """What others have quantised already."""
+        """The format of a pre-quantized checkpoint."""
         return published_in(self.hf_config, self.folder) if self.folder else None
 
     def quantise(self, model: Decoder) -> None:
-        """Let a model, or a part of one, that is on the meta device hold them so, in place."""
+        """Replace the layers of a meta-device model, or of a part of one, by quantized ones, in
+        place.
+        """
         here = dict(model.named_parameters())
         for native, format in quant_formats_by_param(self.formats, self.names).items():
             if native in here:
@@ -57,7 +59,7 @@ class BaseModelWeights:
     def seen(
         self, inner: SafetensorsFolder | RandomInitTensors, device: torch.device = _CPU
     ) -> SafetensorsFolder | RandomInitTensors | QuantizeOnLoad:
-        """What such a model sees of its weights; rows are quantised on `device`."""
+        """A reader that returns the weights in these formats; rows are quantized on `device`."""
         if not self.formats and self.published is None:
             return inner
         return QuantizeOnLoad(inner, self.formats, self.published, device)

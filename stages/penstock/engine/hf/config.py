@@ -1,4 +1,4 @@
-"""The Hugging Face config of the base model, from a folder or built in."""
+"""Hugging Face config of the base model, from a folder or built in."""
 
 import json
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from penstock.models.foundation import laid_over
 
 
 def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str, Any]:
-    """The config in the folder `config_path` (or `builtin:<name>`), with `foundation` laid over it.
+    """Read the config in the folder `config_path` (or `builtin:<name>`), with `foundation`
+    overrides.
 
-    Raises ConfigError when there is no readable config.json.
+    Raises ConfigError if there is no readable config.json.
     """
     if config_path.startswith(SCHEME):
         config = builtin_config(config_path)

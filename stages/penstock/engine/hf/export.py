@@ -1,8 +1,9 @@
-"""A checkpoint as folders that transformers and peft load: which there are, and what is in each.
+"""Export a checkpoint to folders that transformers and PEFT load.
 
-Without adapters there is `hf/`. With them there is `adapter/`, and `hf/` with the merged model if
-that is wanted. A base model that started at random exists nowhere else, so it comes as `base/`.
-Where adapters were merged while training, what was learnt is not theirs alone: there is only `hf/`.
+Without adapters there is `hf/`. With adapters there is `adapter/`, and `hf/` with the merged model
+if requested. A randomly initialized base model exists nowhere else, so it is exported as `base/`.
+If adapters were merged during training (ReLoRA), the adapters alone are not the result: there is
+only `hf/`.
 """
 
 from contextlib import ExitStack
@@ -35,16 +36,17 @@ from penstock.models.registry import get_family
 GENERATION_CONFIG = "generation_config.json"
 
 BASE_BESIDE = "../base"
-"""What an adapter calls its base model when that lies beside it: relative to the adapter, so that
-the two may be moved together."""
+"""The base model path in an adapter's config if the base is exported beside it: relative, so that
+the two may be moved together.
+"""
 
 
 def write_folders(
     checkpoint: Path, origin: ModelSource, form: ExportFormat, out: Path
 ) -> dict[str, Any]:
-    """Write all folders, keeping the files that an earlier attempt finished, and return facts.
+    """Write all folders, keeping files that an earlier attempt finished, and return facts.
 
-    Raises ArtifactError when the checkpoint is not complete or not of this model.
+    Raises ArtifactError if the checkpoint is incomplete or of another model.
     """
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
@@ -93,7 +95,7 @@ def _with_adapters(
         merged = adapters.merged_into(base)
         found["hf"] = _model(form, origin, merged, out / "hf", extras, quantiser)
     else:
-        # Nothing else of the export carries the tokenizer and its chat template.
+        # Nothing else in the export has the tokenizer and its chat template.
         extras.tokenizer.write(out / "adapter")
     found["adapter"] = write_adapter_folder(
         adapters,
@@ -134,9 +136,9 @@ def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dty
 def _base(
     origin: ModelSource, reader: CheckpointReader, base: BaseModelWeights, opened: ExitStack
 ) -> HFStateDict:
-    """The model without its adapters, which a checkpoint of adapters alone does not hold.
+    """The model without its adapters, which an adapter-only checkpoint does not hold.
 
-    Matrices that were quantised are what adapters were trained beside: not what was read.
+    Adapters were trained on the quantized matrices, so these are exported, not the original ones.
     """
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
@@ -147,7 +149,7 @@ def _base(
 
 
 def _folder(origin: ModelSource) -> Path | None:
-    """Of the base model's weights; None if they are drawn."""
+    """The folder of the base model's weights; None for a random initialization."""
     if origin.model_path is None or origin.weights is None:
         return None
     return local_folder(origin.model_path, origin.weights)
@@ -160,7 +162,7 @@ def _config_path(origin: ModelSource) -> str:
 
 
 def _generation_config(origin: ModelSource) -> dict[str, Any] | None:
-    """What the base model says of generating, if a pinned file of it says anything."""
+    """The base model's generation_config.json, if a pinned source has one."""
     source, typed = origin.config, origin.config_path
     if origin.weights and origin.model_path:
         source, typed = origin.weights, origin.model_path

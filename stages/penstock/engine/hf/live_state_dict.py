@@ -1,4 +1,6 @@
-"""A model in training under Hugging Face's names, as an export has it, and no checkpoint."""
+"""Live state dict: a model in training under Hugging Face names, as in an export, without a
+checkpoint.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from penstock.models.weights import WeightMap
 
 @dataclass(frozen=True)
 class RankTrimmedTensors:
-    """The same tensors, with adapters of a lower rank than the memory that they lie in."""
+    """Tensors whose LoRA factors are trimmed to a lower rank than the allocated one."""
 
     tensors: Tensors
     rank: int
@@ -37,7 +39,7 @@ class RankTrimmedTensors:
         return found
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Exactly these parameters, whole."""
+        """Read exactly these full parameters."""
         read = self.tensors.read(names)
         return {name: self._narrowed(name, tensor) for name, tensor in read.items()}
 
@@ -45,7 +47,7 @@ class RankTrimmedTensors:
         factor = _ranked(name)
         if factor is None:
             return tensor
-        # In memory of its own, so that products are the very ones of an adapter that was exported.
+        # Contiguous, so that merging gives bitwise the same result as from an exported adapter.
         return tensor.narrow(rank_dim(factor, tensor.dim()), 0, self.rank).contiguous()
 
 
@@ -56,14 +58,13 @@ def live_weights(
     adapting: LoraArgs | None = None,
     formats: Formats | None = None,
 ) -> HFStateDict:
-    """All tensors of the model, with its adapters merged where it has such; what `formats` names is
-    what its codes stand for."""
+    """All tensors of the model, with adapters merged and matrices in `formats` dequantized."""
     base = in_checkpoint(tensors, names, formats)
     adapters = adapters_in(tensors, names, adapting)
     return adapters.merged_into(base) if adapters else base
 
 
 def _ranked(name: str) -> Factor | None:
-    """A factor that has the adapter's rank for a dimension; of a magnitude none has."""
+    """The factor, if the adapter's rank is one of its dimensions; DoRA magnitudes have none."""
     factor = parse_factor(name)
     return None if factor is None or factor.side == MAGNITUDE else factor

@@ -1,6 +1,6 @@
-"""Filling an empty, laid-out model from safetensors or a seed, a block of rows at a time.
+"""Load weights into an empty sharded model from safetensors or a seed, in blocks of rows.
 
-What a rank holds beyond its own parameters is a few blocks, never a whole tensor.
+A rank holds only a few blocks besides its own parameters, never a full tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +20,26 @@ from penstock.engine.hf.weight_files import require_shape
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, TensorReader
 
 Start = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""A checkpoint tensor's name and whole shape to its random start, on the CPU."""
+"""Function from a checkpoint tensor's name and full shape to its initial value, on the CPU."""
 
 Seen = Callable[[SafetensorsFolder], TensorReader]
-"""A folder to what a model sees of it, such as quantised matrices."""
+"""Wraps a folder's reader, for example to quantize matrices."""
 
 Readers = Literal["first_rank", "all_ranks"]
 
 
 def identity(folder: SafetensorsFolder) -> TensorReader:
-    """For a model that holds what is stored."""
+    """The default: read tensors as stored."""
     return folder
 
 
 BLOCK_BYTES = 4 << 20
-"""Of a tensor's file, read and sent at once."""
+"""Bytes of a tensor that are read and sent at a time."""
 
 
 @dataclass(frozen=True)
 class _Box:
-    """A box of a checkpoint's tensor, and the local tensor it goes into."""
+    """A box of a checkpoint tensor, and the local tensor to load it into."""
 
     piece: TensorShard
     into: torch.Tensor
@@ -55,15 +55,15 @@ def load_weights(
     ranks: ProcessInfo,
     seen: Seen = identity,
 ) -> None:
-    """Give every parameter its value. Every rank calls it, with memory for its own part.
+    """Load every parameter. Every rank calls it, with its own parameters allocated.
 
-    Tensors come from `weights`, a folder of safetensors that is looked at as `seen` says; adapters,
-    and without a folder all of them, come from `start` on every rank. With `all_ranks` a rank
-    reads the bytes of its own part. With `first_rank` rank 0 alone reads, every byte once, and
-    sends the others theirs: of each group of ranks that hold the same (`LocalParam.copying`) to the
-    first, which sends it on.
+    Tensors come from `weights`, a folder of safetensors wrapped by `seen`; adapters, and without a
+    folder all tensors, come from `start` on every rank. With `all_ranks` each rank reads its own
+    shards. With `first_rank` only rank 0 reads, each byte once, and sends the others their shards:
+    in each group of ranks with the same shards (`LocalParam.copying`) to the first, which
+    broadcasts it.
 
-    Raises CapabilityError, on every rank, for tensors that are missing or of another shape.
+    Raises CapabilityError, on every rank, for tensors that are missing or have another shape.
     """
     drawn = [one for one in held if weights is None or _is_adapter(one)]
     stored = [one for one in held if weights is not None and not _is_adapter(one)]
@@ -77,7 +77,7 @@ def load_weights(
             _read(_boxes(stored), seen(folder), ranks)
         return
     receiving = [one for one in stored if _is_first(one.copying)]
-    # What one rank says to another must not be counted among what all say together.
+    # A separate group: P2P messages must not be counted among the collectives of all ranks.
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with SafetensorsFolder(weights) as folder:
@@ -103,14 +103,14 @@ def _boxes(held: Sequence[LocalParam]) -> list[_Box]:
 
 
 def copy_shard(whole: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> None:
-    """Copy the box of a whole tensor to where it lies."""
+    """Copy the box of a full tensor to the local tensor."""
     for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
     into.copy_(whole)
 
 
 def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> None:
-    """Read this rank's own bytes."""
+    """Read this rank's own shards."""
     wanted = {box.piece.tensor: box.piece.whole for box in boxes}
     _check(folder, wanted)
     if isinstance(folder, QuantizeOnLoad):
@@ -130,7 +130,7 @@ def _check(folder: TensorReader, wanted: dict[str, tuple[int, ...]]) -> None:
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """First and end row of each block of a tensor or box."""
+    """The first and end row of each block of a tensor or box."""
     row = dtype.itemsize
     for size in shape[1:]:
         row *= size
@@ -166,7 +166,7 @@ def _receive(
 def _gathered(
     pieces: list[TensorShard], ranks: ProcessInfo, group: dist.ProcessGroup
 ) -> list[list[TensorShard]]:
-    """Every rank's pieces, on rank 0."""
+    """Gather every rank's shards on rank 0."""
     found: list[list[TensorShard]] = [[] for _ in range(ranks.world)]
     dist.gather_object(pieces, found if ranks.leads else None, dst=0, group=group)
     return found
@@ -177,7 +177,7 @@ def _agreed(
     wishes: Sequence[Sequence[TensorShard]],
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and stored dtype of every tensor that is wanted, in the order they will come."""
+    """The shape and stored dtype of every requested tensor, in the order they will be sent."""
     answer: list[object] = [None]
     if folder:
         wanted = {piece.tensor: piece.whole for pieces in wishes for piece in pieces}
@@ -195,7 +195,7 @@ def _agreed(
 
 
 class _Sender:
-    """Rank 0's side: one block is read while the one before is still on its way."""
+    """Rank 0's side: reads one block while the previous one is being sent."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Sender:
         self._sends: list[dist.P2POp] = []
 
     def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
-        """Read rows `first` to `end` and send each rank what it wants of them."""
+        """Read rows `first` to `end` and send each rank its part of them."""
         shape = self._folder.stored(name).shape
         rest = (0,) * (len(shape) - 1)
         rows = self._folder.box(name, (first, *rest), (end - first, *shape[1:]))
@@ -224,7 +224,7 @@ class _Sender:
         sends = [
             dist.P2POp(
                 dist.isend,
-                # Bytes: not every dtype of a file can be sent.
+                # As bytes: some dtypes of files cannot be sent.
                 _bytes(_columns(rows, piece, *part, first).contiguous()).to(self._device),
                 rank,
                 self._group,
@@ -233,19 +233,19 @@ class _Sender:
             if (part := _overlap(piece, first, end))
         ]
         self.finish()
-        # Kept until they have arrived, for the memory is theirs until then.
+        # Keep the tensors until completion: the transfer reads their memory.
         self._sends = sends
         self._under_way = dist.batch_isend_irecv(sends) if sends else []
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sends have completed."""
         for work in self._under_way:
             work.wait()
         self._under_way, self._sends = [], []
 
 
 def _overlap(piece: TensorShard, first: int, end: int) -> tuple[int, int] | None:
-    """Which rows of a box lie in rows `first` to `end` of its tensor; None if none do."""
+    """The rows of a box that overlap rows `first` to `end` of its tensor; None without overlap."""
     low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.rows)
     return (low, high) if low < high else None
 
@@ -253,7 +253,7 @@ def _overlap(piece: TensorShard, first: int, end: int) -> tuple[int, int] | None
 def _columns(
     rows: torch.Tensor, piece: TensorShard, low: int, high: int, first: int
 ) -> torch.Tensor:
-    """Rows `low` to `high` of a box, of `rows`, whose first is row `first` of the tensor."""
+    """Rows `low` to `high` of a box, from `rows`, which begin at row `first` of the tensor."""
     part = rows.narrow(0, piece.offsets[0] + low - first, high - low)
     for dim in range(1, len(piece.sizes)):
         part = part.narrow(dim, piece.offsets[dim], piece.sizes[dim])
@@ -283,10 +283,10 @@ def _receive_rows(
 
 
 def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make the tensor that of the group's first rank."""
+    """Broadcast the tensor from the group's first rank."""
     if not tensor.numel():
         return
-    # Only what is sent has to be on the device that ranks talk through.
+    # Only what is sent must be on the device of the process group.
     there = tensor.detach().to(device)
     dist.broadcast(there, group=group, group_src=0)
     if there.data_ptr() != tensor.data_ptr():

@@ -1,7 +1,7 @@
-"""The tensors of a Hugging Face folder, read by the byte ranges that are wanted and no more.
+"""Safetensors reader: read requested byte ranges of a Hugging Face folder, without mmap.
 
-Files are read, never mapped: pages of a mapped file count as this process's memory. The format is
-described in `penstock.core.safetensors_header`.
+Pages of a mapped file count as this process's memory. `penstock.core.safetensors_header` describes
+the format.
 """
 
 import itertools
@@ -47,12 +47,12 @@ class Stored:
 class SafetensorsFolder:
     """The tensors of a folder, by name.
 
-    Every question may raise CapabilityError, for a folder that holds none or bad ones; making one
-    asks none.
+    Every method may raise CapabilityError for a folder without safetensors or with invalid ones;
+    the constructor reads nothing.
     """
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        """`single` is what the file is called where there is no index of several."""
+        """`single` is the name of the file if there is no index."""
         self._folder, self._single = folder, single
         self._open: dict[Path, int] = {}
         self._headers = cache(_header)
@@ -69,7 +69,7 @@ class SafetensorsFolder:
         return name in self._files
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The whole tensor, on the CPU, as it is stored."""
+        """The full tensor, on the CPU, as stored."""
         shape = self.stored(name).shape
         return self.box(name, (0,) * len(shape), shape)
 
@@ -78,18 +78,18 @@ class SafetensorsFolder:
         return list(self._files)
 
     def by_file(self) -> dict[Path, list[str]]:
-        """The names of the tensors in each file, in the order in which they lie there."""
+        """The names of the tensors in each file, in file order."""
         found: dict[Path, list[str]] = {}
         for name in sorted(self._files, key=self.order):
             found.setdefault(self._files[name], []).append(name)
         return found
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name is there."""
+        """Raise CapabilityError unless every name exists."""
         require_tensors(names, self._files)
 
     def stored(self, name: str) -> Stored:
-        """Shape, dtype and place of a tensor; reads the header of its file alone."""
+        """Shape, dtype and position of a tensor; reads only the header of its file."""
         file = self._files[name]
         header = self._headers(file)
         if name not in header:
@@ -97,11 +97,11 @@ class SafetensorsFolder:
         return header[name]
 
     def order(self, name: str) -> tuple[str, int]:
-        """A key by which tensors sort as they lie in the files."""
+        """A sort key: the order of tensors in the files."""
         return self._files[name].name, self.stored(name).start
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU, as it is stored."""
+        """A box of a tensor, on the CPU, as stored."""
         found = self.stored(name)
         width = found.dtype.itemsize
         raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8)
@@ -134,7 +134,7 @@ class SafetensorsFolder:
 def _runs(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """(first number, count) of the stretches of a tensor that make a box of it, in order."""
+    """(first element, count) of the contiguous runs of a tensor that make up a box, in order."""
     if not math.prod(sizes):
         return
     cut = [at for at, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size < whole]
@@ -147,7 +147,7 @@ def _runs(
 
 
 def _header(file: Path) -> Mapping[str, Stored]:
-    """What the file holds, with torch's dtypes."""
+    """The tensors of the file, with torch dtypes."""
     return {
         name: Stored(entry.shape, DTYPES[entry.dtype], entry.start)
         for name, entry in read_header(file).items()

@@ -1,8 +1,7 @@
-"""A safetensors file that is laid out first and written a stretch at a time.
+"""Safetensors writer: compute the file layout first, then write tensors in pieces.
 
-Where each tensor comes to lie follows from shapes and dtypes alone, so that no more of them is in
-memory than the one that is being made. The format is described in
-`penstock.core.safetensors_header`.
+Offsets follow from shapes and dtypes, so only the tensor being written is in memory.
+`penstock.core.safetensors_header` describes the format.
 """
 
 import json
@@ -24,7 +23,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in a file."""
+    """The offsets of everything in a file."""
 
     header: bytes
     tensors: Mapping[str, Stored]
@@ -33,7 +32,7 @@ class Layout:
 
 
 def file_layout(kinds: Mapping[str, Kind]) -> Layout:
-    """The layout of a file with these tensors, in the order given."""
+    """The layout of a file with these tensors, in the given order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     place = 0
@@ -57,18 +56,18 @@ def file_layout(kinds: Mapping[str, Kind]) -> Layout:
 
 
 def aligned(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
-    """The tensors in an order in which each begins at a multiple of its numbers' size."""
+    """Sort the tensors so that each is aligned to its element size."""
     return dict(sorted(kinds.items(), key=lambda item: (-item[1][1].itemsize, item[0])))
 
 
 def tensor_num_bytes(kind: Kind) -> int:
-    """What such a tensor takes."""
+    """The bytes of such a tensor."""
     shape, dtype = kind
     return math.prod(shape) * dtype.itemsize
 
 
 def put(file: int, tensor: torch.Tensor, place: int) -> None:
-    """Write a tensor's numbers to an open file, from the byte `place` on."""
+    """Write a tensor's elements to an open file at byte `place`."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     while raw:
         count = os.pwrite(file, raw, place)

@@ -1,4 +1,4 @@
-"""The low-rank adapters of a checkpoint: merged into a model, or in a folder that peft loads."""
+"""Save LoRA adapters from a checkpoint: merged into a model, or as a PEFT folder."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,26 +38,26 @@ WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Pair:
-    """Where in a training checkpoint the adapter of one layer is."""
+    """The checkpoint tensors of one layer's adapter."""
 
     lora_A: str  # noqa: N815 - as everyone calls it
     lora_B: str  # noqa: N815 - as everyone calls it
-    """The tensors' names."""
+    """The tensor names."""
     magnitude: str | None = None
     expert: int | None = None
-    """Which of a layer's experts, whose factors are in one tensor unless they share them."""
+    """The index of the expert, if the layer's experts have stacked factors."""
 
     @property
     def tensors(self) -> list[str]:
-        """The names of all."""
+        """The names of all its tensors."""
         return [self.lora_A, self.lora_B, *([self.magnitude] if self.magnitude else [])]
 
     def read_from(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, in] and B [out, r], of all the checkpoint's factors."""
+        """A [r, in] and B [out, r], from the checkpoint's factors."""
         return self._own(tensors[self.lora_A]), self._own(tensors[self.lora_B])
 
     def change(self, tensors: Mapping[str, torch.Tensor], scale: float, layer: str) -> WeightDelta:
-        """What becomes of the weight of this layer, [out, in], or the embedding's, [in, out]."""
+        """The delta of this layer's weight, [out, in], or the embedding's, [in, out]."""
         a, b = (factor.float() for factor in self.read_from(tensors))
         magnitude = tensors[self.magnitude].float() if self.magnitude else None
         if layer == EMBEDDING:
@@ -67,7 +67,7 @@ class Pair:
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.expert is None:
             return tensor
-        # In memory of its own: a file takes what experts share once for each as nothing else.
+        # A copy: safetensors rejects tensors that share memory, and experts may share a factor.
         return (tensor if tensor.dim() == 2 else tensor[self.expert]).clone()
 
 
@@ -79,9 +79,11 @@ class Adapters:
     pairs: dict[str, Pair]
     """By the layer in a Hugging Face checkpoint."""
     fused: dict[str, Pair]
-    """By the tensor that a matrix of all of a layer's experts is there, [experts, in, out]."""
+    """By the checkpoint tensor that stacks the matrices of a layer's experts, [experts, in,
+    out].
+    """
     biases: list[str]
-    """Tensors of the base model that were trained as well."""
+    """Biases of the base model that were trained as well."""
     strength: LoraScaling
     weights: WeightMap
 
@@ -92,12 +94,12 @@ class Adapters:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors."""
+        """The number of elements of all tensors."""
         shapes = self.reader.shapes()
         return sum(torch.Size(shapes[name][0]).numel() for name in self.names)
 
     def merged_into(self, base: HFStateDict) -> HFStateDict:
-        """The base model's tensors with every adapter made part of them, in fp32 where one was."""
+        """The base model's tensors with every adapter merged; merged tensors are fp32."""
         layers = {f"{layer}.weight": layer for layer in self.pairs}
         if stray := sorted({*layers, *self.fused, *self.biases} - set(base.shapes)):
             raise ArtifactError(
@@ -128,7 +130,7 @@ class Adapters:
 def _merged_experts(
     weight: torch.Tensor, pair: Pair, tensors: Mapping[str, torch.Tensor], scale: float
 ) -> torch.Tensor:
-    """[experts, in, out], fp32: these are kept the other way round than matrices are."""
+    """[experts, in, out], fp32: the stack is transposed relative to single matrices."""
     made = weight.float()
     for number, matrix in enumerate(made):
         change = replace(pair, expert=number).change(tensors, scale, "")
@@ -137,11 +139,11 @@ def _merged_experts(
 
 
 def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) -> Adapters | None:
-    """The adapters of the checkpoint, or None where it has none; `adapting` is what the run was
-    given, `weights` what the base model is.
+    """The adapters of the checkpoint; None if it has none.
 
-    Raises ArtifactError when only one of the two says that there are adapters, a factor lacks its
-    other half, or there are not as many as experts.
+    `adapting` are the LoRA settings of the run, `weights` the names of the base model. Raises
+    ArtifactError if only one of checkpoint and settings has adapters, if a factor lacks its
+    counterpart, or if the number of experts differs.
     """
     sides: dict[str, dict[Side, str]] = {}
     for name in reader.shapes():
@@ -188,7 +190,7 @@ def _rank(reader: Tensors, lora_A: str) -> int:
 
 
 def _biases(reader: Tensors, bias: Bias, adapted: Collection[str]) -> list[str]:
-    """Those that were trained, be it in a checkpoint that holds all of the model."""
+    """The trained biases, also in a full-model checkpoint."""
     names = [name for name in reader.shapes() if name.endswith(".bias") and bias != "none"]
     if bias == "all":
         return names
@@ -225,11 +227,11 @@ def write_adapter_folder(
     revision: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Write what peft loads, and return facts of it. `dtype` None keeps the trained precision.
+    """Write a PEFT folder, and return facts. `dtype` None keeps the training precision.
 
-    `base_model` is where peft finds the model, a hub id or a path. Each expert has
-    its pair, also of factors that all share, and a pair of zeros for each of its matrices that
-    bears none: peft knows no others.
+    `base_model` is the hub id or path of the base model for PEFT. Each expert gets its own pair,
+    also of shared factors, and a pair of zeros for each of its matrices without an adapter, because
+    PEFT supports nothing else.
     """
     weights = adapters.weights
     experts = _expert_layers(weights)
@@ -269,7 +271,7 @@ def write_adapter_folder(
 
 
 def _peft_tensors(adapters: Adapters, of_experts: Iterable[str]) -> dict[str, torch.Tensor]:
-    """All factors by peft's names. `of_experts` are linear layers that have a pair in any case."""
+    """All factors by PEFT's names. `of_experts` are linear layers that always get a pair."""
     read = adapters.reader.read(adapters.names)
     factors = {layer: pair.read_from(read) for layer, pair in adapters.pairs.items()}
     shapes, rank = adapters.weights.hf_shapes(), adapters.strength.rank
@@ -293,8 +295,9 @@ def _peft_tensors(adapters: Adapters, of_experts: Iterable[str]) -> dict[str, to
 
 
 def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
-    """The linear layers that a layer's experts are in a Hugging Face checkpoint, by the name that
-    they have together in transformers' model."""
+    """The linear layers of experts in a Hugging Face checkpoint, by the name of the module that
+    contains them in transformers' model.
+    """
     experts = weights.config.experts
     found: dict[str, list[str]] = {}
     for number in experts.layers if experts and not experts.clamped else ():

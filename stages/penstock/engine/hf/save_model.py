@@ -1,7 +1,7 @@
-"""Writing a folder that `transformers` loads: weights, configs, tokenizer.
+"""Save a model folder that `transformers` loads: weights, configs, tokenizer.
 
-Weights are written tensor by tensor, so that about one tensor is in memory. Each file appears whole
-or not at all, a shard that is there is not written again, and equal weights make equal bytes.
+Weights are written tensor by tensor, so that about one tensor is in memory. Each file appears
+complete or not at all, existing shards are not written again, and equal weights give equal bytes.
 """
 
 import os
@@ -28,20 +28,20 @@ DTYPES = {
 }
 
 STRETCH = 32 << 20
-"""Bytes of the rows, as they are written, that are made at once."""
+"""Bytes of rows, as written, that are converted at a time."""
 
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class HFFolderMeta:
-    """What a model folder holds besides weights."""
+    """The content of a model folder besides weights."""
 
     hf_config: Mapping[str, Any]
     """The whole config.json; its dtype is set here."""
     tokenizer: TokenizerFiles
     generation_config: Mapping[str, Any] | None = None
-    """None: the end, start and padding tokens of the tokenizer."""
+    """None: the special tokens of the tokenizer."""
 
 
 def write_hf_folder(
@@ -53,16 +53,16 @@ def write_hf_folder(
     max_shard_size: int | str = "5GB",
     quantiser: Quantiser | None = None,
 ) -> dict[str, Any]:
-    """Fill `out`, which may hold an unfinished earlier attempt, and return facts of it.
+    """Fill `out`, which may hold an unfinished attempt, and return facts.
 
-    `max_shard_size` is in bytes, or as `5GB` (decimal). `dtype` is that of what `quantiser` leaves
-    as it is, or of all. Facts: dtype, number of parameters, of weight files and of bytes in all
-    files.
+    `max_shard_size` is in bytes, or as `5GB` (decimal). `dtype` is that of all tensors that
+    `quantiser` does not quantize. Facts: dtype, number of parameters, of weight files and of bytes
+    in all files.
     """
     num_shards = write_weights(
         weights, out, dtype=dtype, max_shard_size=max_shard_size, quantiser=quantiser
     )
-    # What is written is not quantised as the base model was.
+    # The export is not quantized in the base model's format.
     replaced = {"torch_dtype", "quantization_config"}
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     if quantiser:
@@ -91,9 +91,9 @@ def write_weights(
     max_shard_size: int | str,
     quantiser: Quantiser | None = None,
 ) -> int:
-    """Write the safetensors files, and their index where there are several; returns how many."""
+    """Write the safetensors files, and an index if there are several; returns their number."""
     kinds = {name: _kinds(name, weights, dtype, quantiser) for name in weights.shapes}
-    # All that is stored of one weight stays together.
+    # All tensors stored for one weight stay in one file.
     sizes = {name: sum(map(tensor_num_bytes, stored.values())) for name, stored in kinds.items()}
     planned = {
         name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()
@@ -144,7 +144,7 @@ def _write_file(
 
 
 def _each(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors one after another; small ones are read together, for each reading costs time."""
+    """Iterate over tensors; small ones are read together, because each read has overhead."""
     batches: list[list[str]] = []
     left = 0
     for name in names:
@@ -163,7 +163,7 @@ def _each(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, tor
 def _pieces(
     name: str, tensor: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """A tensor's name, the first of some rows, and those in the dtype wanted."""
+    """Blocks of a tensor: its name, the first row, and the rows in the requested dtype."""
     row_bytes = tensor_num_bytes((tuple(tensor.shape[1:]), dtype))
     rows = max(STRETCH // max(row_bytes, 1), 1)
     for first in range(0, len(tensor), rows):
@@ -171,7 +171,7 @@ def _pieces(
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
-    """Publish one safetensors file. Raises OSError where it cannot be written."""
+    """Write one safetensors file atomically. Raises OSError if it cannot be written."""
     with atomic_write(target) as part:
         own = {name: _own_memory(tensor) for name, tensor in tensors.items()}
         try:
@@ -181,18 +181,18 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of it where it is a view of a larger one, which the format refuses."""
+    """The tensor, or a copy of a view of a larger one, which the format rejects."""
     is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if is_whole else tensor.contiguous().clone()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` and the like."""
+    """The name of a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype a config.json declares, float32 where it declares none that weights are kept in."""
+    """The dtype that a config.json declares; float32 if it declares none or an unsupported one."""
     declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
     return DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
 

@@ -1,4 +1,4 @@
-"""A model's tensors under Hugging Face's names, wherever they come from, read a few at a time."""
+"""Hugging Face state dict: a model's tensors by name, read a few at a time from any source."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from penstock_kernels.quant import Quantised, dequantise
 
 
 class Tensors(Protocol):
-    """A model's parameters by the names they have in a training checkpoint."""
+    """A model's parameters by their names in a training checkpoint."""
 
     @property
     def folder(self) -> object:
-        """Where they are, for errors."""
+        """The source named in errors."""
         ...
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -26,29 +26,31 @@ class Tensors(Protocol):
         ...
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Exactly these parameters, whole."""
+        """Read exactly these full parameters."""
         ...
 
 
 @dataclass(frozen=True)
 class HFStateDict:
-    """All tensors a Hugging Face checkpoint of the model holds, in the model's order."""
+    """All tensors of the model's Hugging Face checkpoint, in model order."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
-    """Names to tensors on the CPU, in the dtype they are kept in."""
+    """Reads tensors by name to the CPU, in their stored dtype."""
     exact: Collection[str] = ()
-    """Names of tensors that a checkpoint keeps in fp32, whatever the others are in."""
+    """Names of tensors that are always saved in fp32."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all tensors; a tied head counts once."""
+        """The number of parameters; a tied head counts once."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
 def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HFStateDict:
-    """The tensors of a training checkpoint; matrices that it holds in `formats` are what these
-    stand for, fp32. Raises ArtifactError when it is of another model."""
+    """The tensors of a training checkpoint; matrices in `formats` are dequantized to fp32.
+
+    Raises ArtifactError if it is of another model.
+    """
     found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
     for name, shape in shapes.items():
         there = found.get(f"{name}.codes" if name in kept else name, (None,))[0]
@@ -75,7 +77,7 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
 
 
 def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
-    """The tensors of a folder, or of what is seen of it.
+    """The tensors of a folder, or of a reader that wraps it.
 
     Raises:
         CapabilityError: one is missing.

@@ -1,6 +1,6 @@
-"""A tokenizer's files, put where a model is written.
+"""Tokenizer files for an exported model.
 
-Files that exist are copied byte for byte: what the model was trained with is what others load.
+Existing files are copied byte for byte, so others load the tokenizer used in training.
 """
 
 import shutil
@@ -19,13 +19,13 @@ from penstock.rows.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A pinned tokenizer and where it was typed to lie."""
+    """A pinned tokenizer source and its path as typed."""
 
     typed: str
     source: Source
 
     def write(self, out: Path) -> None:
-        """Put every file into `out`, each whole or not at all; a config.json is left out."""
+        """Write every file to `out`, each atomically, except config.json."""
         for name, path in self._files().items():
             with atomic_write(out / name) as part:
                 shutil.copyfile(path, part)
@@ -33,7 +33,7 @@ class TokenizerFiles:
             self._save_built_in(out)
 
     def generation_defaults(self) -> dict[str, Any]:
-        """The special tokens generation needs, by their name in generation_config.json."""
+        """The special token ids for generation_config.json, by name."""
         tokenizer = load_tokenizer(self.typed, self.source.pin.get("commit"))
         found = {
             name: getattr(tokenizer, name)
@@ -42,7 +42,7 @@ class TokenizerFiles:
         return {name: token for name, token in found.items() if token is not None}
 
     def _files(self) -> dict[str, Path]:
-        """Name in the folder -> where it lies."""
+        """File name -> source path."""
         pin = self.source.pin
         if pin["kind"] == "builtin":
             return {}

@@ -1,6 +1,6 @@
-"""Whether a folder holds the weights that its config.json implies, told from headers alone.
+"""Check a folder's weight files against its config.json, from safetensors headers only.
 
-No torch: it is asked before any work, and once more by those who read the weights.
+No torch: checked before any work, and again by the readers of the weights.
 """
 
 import re
@@ -16,9 +16,11 @@ TOGETHER = "Check that model.model_path and model.config_path belong together."
 
 
 def require_weights(folder: Path, shapes: Mapping[str, Shape] | None, num_layers: int) -> None:
-    """Raise CapabilityError unless every file that the folder's index names is whole, and its
-    tensors are those of a model with these `shapes` and so many layers. Without shapes, which
-    quantised models have others of, the files alone are looked at.
+    """Raise CapabilityError unless every file in the folder's index is complete and the tensors
+    match.
+
+    `shapes` are the expected tensors, `num_layers` the number of layers. Without shapes, as for
+    pre-quantized models, only the files are checked.
     """
     files = files_by_tensor(folder)
     headers = {file: read_header(file) for file in sorted(set(files.values()))}
@@ -34,7 +36,7 @@ def require_weights(folder: Path, shapes: Mapping[str, Shape] | None, num_layers
 
 
 def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
-    """Raise CapabilityError unless every name is there."""
+    """Raise CapabilityError unless every name exists."""
     missing = [name for name in names if name not in there]
     if missing and f"{missing[0]}_blocks" in there:
         raise CapabilityError(f"{missing[0]} of the checkpoint is quantised: {MXFP4}.")
@@ -46,7 +48,7 @@ def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
 
 
 def require_shape(name: str, found: Shape, implied: Shape) -> None:
-    """Raise CapabilityError unless the tensor is as large as the config makes it."""
+    """Raise CapabilityError unless the tensor has the shape that the config implies."""
     if found != implied:
         raise CapabilityError(
             f"{name} is {found} in the checkpoint, and the config makes it {implied}.\n"
@@ -55,7 +57,7 @@ def require_shape(name: str, found: Shape, implied: Shape) -> None:
 
 
 def _require_no_more_layers(names: Iterable[str], num_layers: int) -> None:
-    """Refuse layers that would be left out without a word."""
+    """Reject layers that would be dropped silently."""
     found = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
     layers = {int(match[1]) for match in found if match}
     if more := sorted(layer for layer in layers if layer >= num_layers):

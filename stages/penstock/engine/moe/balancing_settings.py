@@ -1,4 +1,7 @@
-"""What the settings say of routers: losses, biases, logs. No torch here: judged before a start."""
+"""MoE load-balancing settings: auxiliary losses, bias updates, router logs.
+
+No torch here: checked before ranks start.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,10 +15,10 @@ from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef
 
 BIASED = ("ernie4_5_moe", "glm4_moe")
-"""Families that choose experts by a bias that no gradient reaches."""
+"""Families with a load-balancing bias on expert choice that has no gradient."""
 
 SPARSE = (*BIASED, "gpt_oss", "mixtral", "qwen3_moe")
-"""Families that have experts also where config.json does not say how many."""
+"""Families that are always MoE, even if config.json does not give the number of experts."""
 
 ASKING = (
     "moe_aux_loss_coef",
@@ -23,28 +26,32 @@ ASKING = (
     "moe_bias_update_rate",
     "moe_global_load_balancing",
 )
-"""Settings that ask something of routers, where they are neither left out nor 0 or false."""
+"""Settings that need routers, unless they are unset, 0 or false."""
 
 
 @dataclass(frozen=True)
 class LoadBalancingConfig:
-    """What a step does for the balance of experts."""
+    """The load balancing of a training step."""
 
     load: float
-    """What the load-balancing loss is multiplied by."""
+    """The coefficient of the load-balancing loss."""
     z: float
-    """What the z-loss is multiplied by."""
+    """The coefficient of the router z-loss."""
     over: Literal["row", "step"]
-    """Among which tokens experts are to be used alike: those of each row, or of the whole step."""
+    """The tokens over which load is balanced: those of each packed sequence, or of the whole
+    step.
+    """
     bias_rate: float
-    """By how much a step moves the biases that experts are chosen by."""
+    """The bias update rate per step."""
     tells: bool
-    """Whether a step tells what routers saw."""
+    """Whether router statistics are logged."""
 
     @classmethod
     def of(cls, train: TrainConfig, experts: ExpertsConfig | None) -> "LoadBalancingConfig | None":
-        """None where a step has nothing to do with routers. Raises ConfigError where it is to have
-        and there are none."""
+        """The settings of a run; None if a step does nothing with routers.
+
+        Raises ConfigError if it should and the model has no routers.
+        """
         if experts is None:
             if needs_router_config(train):
                 raise _without_experts(train)
@@ -61,22 +68,22 @@ class LoadBalancingConfig:
 
     @property
     def penalises(self) -> bool:
-        """Whether anything is added to the loss."""
+        """Whether an auxiliary loss is added."""
         return bool(self.load or self.z)
 
 
 def needs_router_config(train: TrainConfig) -> bool:
-    """Whether a model's config has to be looked at for `require_routers`."""
+    """Whether `require_routers` needs the model's config."""
     return any(getattr(train, name) for name in ASKING)
 
 
 def has_experts(hf: HfConfig) -> bool:
-    """Whether some layers of the model whose config.json this is have experts."""
+    """Whether the model with this config.json has MoE layers."""
     return hf.get("model_type") in SPARSE or any(hf.get(name) for name in EXPERTS)
 
 
 def require_routers(run: RunConfig, hf: HfConfig) -> None:
-    """Raise ConfigError for what is asked of routers that the model does not have."""
+    """Raise ConfigError for router settings of a model without routers."""
     family = hf.get("model_type")
     if needs_router_config(run.train) and not has_experts(hf):
         raise _without_experts(run.train)

@@ -1,8 +1,8 @@
-"""A step's routers: losses for their balance, biases, and what is told of them.
+"""MoE load balancing: auxiliary losses, bias updates, and router statistics of a step.
 
-All sums are over the tokens of the whole step, of all ranks and micro-batches and without padding,
-and each token counts once: so nothing here depends on the layout. T tokens of a micro-batch on this
-rank, R packed rows, E experts, L layers that have experts.
+All sums are over the tokens of the whole step, over all ranks and micro-batches, without padding,
+and each token counts once, so nothing depends on the layout. T tokens of a micro-batch on this
+rank, R packed sequences, E experts, L MoE layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ from penstock.models.names import SELECTION_BIAS
 from penstock.rows.collate import MicroBatch
 
 MOST_COUNTS = 1024
-"""A step tells how many tokens each expert got where a model has up to so many experts in all."""
+"""Token counts per expert are logged for models with up to so many experts in total."""
 
 Observe = Callable[[Sequence[ModelInputs]], None]
-"""Passes forward as in training, and no further."""
+"""Runs forward passes as in training, without backward passes."""
 
 
 def build_routers(
@@ -49,9 +49,9 @@ def build_routers(
     mesh: Mesh,
     ranks: ProcessInfo,
 ) -> "Routers | None":
-    """What the settings ask of a model's routers; None if nothing. On every rank at the same time.
+    """The load balancing of a run; None if nothing is requested. Collective.
 
-    Raises ConfigError if something is asked and there are none.
+    Raises ConfigError if something is requested and the model has no routers.
     """
     balance = LoadBalancingConfig.of(train, config.experts)
     if balance is None or config.experts is None:
@@ -60,7 +60,7 @@ def build_routers(
 
 
 class Routers:
-    """The routers of a run as one rank sees them: some layers', and some of each one's tokens."""
+    """The routers of a run on one rank: those of some layers, with some of their tokens."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Routers:
         mesh: Mesh,
         ranks: ProcessInfo,
     ) -> None:
-        """`held` are the parts' parameters. Every rank must make one at the same time."""
+        """`held` are the parameters of the parts. Collective."""
         self._balance, self._config, self._ranks = balance, config, ranks
         self._at: dict[nn.Module, int] = {
             router: config.layers.index(layer)
@@ -98,12 +98,13 @@ class Routers:
         *,
         scale: float = 1.0,
     ) -> list[ModelInputs]:
-        """The calls of a step of `tokens` tokens, watched. What joins the loss is multiplied by
-        `scale`, as the loss is.
+        """The calls of a step of `tokens` tokens, with router observers.
 
-        Losses of the whole step's balance need what all of its tokens choose before the first of
-        them is learnt from. In a step of one pass ranks tell one another as it goes on; with more,
-        all are passed through the model before, which costs a forward pass of each.
+        Auxiliary losses are multiplied by `scale`, like the loss.
+
+        Balancing over the whole step needs the expert counts of all tokens before the first
+        backward pass. In a step of one pass the ranks exchange counts during it; with more, all
+        micro-batches run an extra forward pass first.
         """
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
@@ -140,8 +141,9 @@ class Routers:
 
     @torch.no_grad()
     def conclude(self, tokens: int) -> dict[str, Any]:
-        """After the update of a step of `tokens` tokens: move the biases, and tell what there is to
-        tell, the same on all ranks."""
+        """After the update of a step of `tokens` tokens: update the biases and return the metrics,
+        the same on all ranks.
+        """
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
             for place, held in self._biases.items():
@@ -161,7 +163,7 @@ class Routers:
         return told
 
     def _told(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
-        """One entry for each layer with experts, in every list."""
+        """The metrics, with one entry per MoE layer in every list."""
         found = {
             "layers": list(self._config.layers),
             "entropy": [round(entropy(shares_E), 6) for shares_E in shares_LE],
@@ -174,8 +176,11 @@ class Routers:
         return found
 
     def _totals(self) -> torch.Tensor:
-        """What was seen in the step by layers: tokens of each expert, shares of each, and the two
-        losses, undivided; fp64 [L, 2 E + 2], in which counts are exact."""
+        """The statistics of the step by layer: token counts and probability sums of each expert,
+        and the two losses, undivided.
+
+        fp64 [L, 2 E + 2], in which counts are exact.
+        """
         experts = self._config.num_experts
         sums = torch.zeros(
             (len(self._config.layers), 2 * experts + 2),
@@ -189,18 +194,19 @@ class Routers:
 
 
 PullOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-"""A router, and how many of the tokens here chose each expert [R, E], to `losses.balance.pull_of`,
-[R, E] or [1, E]."""
+"""Function from a router and this rank's token counts per expert [R, E] to
+`losses.balance.pull_of`, [R, E] or [1, E].
+"""
 
 
 @dataclass(frozen=True)
 class RowsHere:
-    """Rows of a micro-batch, and those of their tokens that are this rank's."""
+    """The packed sequences of a micro-batch, and the tokens of them on this rank."""
 
     row_T: torch.Tensor  # noqa: N815 - T names the dimension
-    """The row of each token here, from 1; 0 for padding. int64."""
+    """The packed sequence of each local token, from 1; 0 for padding. int64."""
     tokens_R: torch.Tensor  # noqa: N815 - R names the dimension
-    """Tokens of each row on all ranks that share it, int64."""
+    """Tokens of each packed sequence on all ranks that share it, int64."""
 
     @staticmethod
     def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "RowsHere":
@@ -214,37 +220,43 @@ class RowsHere:
 
 
 class RouterStatsCollector:
-    """Looks on during the passes of one micro-batch, and takes note of each router once."""
+    """Observes the routers during the passes of one micro-batch, and records each router once."""
 
     def __init__(self, rows: RowsHere, pull: PullOf | None, load: float, z: float) -> None:
-        """`load` and `z` are what the summed losses are multiplied by; without a `pull` there is no
-        load-balancing loss."""
+        """`load` and `z` are the loss coefficients; without a `pull` there is no load-balancing
+        loss.
+        """
         self._rows, self._pull, self._load, self._z = rows, pull, load, z
         self._pulls: dict[nn.Module, torch.Tensor | None] = {}
         self.noted: dict[nn.Module, torch.Tensor] = {}
-        """Of each router: tokens of each expert, shares of each, and both losses; fp64."""
+        """For each router: token counts and probability sums of each expert, and both losses;
+        fp64.
+        """
 
     @property
     def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """As `Watch` has it."""
+        """See `Watch`."""
         return self._rows.row_T
 
     @property
     def num_rows(self) -> int:
-        """As `Watch` has it."""
+        """See `Watch`."""
         return len(self._rows.tokens_R)
 
     @property
     def penalises(self) -> bool:
-        """As `Watch` has it."""
+        """See `Watch`."""
         return bool(self._load or self._z)
 
     def looks_at(self, router: nn.Module) -> bool:
-        """Without penalties, once."""
+        """Every time with auxiliary losses, otherwise once."""
         return self.penalises or router not in self.noted
 
     def saw(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
-        """In a layer that is computed again the pull is what it was: nothing is asked twice."""
+        """Record a router's statistics and return the gradient of the auxiliary loss.
+
+        In a recomputed layer the gradient is reused, so ranks communicate only once.
+        """
         if router not in self._pulls:
             counts_RE = seen.counts_RE
             self._pulls[router] = self._pull(router, counts_RE) if self._pull else None
@@ -268,7 +280,7 @@ def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 def _cut(whole: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Add to a box of a tensor what belongs there of `whole`."""
+    """Add the matching box of `whole` to a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
         whole = whole.narrow(dim, offset, size)
     box.add_(whole.to(box.device, box.dtype))

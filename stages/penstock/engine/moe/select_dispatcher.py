@@ -1,4 +1,4 @@
-"""How tokens travel between ranks that hold different experts: what was written, made ready."""
+"""Select the MoE token dispatcher: all-to-all or DeepEP."""
 
 import socket
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def select_token_dispatcher(
     device: torch.device,
     notify: Callable[[str], None],
 ) -> Plug:
-    """What `model.ep_dispatch` names; called by all ranks.
+    """The dispatcher that `model.ep_dispatch` names; a collective call.
 
-    Raises CapabilityError where this rank cannot do it, and ConfigError for too small a buffer.
+    Raises CapabilityError if this rank does not support it, and ConfigError for too small a buffer.
     """
     model = run.model
     if model.ep_dispatch == "alltoall":
@@ -52,7 +52,7 @@ def select_token_dispatcher(
 
 
 def _require(group: dist.ProcessGroup, device: torch.device) -> None:
-    """What is judged before ranks start is judged of the machine they are started from."""
+    """Check this rank too: the check before the start only sees the launching machine."""
     mend = "  Write model.ep_dispatch: alltoall, or leave it out."
     if find_spec(PACKAGE) is None:
         raise CapabilityError(

@@ -1,4 +1,4 @@
-"""What a PEFT adapter's own config says, of the kinds that are computed here. No torch."""
+"""PEFT adapter_config.json: read it, and reject what is not supported. No torch."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from penstock.core.files import read_json
 CONFIG = "adapter_config.json"
 
 STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to start factors that leave the base weights alone. Others (PiSSA and the like) adapt what
-is left of the weights once they have taken a part of them away, and no file holds that."""
+"""LoRA initializations that leave the base weights unchanged.
+
+Others (PiSSA and the like) subtract a part of the base weights first, which no file contains.
+"""
 
 UNSUPPORTED = {
     "layer_replication": "layers that are used more than once",
@@ -23,7 +25,7 @@ UNSUPPORTED = {
 def read_peft_config(folder: Path) -> dict[str, Any]:
     """The content of `adapter_config.json`.
 
-    Raises CapabilityError for a folder without one, or what is asked for there and not computed.
+    Raises CapabilityError for a folder without one, or for unsupported settings.
     """
     if not (folder / CONFIG).is_file():
         raise CapabilityError(

@@ -1,4 +1,4 @@
-"""Norms of a base model's weights, which magnitudes of adapters (DoRA) start at."""
+"""DoRA magnitude initialization: norms of the base model's weights."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -23,13 +23,12 @@ def norms_for(
     ranks: ProcessInfo,
     seen: Seen,
 ) -> dict[str, torch.Tensor]:
-    """The norm of each row, for an embedding of each column, of every weight whose adapter has
-    magnitudes on any rank; by the layer's name. Every rank calls it and gets all.
+    """The row norms (for an embedding, column norms) of every weight with a DoRA adapter on any
+    rank, by layer name. A collective call; all ranks get all norms.
 
-    Weights are those of the folder `weights`, looked at as `seen` says, or without one those
-    that are `drawn`. They are
-    computed from whole rows in one order, so that the layout does not show: by rank 0 alone, or of
-    `all_ranks` by each a share.
+    Weights come from the folder `weights`, wrapped by `seen`, or without one from the initial
+    values `drawn`. Norms are computed from full rows in a fixed order, so they do not depend on the
+    layout: by rank 0 alone, or with `all_ranks` a share by each.
     """
     mine = {
         factor.hf_module
@@ -55,7 +54,7 @@ def norms_for(
 
 
 def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:
-    """fp32, of sums in fp64."""
+    """fp32, from sums in fp64."""
     dim = 0 if layer == EMBEDDING else 1
     squares = [rows.double().square_().sum(dim) for rows in stretches]
     total = torch.stack(squares).sum(0) if dim == 0 else torch.cat(squares)

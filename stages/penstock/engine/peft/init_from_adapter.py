@@ -1,4 +1,4 @@
-"""An adapter to go on from, as PEFT wrote it, in the names and shapes that a run's own has."""
+"""Initialize from a PEFT adapter: convert its names and shapes to those of the run."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,19 +21,19 @@ from penstock.models.weights import WeightMap
 
 
 class AdapterStart:
-    """The tensors of an adapter's folder, by the names that they have in training checkpoints."""
+    """The tensors of an adapter folder, by their names in training checkpoints."""
 
     def __init__(self, folder: Path, chosen: Sequence[str], names: WeightMap) -> None:
-        """`chosen` are the layers that the run adapts, by their names in a checkpoint.
+        """`chosen` are the layers that the run adapts, by checkpoint name.
 
-        Raises ConfigError where they are not those of the folder, and CapabilityError for a folder
-        that holds what is not trained here.
+        Raises ConfigError if the folder has other layers, and CapabilityError for content that is
+        not trained here.
         """
         self._folder, self._names = PeftFolder(folder), names
         self._check(chosen)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The whole tensor of this name, fp32. Raises ConfigError for one of another shape."""
+        """The full tensor of this name, fp32. Raises ConfigError if its shape differs."""
         factor = parse_factor(name)
         assert factor is not None, f"{name} is no part of an adapter"
         found = self._of_experts(factor, shape) if factor.of_experts else self._of_layer(factor)
@@ -47,7 +47,7 @@ class AdapterStart:
         return found
 
     def lay_over(self, held: Sequence[LocalParam]) -> None:
-        """Give biases that were trained beside the adapter the values they have in the folder."""
+        """Load biases that were trained with the adapter."""
         with torch.no_grad():
             for one in held:
                 for piece in one.pieces:
@@ -64,7 +64,7 @@ class AdapterStart:
         return self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
 
     def _of_experts(self, factor: Factor, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Factors of all experts, or the one that they share; None if one lacks its own."""
+        """The stacked factors of all experts, or the shared one; None if an expert has none."""
         mixture = factor.hf_module.partition(f".{EACH}.")[0]
         end = LINEAR[factor.side == "lora_B"]
         layers = self._names.expert_layers(factor.part, mixture.removesuffix(".mlp"))
@@ -85,7 +85,7 @@ class AdapterStart:
         return found[0]
 
     def _of_fused_experts(self, mixture: str, factor: Factor) -> list[torch.Tensor | None]:
-        """What PEFT has of a tensor of all experts, of which it wraps the second outermost."""
+        """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
         outer = f"{mixture}.experts"
         inner = f"{outer}.base_layer"
         both = inner in self._folder.modules()
@@ -114,7 +114,7 @@ class AdapterStart:
                 "lora.lora_target_modules names.\n"
                 "  Leave lora_target_modules out to train what it adapts."
             )
-        # What all experts bear though only some of their matrices were trained.
+        # Layers that all experts have though only some of their matrices were trained.
         more = sorted(module for module in there - wanted if self._changes(module))
         if more:
             raise ConfigError(
@@ -128,7 +128,7 @@ class AdapterStart:
         return second is None or bool(second.any())
 
     def _modules(self, chosen: Sequence[str]) -> Iterator[str]:
-        """What the folder calls these layers."""
+        """The folder's names of these layers."""
         experts = self._names.config.experts
         for layer in chosen:
             before, is_of_experts, matrix = layer.partition(f".{EACH}.")

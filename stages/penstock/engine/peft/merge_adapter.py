@@ -1,8 +1,9 @@
-"""What a PEFT adapter makes of the tensors of one base model, wherever that keeps them.
+"""Merge a PEFT adapter into a base model, including adapters of MoE expert stacks.
 
-For most layers that is the folder's own account. The experts of a layer are one tensor for PEFT
-(`target_parameters`), whose factors have the rows of A by expert and rank and the columns of B by
-rank and expert; a base model's files may have that tensor too, turned or not, or each expert's own.
+For most layers the folder gives the delta directly. The experts of a layer are one tensor for PEFT
+(`target_parameters`), whose A has rows by expert and rank and whose B has columns by rank and
+expert; a base model's files may have that tensor too, transposed or not, or each expert's own
+matrices.
 """
 
 import re
@@ -18,28 +19,28 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.peft.read_adapter import PeftFolder
 
 WRAPPED = ".base_layer"
-"""PEFT wraps a module once more for each further parameter of it that it adapts."""
+"""PEFT wraps a module again for each further parameter that it adapts."""
 
 MATRICES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
-"""The halves of what PEFT has in one, by the names that families give an expert's matrices."""
+"""The halves of PEFT's combined matrix, by the families' names of an expert's matrices."""
 DOWN = ("down_proj", "w2")
 
 KEPT = 4
-"""Parameters of experts whose factors are kept: two layers, in which all threads are busy."""
+"""How many expert parameters' factors are cached: two layers, in which all threads are busy."""
 
 
 class AdapterMerge:
-    """The changes of one adapter to one base model, by the names of the base model's tensors."""
+    """The deltas of one adapter for one base model, by base tensor name."""
 
     def __init__(
         self, folder: PeftFolder, base: SafetensorsFolder, hidden_size: int | None
     ) -> None:
-        """`hidden_size` tells which way square matrices of experts lie.
+        """`hidden_size` tells whether square expert matrices are transposed.
 
-        Raises CapabilityError for what the base model does not have.
+        Raises CapabilityError for layers that the base model does not have.
         """
         self.folder, self._base, self._hidden_size = folder, base, hidden_size
-        # A layer's factors are read once for all of its experts, whose tensors are neighbours.
+        # Read a layer's factors once for all of its experts, whose tensors are neighbours.
         self._products = lru_cache(maxsize=KEPT)(folder.products)
         self._of_experts: dict[str, Callable[[], WeightDelta]] = {}
         self._plain: list[str] = []
@@ -53,24 +54,24 @@ class AdapterMerge:
             raise self._without(missing)
 
     def targets(self) -> list[str]:
-        """The tensors that are changed."""
+        """The names of the modified tensors."""
         return [*self._plain, *self._of_experts]
 
     def replacement(self, target: str) -> Stored | None:
-        """What is said of the tensor that takes the place of the base model's, if one does."""
+        """The header entry of the tensor that replaces the base model's, or None."""
         return self.folder.replacement(target)
 
     def replacing(self, target: str) -> torch.Tensor:
-        """That tensor, as it is stored."""
+        """The replacement tensor, as stored."""
         return self.folder.replacing(target)
 
     def change_of(self, target: str) -> WeightDelta | None:
-        """What is then added, if anything is."""
+        """The LoRA delta for this tensor, or None."""
         made = self._of_experts.get(target)
         return made() if made else self.folder.change_of(target)
 
     def _spread(self, module: str) -> bool:
-        """Find the tensors that the experts of a layer are in; whether there are any."""
+        """Find the expert tensors of a layer; returns whether there are any."""
         layer = module
         while layer.endswith(WRAPPED):
             layer = layer.removesuffix(WRAPPED)
@@ -84,7 +85,7 @@ class AdapterMerge:
         return self._apart(module, layer)
 
     def _together(self, module: str, names: list[str]) -> bool:
-        """One tensor [experts, out, in], or turned [experts, in, out], of the fitting size."""
+        """One tensor [experts, out, in], or transposed [experts, in, out], with matching sizes."""
         is_turned = any(self._is_turned(name) for name in names)
         for name in names:
             num_experts, *sides = self._base.stored(name).shape
@@ -95,13 +96,14 @@ class AdapterMerge:
         return False
 
     def _is_turned(self, name: str) -> bool:
-        """Told by gate and up together, which are twice as many as another size, or by the side
-        that is the model's width."""
+        """Detect transposed stacks by the combined gate and up projection, whose other side is the
+        hidden size.
+        """
         _, rows, columns = self._base.stored(name).shape
         return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
 
     def _apart(self, module: str, layer: str) -> bool:
-        """Each expert's own matrices, of which gate and up are rows of one."""
+        """Separate matrices of each expert; gate and up are row ranges of one factor."""
         found = self._matrices(layer)
         if not found:
             return False
@@ -117,8 +119,8 @@ class AdapterMerge:
         return any(name in self._of_experts for name in found.values())
 
     def _matrices(self, layer: str) -> dict[tuple[int, str], str]:
-        """An expert's matrices by its number and their kind."""
-        # Mixtral's files call the mixture so, and transformers' model calls it mlp.
+        """An expert's matrices by its index and their kind."""
+        # Mixtral's files use this name, and transformers' model uses mlp.
         old = layer.replace(".mlp.", ".block_sparse_moe.")
         pattern = re.compile(rf"({re.escape(layer)}|{re.escape(old)})\.(\d+)\.(\w+)\.weight")
         found: dict[tuple[int, str], str] = {}

@@ -1,7 +1,7 @@
-"""An adapter as the PEFT library writes it: what it makes of each tensor of its base model.
+"""Read a PEFT adapter folder: the delta of each base model tensor.
 
-Everything that such a folder can ask for is either computed or refused by name; nothing in it is
-passed over. The formulas are those of PEFT's own layers.
+Everything that such a folder can specify is either computed or rejected by name; nothing is
+ignored. The formulas are those of PEFT's layers.
 """
 
 import re
@@ -28,7 +28,7 @@ class PeftFolder:
     """A folder with `adapter_config.json` and `adapter_model.safetensors`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CapabilityError for what is no such folder, or asks for what is not computed."""
+        """Raises CapabilityError for any other folder, or for unsupported settings."""
         self.config = read_peft_config(folder)
         if not (folder / WEIGHTS).is_file():
             raise CapabilityError(
@@ -49,32 +49,32 @@ class PeftFolder:
         self._tensors.__exit__()
 
     def modules(self) -> list[str]:
-        """The layers that bear an adapter."""
+        """The layers with adapters."""
         return list(self._layers)
 
     def part(self, module: str, end: str) -> torch.Tensor | None:
-        """What a layer's adapter has by this name (one of PARTS), fp32; None if it has none."""
+        """A tensor of a layer's adapter by its suffix (one of PARTS), fp32; None if it has none."""
         ends = self._layers.get(module, {})
         name = ends.get(end) or ends.get(f"{end}.weight")
         return self._read(name) if name else None
 
     def targets(self) -> list[str]:
-        """The tensors of the base model that are changed."""
+        """The modified tensors of the base model."""
         matrices = [f"{module}.weight" for module in self._layers]
         biases = [f"{module}.bias" for module, ends in self._layers.items() if BIAS in ends]
         return list(dict.fromkeys([*self._replaced, *matrices, *biases]))
 
     def replacement(self, target: str) -> Stored | None:
-        """What is said of the tensor that takes the place of the base model's, if one does."""
+        """The header entry of the tensor that replaces the base model's, or None."""
         name = self._replaced.get(target)
         return self._tensors.stored(name) if name else None
 
     def replacing(self, target: str) -> torch.Tensor:
-        """That tensor, as it is stored."""
+        """The replacement tensor, as stored."""
         return self._tensors[self._replaced[target]]
 
     def change_of(self, target: str) -> WeightDelta | None:
-        """What is then added to the base model's tensor, if anything is. Reads what it takes.
+        """The delta of the base model's tensor, or None. Reads its factors.
 
         A bias [n] counts as a matrix [n, 1].
         """
@@ -91,13 +91,13 @@ class PeftFolder:
         )
 
     def outline(self, module: str) -> tuple[int, int]:
-        """Output and input features of what bears an adapter."""
+        """The output and input features of an adapted layer."""
         ends = self._layers[module]
         (_, width), (out, _) = (self._tensors.stored(ends[side]).shape for side in LINEAR)
         return out, width
 
     def products(self, module: str, num_experts: int) -> list[LoraDelta]:
-        """What is added to each expert's matrix [out, in] of such a parameter."""
+        """The delta of each expert's matrix [out, in] of an expert stack."""
         ends = self._layers[module]
         lora_A, lora_B = (self._read(ends[side]) for side in LINEAR)
         a_ERI, b_EOR = separate_factors(lora_A, lora_B, num_experts)
@@ -115,7 +115,7 @@ class PeftFolder:
                 "merged.\n  Merge it with the library that wrote it."
             )
         else:
-            # The base weight of an adapted embedding is saved beside its factors.
+            # PEFT saves the base weight of an adapted embedding beside its factors.
             self._replaced[inner.replace(".base_layer.", ".")] = name
 
     def _product(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
@@ -134,12 +134,12 @@ class PeftFolder:
             )
         scale = self._scale(module, rank=lora_A.shape[0])
         if is_embedding or self.config.get("fan_in_fan_out"):
-            # Stored the other way round: [in, out].
+            # Stored transposed: [in, out].
             return LoraDelta(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
         return LoraDelta(lora_B, lora_A, scale)
 
     def _bias(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
-        """The bias as a column [out, 1], which the bias of the base model is seen as too."""
+        """The bias delta as a column [out, 1], matching a bias seen as a column."""
         scale = self._scale(module, rank=self._tensors.stored(ends[LINEAR[0]]).shape[0])
         bias = self._read(ends[BIAS])
         return LoraDelta(bias.unsqueeze(1), torch.ones(1, 1), scale)

@@ -1,10 +1,9 @@
-"""Merging while training: every so many steps what adapters have learnt becomes part of the weights
-beside them, and they start anew (Lialin et al. 2023, "ReLoRA").
+"""ReLoRA: merge adapters into the weights every so many steps, and reinitialize them (Lialin et al.
+2023).
 
-A sum of many products of low rank is a change of high rank. Weights become W + s B A, computed in
-fp32 and rounded once. No weight is gathered: every rank has all of the factors beside one for a
-moment, and computes the rows that it holds. Matrices in fewer bits are merged into in
-`requantising.py`.
+A sum of many low-rank products is a high-rank change. Weights become W + s B A, computed in fp32
+and rounded once. No weight is gathered: every rank gathers all factors of one weight at a time, and
+updates its own rows. Merging into quantized matrices is in `quantization/requantize.py`.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ from penstock.engine.quantization.requantize import MergeIntoQuantized
 from penstock.models.weights import WeightMap
 
 STRETCH = 32 << 20
-"""Bytes of a weight's rows, in fp32, that are computed at once."""
+"""Bytes of a weight's rows, in fp32, that are computed at a time."""
 
 
 @dataclass(frozen=True)
 class ReLoRA:
-    """When adapters are merged, and what happens then."""
+    """When adapters are merged, and how."""
 
     parts: Sequence[nn.Module]
     held: Sequence[LocalParam]
@@ -41,25 +40,27 @@ class ReLoRA:
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
     requantiser: MergeIntoQuantized | None
-    """None where no weight is quantised."""
+    """None if no weight is quantized."""
     interval: int
-    """Steps from one merge to the next."""
+    """Steps between merges."""
     seed: int
-    """What adapters' starts are drawn from."""
+    """The seed of adapter reinitialization."""
     states: Literal["kept", "forgotten"]
-    """What becomes of all that the optimizer knows of the adapters."""
+    """What to do with the optimizer states of the adapters."""
 
     def is_due(self, steps: int) -> bool:
-        """Whether adapters are merged once so many steps are done."""
+        """Whether adapters are merged after so many steps."""
         return steps % self.interval == 0
 
     @torch.no_grad()
     def merge(self, steps: int) -> None:
-        """Merge all adapters, with `steps` done, and let them start anew, in a way that depends on
-        how many merges there were. Every rank calls it.
+        """Merge all adapters after `steps` steps and reinitialize them, seeded by the number of
+        merges.
 
-        Raises:
-            StageError: numbers come out that are not finite and cannot be quantised.
+        Collective.
+
+            Raises:
+                StageError: the result is not finite and cannot be quantized.
         """
         for part in self.parts:
             for adapted in adapted_in(part, self._whole):
@@ -83,10 +84,10 @@ class ReLoRA:
         return [one for one in self.held if parse_factor(one.name)]
 
     def _whole(self, factor: torch.Tensor) -> torch.Tensor:
-        """All of it that this rank computes with, fp32, beside the rank's own part."""
+        """The factor needed by this rank, gathered, fp32."""
         if not isinstance(factor, DTensor):
             return factor.float()
-        # An offloaded part lies where no group can reach it.
+        # An offloaded shard is in host memory, where the group cannot gather it.
         reachable = DTensor.from_local(
             factor.to_local().to(self.ranks.device),
             factor.device_mesh,
@@ -106,7 +107,7 @@ def build_relora(
     mesh: Mesh,
     ranks: ProcessInfo,
 ) -> ReLoRA | None:
-    """What the `lora` section says of merging; None if adapters stay apart."""
+    """The merging that the `lora` section describes; None if adapters are not merged."""
     if not run.lora.merge_lora_interval:
         return None
     requantiser = None
@@ -125,7 +126,7 @@ def build_relora(
 
 
 def _add(weight: torch.Tensor, products: Sequence[tuple[int, LoraDelta]]) -> None:
-    """Make products part of the rows that are here, a stretch at a time."""
+    """Add products to the local rows, a block at a time."""
     columns = weight.shape[-1]
     first, end = rows_here(weight, 2)
     here = local(weight).view(end - first, columns)

@@ -1,8 +1,8 @@
-"""Weights that travel in 8 bits (`train.enable_fp8_all_gather`).
+"""FP8 all-gather of FSDP weights (`train.enable_fp8_all_gather`).
 
-Before FSDP gathers a weight each rank rounds the rows that it holds, by the scales of the whole
-weight, as the layer would do with all of them: scales are powers of two, so what was rounded is
-what the layer computes with anyway. Gathered are codes; the layer is given these, and no weight.
+Before FSDP gathers a weight each rank quantizes its own rows with the scales of the full weight, as
+the layer would do with all of them: scales are powers of two, so the result is what the layer
+computes with anyway. Only FP8 codes are gathered and passed to the layer.
 
 N rows, K columns.
 """
@@ -43,21 +43,21 @@ Scaled = tuple[Sharing, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of which weight a rank holds, and how they are rounded."""
+    """Which rows of which weight a rank holds, and how they are quantized."""
 
     first: int
     whole: int
     group: dist.ProcessGroup
-    """Those that hold the others."""
+    """The group of ranks that hold the other rows."""
     product: Float8Product
 
     @property
     def scheme(self) -> Float8Recipe:
-        """That of the layer."""
+        """The FP8 recipe of the layer."""
         return self.product.scheme
 
     def coded(self, shard_NK: torch.Tensor) -> Float8Matrix:
-        """The rows rounded, with the scales of the whole weight."""
+        """The rows quantized with the scales of the full weight."""
         sharing = self.scheme.of_weights
         here = seen(shard_NK, self.scheme.block)
         largest = largest_of_part(here, sharing, self.first, self.whole)
@@ -70,14 +70,14 @@ class Rows:
 
 
 class Float8ShardedWeight(torch.Tensor):
-    """A rank's rows of a weight, which FSDP asks what to gather. Otherwise a tensor like any."""
+    """A rank's rows of a weight, with FSDP's all-gather hooks; otherwise a plain tensor."""
 
     rows: Rows
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
-        """The same memory."""
+        """A Float8ShardedWeight that shares the memory."""
         made = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
         made.rows = rows
         return made
@@ -90,10 +90,10 @@ class Float8ShardedWeight(torch.Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """What travels, and what every rank knows already."""
+        """What is all-gathered, and metadata that every rank already has."""
         del mesh, outer_size, outer_stride, module
         coded = self.rows.coded(self.detach().to(mp_policy.param_dtype or self.dtype))
-        # Collectives know no float8.
+        # Collectives do not support float8.
         return (coded.codes.view(torch.uint8),), coded.scales
 
     def fsdp_post_all_gather(
@@ -104,7 +104,7 @@ class Float8ShardedWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The weight of what came; `out`: of which the codes have come again."""
+        """Build the weight from gathered codes; with `out`, refill it after another all-gather."""
         scheme, [codes] = self.rows.scheme, outputs
         coded = Float8Matrix(codes.view(torch.float8_e4m3fn), scales, scheme.of_weights)
         if out is None:
@@ -117,10 +117,10 @@ class Float8ShardedWeight(torch.Tensor):
 def enable_fp8_all_gather(
     parts: Sequence[Decoder], train: TrainConfig, notify: Callable[[str], None]
 ) -> None:
-    """Let weights of the layers that compute in float8 travel so if the settings want it; in place.
-    To be called when FSDP has sharded them and they have their memory.
+    """Enable FP8 all-gather on the FP8 layers if the settings ask for it; in place.
 
-    Those whose rows FSDP does not share out evenly travel as before, which is told.
+    Call it after FSDP sharding and allocation. Weights whose rows FSDP splits unevenly are gathered
+    as before, which is logged.
     """
     if not train.enable_fp8_all_gather:
         return
@@ -144,13 +144,13 @@ def enable_fp8_all_gather(
 
 
 def _reaching(agreement: AmaxReduceGroups, sharing: str) -> list[Any]:
-    """Who holds other features of what shares a scale in a weight."""
+    """The amax reductions over ranks that hold other features of a weight's scale block."""
     asked = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
     return [agree for agree in asked.get(sharing, ()) if agree]
 
 
 def _of_rows(sharing: Sharing, scales: torch.Tensor, first: int, count: int) -> Scaled:
-    """How rows share, with their scales; a tile may begin or end at other ranks'."""
+    """The scale sharing of rows, with their scales; a tile may begin or end on other ranks."""
     if sharing == "tensor":
         return sharing, scales
     rows = torch.arange(first, first + count, device=scales.device)

@@ -1,8 +1,8 @@
-"""Products in float8, put into a model and told what other ranks hold of the same matrices.
+"""FP8 training: convert linear layers to float8, and set the groups for amax reduction.
 
-Scales are of whole matrices, so that a layout does not change them: of all tokens of a micro-batch,
-whichever ranks share them out, and of all features. Where a scale is shared by numbers of several
-ranks, they take the largest of all before they round.
+Scales cover full matrices, so a layout does not change them: all tokens of a micro-batch, over
+context-parallel ranks, and all features. If values on several ranks share a scale, amax is
+all-reduced before quantization.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ from penstock.models.weights import WeightMap
 from penstock_kernels.float8 import Agree, AmaxReduceGroups, Float8Recipe
 
 OF_TOKENS: tuple[Axis, ...] = ("ring", "ulysses")
-"""Axes whose ranks share out the tokens of a row."""
+"""Context-parallel axes, whose ranks share the tokens of a packed sequence."""
 
 
 def build_recipe(fp8: Fp8Config) -> Float8Recipe:
-    """What the settings say, in the layer's words."""
+    """The FP8 recipe from the settings."""
     return Float8Recipe(
         recipe=fp8.recipe,
         gradients=fp8.of_gradients,
@@ -45,10 +45,10 @@ def convert_to_float8_training(
     roles: Roles,
     notify: Callable[[str], None],
 ) -> Float8Layers:
-    """Let a model's parts compute in float8 what the settings say, in place; which is told.
+    """Convert the layers of a model's parts to float8, in place; the choice is logged.
 
-    To be called with adapters in place: what they multiply keeps its precision.
-    Raises ConfigError and CapabilityError as `float8_layers`.
+    Call it after adapters are injected: LoRA factors keep their precision. Raises ConfigError and
+    CapabilityError as `float8_layers`.
     """
     if not train.enable_fp8_training:
         return Float8Layers()
@@ -70,7 +70,7 @@ def _put(model: Decoder, layers: Float8Layers, scheme: Float8Recipe) -> None:
 
 
 def products_in(model: Decoder) -> Mapping[str, Float8Product]:
-    """Those of its layers, by the names of modules."""
+    """The FP8 matmuls of a model's layers, by module name."""
     return {
         name: module.affine
         for name, module in model.named_modules()
@@ -80,8 +80,9 @@ def products_in(model: Decoder) -> Mapping[str, Float8Product]:
 
 
 def set_amax_reduce_groups(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
-    """Tell the layers that `convert_to_float8_training` has changed who holds the rest of their
-    matrices; in place. To be called on every rank."""
+    """Set the groups for amax reduction on the layers that `convert_to_float8_training` has
+    converted; in place. Call it on every rank.
+    """
     if not layers.chosen:
         return
     tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")
@@ -101,8 +102,8 @@ def _largest(mesh: Mesh, *axes: Axis) -> Agree | None:
 
 
 def largest_over(group: dist.ProcessGroup, largest: torch.Tensor) -> torch.Tensor:
-    """The maximum of each number over a group's ranks. What is no number stays none."""
-    # Maxima of some backends lose what is no number, and none loses infinity.
+    """All-reduce the elementwise maximum over a group. NaN becomes infinity."""
+    # The MAX of some backends drops NaN, and none drops infinity.
     known = torch.where(largest.isnan(), torch.inf, largest)
     dist.all_reduce(known, dist.ReduceOp.MAX, group)
     return known

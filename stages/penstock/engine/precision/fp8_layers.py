@@ -1,8 +1,8 @@
-"""Which layers are computed in float8 (`train.enable_fp8_training`), and which cannot be.
+"""Select the linear layers for FP8 training (`train.enable_fp8_training`).
 
-Linear layers within blocks are: attention's and those of networks that see every token. The
-embedding, the head, routers and experts are not. A layer is or is not, whatever the layout. Judged
-before any process starts: no torch here.
+Linear layers in transformer blocks are converted: those of attention and of dense feed-forward
+networks. The embedding, the LM head, routers and experts are not. The choice does not depend on the
+layout. Checked before any process starts: no torch here.
 """
 
 from collections.abc import Iterator
@@ -17,26 +17,26 @@ from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
 
 MULTIPLE = 16
-"""What tensor cores take of rows and columns."""
+"""Tensor cores need rows and columns in multiples of this."""
 
 TILE = 128
 
 CAPABILITY = (8, 9)
-"""Of the first GPUs that have such numbers."""
+"""The compute capability of the first GPUs with FP8."""
 
 FIELD = "train.fp8.exclude_modules"
 
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """By the names of native modules."""
+    """The converted layers, by native module name."""
 
     chosen: dict[str, ParallelStyle] = field(default_factory=dict[str, ParallelStyle])
     uneven: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Those whose sizes do not serve."""
+    """Layers whose sizes are not suitable."""
     excluded: tuple[str, ...] = ()
     num_experts: int = 0
-    """Experts in each layer that has any; they are computed in the model's own precision."""
+    """Experts per MoE layer; they are computed in the model's own precision."""
 
     def told(self, fp8: Fp8Config) -> str:
         """The choice, in one line."""
@@ -55,11 +55,11 @@ class Float8Layers:
 
 
 def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8Layers:
-    """The layers of a model.
+    """The FP8 layers of a model.
 
     Raises:
-        ConfigError: an entry of `exclude_modules` that names nothing.
-        CapabilityError: no layer would be computed so, or only a part of one.
+        ConfigError: an entry of `exclude_modules` matches nothing.
+        CapabilityError: no layer would be converted, or only a part of one.
     """
     fp8 = train.fp8
     require_known(FIELD, fp8.exclude_modules, names)
@@ -90,9 +90,9 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
 
 
 def require_float8(capability: tuple[int, int] | None) -> None:
-    """Raise CapabilityError for a GPU without such numbers. None: nobody knows, or there is none.
+    """Raise CapabilityError for a GPU without FP8. None: unknown, or no GPU.
 
-    A CPU computes the same, slowly.
+    A CPU emulates it, slowly.
     """
     if capability is not None and capability < CAPABILITY:
         has, wants = (".".join(map(str, each)) for each in (capability, CAPABILITY))
@@ -104,8 +104,9 @@ def require_float8(capability: tuple[int, int] | None) -> None:
 
 
 def is_shared(native: str) -> bool:
-    """Whether a layer is of shared experts, which ranks of the tensor axis compute whole, for some
-    of the tokens."""
+    """Whether a layer is in shared experts, which tensor-parallel ranks compute in full for some of
+    the tokens.
+    """
     return ".mlp.shared_experts." in native
 
 
@@ -122,7 +123,7 @@ def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Parall
 
 
 def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Layers) -> None:
-    """Refuse to cut what shares a scale or is turned together."""
+    """Reject splits of a dimension that shares a scale or a Hadamard block."""
     size, fp8 = train.tensor_parallel_size, train.fp8
     if size == 1:
         return
@@ -136,7 +137,7 @@ def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Lay
             features = names.hf_shapes()[part][role is ParallelStyle.NARROW]
             layer = part.removesuffix(".weight").rpartition(".")[2]
             grain = names.config.head_dim if layer in ("k_proj", "v_proj") else 1
-            # Heads of keys are copied where they are fewer than ranks.
+            # Key heads are replicated if there are fewer than ranks.
             here = max(features / size, grain)
             if here % whole:
                 raise CapabilityError(

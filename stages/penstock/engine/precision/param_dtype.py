@@ -1,4 +1,4 @@
-"""The precision in which weights are kept while they are not computed with, and in checkpoints."""
+"""Parameter dtypes: the precision of stored weights, and of weights in checkpoints."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from penstock.models.weights import WeightMap
 
 
 def cast_frozen_params(dtype: torch.dtype, model: Decoder) -> None:
-    """Keep the matrices that no step changes in the precision that they are computed in, in place.
+    """Cast frozen matrices to the compute dtype, in place.
 
-    But for routers that choose in fp32. Vectors stay as they are: they are small, and norms are
+    Except routers that compute in fp32. Vectors are not cast: they are small, and norms are
     computed in fp32.
     """
     exact = of_exact_routers(model)
@@ -24,7 +24,7 @@ def cast_frozen_params(dtype: torch.dtype, model: Decoder) -> None:
 
 
 def cast_params(dtype: torch.dtype, model: Decoder) -> None:
-    """Keep every weight in this precision, in place, but for routers that choose in fp32."""
+    """Cast every weight to `dtype`, in place, except routers that compute in fp32."""
     exact = of_exact_routers(model)
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in exact:
@@ -32,13 +32,13 @@ def cast_params(dtype: torch.dtype, model: Decoder) -> None:
 
 
 def of_exact_routers(model: Decoder) -> set[int]:
-    """The identities of their parameters."""
+    """The ids of the parameters of routers that compute in fp32."""
     exact = [router for router in model.routers().values() if router.is_exact]
     return {id(parameter) for router in exact for parameter in router.parameters()}
 
 
 def rounded_to(train: TrainConfig) -> torch.dtype | None:
-    """What checkpoints hold weights in; None: in what they are kept."""
+    """The dtype of weights in checkpoints; None: the dtype of the parameters."""
     if train.ckpt_weights == "master" or train.computes_in == train.keeps_in:
         return None
     return getattr(torch, train.computes_in)
@@ -47,7 +47,7 @@ def rounded_to(train: TrainConfig) -> torch.dtype | None:
 def fp32_params(
     parts: Sequence[Decoder], held: Sequence[LocalParam], names: WeightMap
 ) -> frozenset[int]:
-    """The identities of those that layers compute with as they are kept, whatever the others."""
+    """The ids of parameters that layers always use in fp32."""
     exact = {one for part in parts for one in of_exact_routers(part)}
     exact |= {
         id(one.parameter)
