@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "stages" / "README.md",
     *sorted(PACKAGE.rglob("README.md")),
 ]
-NAMED = re.compile(r"`([\w/]+\.py)(?:: ([\w., ]+))?`")
+NAMED = re.compile(r"`([\w/]+\.py)(?::\s([\w.,\s]+))?`")
 LINKED = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
