@@ -1,4 +1,4 @@
-"""Where a run's model came from, and in which form it is to be written: no torch, only names."""
+"""Model source and export format: where a run's model came from. No torch, only names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,18 +13,18 @@ SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """What was written of the base model's weights under adapters; None: nothing was."""
+    """The QLoRA settings as written; None: not set."""
 
     format: str | None = None
     """`lora.quant_format`."""
     group: int | None = None
-    """Columns that share a scale."""
+    """The group size."""
     excluded: tuple[str, ...] | None = None
-    """Modules, by names and patterns, that are not quantised."""
+    """Modules that are not quantized, by name and pattern."""
 
 
 def quantization_args(run: RunConfig) -> QuantizationArgs | None:
-    """What a run says of it."""
+    """The QLoRA settings of a run; None without QLoRA."""
     lora = run.lora
     if not lora.enable_qlora:
         return None
@@ -37,40 +37,40 @@ def quantization_args(run: RunConfig) -> QuantizationArgs | None:
 
 @dataclass(frozen=True)
 class LoraArgs:
-    """What a checkpoint alone does not say of its adapters."""
+    """LoRA settings that a checkpoint alone does not contain."""
 
     alpha: float
     scaling: Literal["rank", "root"] = "rank"
-    """What alpha is divided by."""
+    """What alpha is divided by: the rank, or its square root (rsLoRA)."""
     dropout: float = 0.0
-    """What they were trained with, for those who train them further."""
+    """The dropout used in training, for those who resume training."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base model were trained as well."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a checkpoint alone does not say of its model."""
+    """Model facts that a checkpoint alone does not contain."""
 
     config: Source
     config_path: str
     """Folder, file, hub id or `builtin:<name>` of the config.json, as typed."""
     weights: Source | None
-    """The base model's weights; None when training started at random."""
+    """The base model's weights; None for training from random initialization."""
     model_path: str | None
     """Folder or hub id of the base model, as typed; adapters name it as their base."""
     tokenizer: Source
     tokenizer_path: str
     foundation: Mapping[str, Any] = field(default_factory=dict)
-    """What was laid over the config.json."""
+    """Overrides of the config.json."""
     seed: int = 42
-    """What a random start was drawn from."""
+    """The seed of a random initialization."""
     adapting: LoraArgs | None = None
-    """None when there are no adapters."""
+    """None without adapters."""
     quantising: QuantizationArgs | None = None
-    """None when the base model is as it was stored."""
+    """None without QLoRA."""
     adapter: Source | None = None
-    """What adapters went on from; None when they started anew."""
+    """The adapter that training resumed from; None for new adapters."""
     adapter_path: str | None = None
     """Its folder or hub id, as typed."""
 
@@ -80,10 +80,11 @@ class ExportFormat:
     """How the files are written."""
 
     dtype: DType = "auto"
-    """`auto`: what the base model declares, float32 for a random start; adapters that stay apart
-    keep the precision they were trained in."""
+    """`auto`: the dtype that the base model declares, float32 for a random initialization; separate
+    adapters keep their training dtype.
+    """
     max_shard_bytes: int = 5_000_000_000
     merged: bool = True
     """Whether adapters are also merged into the model."""
     quantise: SchemeName | None = None
-    """What the model's linear layers are rounded to; None leaves them as they are."""
+    """The quantization format of linear layers; None: unquantized."""

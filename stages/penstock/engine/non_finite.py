@@ -1,7 +1,6 @@
-"""Where a number that is not finite came from: said once the run cannot go on with it.
+"""Locate non-finite gradients: the ranks, packed sequences and parameters, for the error message.
 
-The weights are still those of the last good step, so what each micro-batch gives can be asked
-again.
+The weights are still those of the last good step, so each micro-batch's loss can be computed again.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +13,21 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 
 MOST_NAMED = 12
-"""Rows that a sentence names; the rest are counted."""
+"""How many packed sequences a message lists; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """What one rank found of its own."""
+    """What one rank found."""
 
     rows: tuple[int, ...]
-    """Packed rows of the micro-batches whose own loss is not finite."""
+    """Packed sequences of the micro-batches with a non-finite loss."""
     loss: float
     """The sum of those losses."""
     parameter: str | None
-    """The first parameter whose gradient here is not finite."""
+    """The first parameter whose local gradient is not finite."""
     all_rows: tuple[int, ...]
-    """Packed rows of the whole step on this rank."""
+    """Packed sequences of the whole step on this rank."""
 
 
 def locate_non_finite(
@@ -37,9 +36,9 @@ def locate_non_finite(
     trained: Sequence[LocalParam],
     ranks: ProcessInfo,
 ) -> str:
-    """Which ranks, rows and parameters, in one sentence or two. On every rank at the same time.
+    """The ranks, packed sequences and parameters, in one or two sentences. Collective.
 
-    `loss_of` computes one micro-batch's loss again, without gradients.
+    `loss_of` recomputes one micro-batch's loss, without gradients.
     """
     losses = [loss_of(batch) for batch in batches]
     bad = [not _is_finite(loss) for loss in losses]
@@ -58,7 +57,7 @@ def locate_non_finite(
 
 
 def told(found: Sequence[NonFiniteReport]) -> str:
-    """The sentence, from what every rank found, in their order."""
+    """The message, from the reports of all ranks in rank order."""
     guilty = {rank: each for rank, each in enumerate(found) if each.rows}
     lines: list[str] = []
     if guilty:
@@ -82,12 +81,12 @@ def told(found: Sequence[NonFiniteReport]) -> str:
 
 
 def packed_row_numbers(batches: Sequence[MicroBatch]) -> tuple[int, ...]:
-    """Numbers of the packed rows in them."""
+    """The indices of their packed sequences."""
     return tuple(number for batch in batches for number, _ in batch.rows)
 
 
 def named(rows: Sequence[int]) -> str:
-    """Row numbers, the first of them by name."""
+    """The first indices, and the number of the others."""
     first = ", ".join(str(row) for row in rows[:MOST_NAMED])
     more = len(rows) - MOST_NAMED
     return f"{first} and {more} more" if more > 0 else first or "none"
@@ -95,7 +94,7 @@ def named(rows: Sequence[int]) -> str:
 
 @torch.no_grad()
 def first_not_finite(trained: Sequence[LocalParam]) -> str | None:
-    """The name of the first parameter here whose gradient has a number that is not finite."""
+    """The name of the first local parameter whose gradient is not finite."""
     for one in trained:
         gradient = one.parameter.grad
         if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):

@@ -1,4 +1,4 @@
-"""Random state of a rank, as text that a checkpoint can carry."""
+"""RNG state of a rank, as text for checkpoints, and deterministic algorithms."""
 
 import base64
 
@@ -6,10 +6,10 @@ import torch
 
 
 def use_deterministic_algorithms() -> None:
-    """Let this process compute with kernels alone that give the same bits each time.
+    """Use deterministic kernels only, so that results are bitwise reproducible.
 
-    What has no such kernel raises RuntimeError when it is called. On a GPU, CUBLAS_WORKSPACE_CONFIG
-    must have been set before the first product.
+    Operations without such a kernel raise RuntimeError. On a GPU, CUBLAS_WORKSPACE_CONFIG must be
+    set before the first matmul.
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
@@ -22,7 +22,7 @@ def start(seed: int, rank: int) -> None:
 
 
 def get_rng_state() -> dict[str, str]:
-    """The state of every generator that this rank draws from."""
+    """The state of every generator that this rank uses."""
     state = {"cpu": _text(torch.get_rng_state())}
     if torch.cuda.is_available():
         state["cuda"] = _text(torch.cuda.get_rng_state())
@@ -30,7 +30,7 @@ def get_rng_state() -> dict[str, str]:
 
 
 def set_rng_state(state: dict[str, str]) -> None:
-    """Continue every generator from a captured state."""
+    """Restore every generator from a saved state."""
     torch.set_rng_state(_tensor(state["cpu"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))

@@ -1,4 +1,4 @@
-"""What of a model a run will train, from its settings alone. No torch."""
+"""Trainable parameters of a run, from its settings alone. No torch."""
 
 from penstock.adapters.match_targets import HEAD, Linear, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
@@ -9,7 +9,7 @@ from penstock.models.flops import EVERYTHING, Learning
 
 
 def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
-    """What learns, and what only passes gradients on."""
+    """The number of trainable parameters, for FLOP counts."""
     if not run.lora.enable_lora:
         return EVERYTHING
     experts = config.experts
@@ -25,7 +25,7 @@ def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> L
 
 
 def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[Linear]:
-    """The layers that bear adapters in the run."""
+    """The layers with adapters."""
     written = run.lora.lora_target_modules
     targets = (written,) if isinstance(written, str) else written
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)

@@ -1,7 +1,6 @@
-"""What documents a model's positions allow, and who may share the tokens of one if how they turn
-follows from all of it.
+"""Check settings against the model: positions, RoPE scaling by document length, and MoE limits.
 
-No torch here: it is judged before any process starts.
+No torch here: checked before any process starts.
 """
 
 from penstock.config.schema.data import DataConfig
@@ -14,13 +13,14 @@ from penstock.models.hf_config import HfConfig, rope_parameters
 
 
 def uses_context_parallel(train: TrainConfig) -> bool:
-    """Whether ranks have parts of each row."""
+    """Whether ranks share the tokens of each packed sequence."""
     return max(train.ringattn_parallel_size, train.ulysses_parallel_size) > 1
 
 
 def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError where tokens are shared out and the rotary embedding of the model whose
-    config.json this is goes by the lengths of documents."""
+    """Raise CapabilityError if context parallelism splits documents and the RoPE type in this
+    config.json depends on document length.
+    """
     kind = rope_parameters(hf)["rope_type"]
     if kind not in BY_DOCUMENT or not uses_context_parallel(train):
         return
@@ -38,8 +38,9 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
 
 def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError where answers share their prompt, and the rotary embedding of the model
-    whose config.json this is goes by the lengths of documents."""
+    """Raise CapabilityError if completions share their prompt and the RoPE type in this config.json
+    depends on document length.
+    """
     kind = rope_parameters(hf)["rope_type"]
     if kind in BY_DOCUMENT and data.shares_prompts:
         raise CapabilityError(
@@ -50,9 +51,9 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
 
 
 def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None:
-    """Raise ConfigError where documents may have more tokens than a learned table has positions.
+    """Raise ConfigError if documents may have more tokens than a learned position table.
 
-    Rows whose length follows from the data are looked at when their tokens come to the model.
+    Sequences whose length follows from the data are checked when they reach the model.
     """
     data, limit = run.data, config.max_position_embeddings
     if config.learned_positions is None or not is_explicitly_set(
@@ -74,7 +75,7 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
 
 
 def validate_model(run: RunConfig, hf: HfConfig) -> None:
-    """Raise ConfigError or CapabilityError for the first such thing."""
+    """Raise ConfigError or CapabilityError for the first invalid setting."""
     require_routers(run, hf)
     require_dense_networks(run.train, hf)
     require_whole_documents(run.train, hf)
@@ -82,7 +83,7 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
 
 
 def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
-    """Raise ConfigError where networks are to drop something within and the model has experts."""
+    """Raise ConfigError for dropout inside the feed-forward networks of an MoE model."""
     if train.dropout.ffn and has_experts(hf):
         raise ConfigError(
             f"train.dropout.ffn is {train.dropout.ffn:g}, and this {hf.get('model_type')} has "

@@ -1,9 +1,8 @@
-"""Layers that are compiled (`train.enable_compile`): one program for all layers of a kind.
+"""torch.compile per layer (`train.enable_compile`): one compiled graph for all layers of a kind.
 
-What is compiled is a layer's own computation, within whatever recomputes it, shards its weights or
-is plugged into it. The number of tokens is left open, the lengths of documents and the rows of
-experts are data, and what is drawn or told is asked for when a program runs; so other rows, other
-steps and other layers need no other program.
+Only a layer's own computation is compiled, inside activation checkpointing, FSDP and hooks. The
+number of tokens is dynamic, document lengths and expert counts are data, and dropout and observers
+are looked up at run time; so other batches, steps and layers do not recompile.
 """
 
 import shutil
@@ -27,10 +26,9 @@ COMPILERS = ("g++", "clang++")
 
 
 def require_compiler(device: torch.device, wish: str, instead: str) -> None:
-    """Refuse a `wish` where nothing compiles for the device; `instead` says what to write.
+    """Raise CapabilityError if nothing compiles for the device.
 
-    Raises:
-        CapabilityError: so.
+    `wish` is the setting that needs it; `instead` says what to write.
     """
     if device.type == "cpu":
         if any(map(shutil.which, COMPILERS)):
@@ -46,15 +44,15 @@ def require_compiler(device: torch.device, wish: str, instead: str) -> None:
 
 
 def compile_layers(model: Decoder, device: torch.device) -> None:
-    """Compile what the layers of a model, or of a part of one, compute; in place.
+    """Compile the layers of a model, or of a part of one; in place.
 
-    A block is one program if nothing is plugged between its parts, and none of them is sharded by
-    itself. Otherwise attention and a feed-forward network are one each; and so is a mixture of
-    experts, or, where tokens travel, its router, its experts and those that all tokens share. To be
-    called when all else is plugged in, and weights are sharded.
+    A transformer block is one graph if no hooks are registered between its parts and no part is
+    sharded separately. Otherwise attention and a feed-forward network are one graph each; and so is
+    an MoE layer or, with expert parallelism, its router, its experts and its shared experts. Call
+    it after all hooks are registered and the weights are sharded.
 
-    Raises:
-        CapabilityError: nothing compiles for the device here.
+        Raises:
+            CapabilityError: nothing compiles for the device here.
     """
     require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
     for layer in model.model.layers.values():
@@ -63,12 +61,12 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
             if isinstance(module, OpModule):
                 module.give_number()
         for module in _programs(layer):
-            # Not the module's call, which runs the hooks of whoever shards it.
+            # Not the module's call, which runs FSDP's hooks.
             module.forward = torch.compile(module.forward, dynamic=True)
 
 
 def _programs(block: Block) -> Iterator[nn.Module]:
-    """What is a program each."""
+    """The modules to compile separately."""
     is_alone = block.run_attn is call and block.run_mlp is call
     networks = list(_of_network(block.mlp))
     if is_alone and networks == [block.mlp] and _is_one_unit(block):
@@ -79,13 +77,13 @@ def _programs(block: Block) -> Iterator[nn.Module]:
 
 
 def _of_network(network: nn.Module) -> Iterator[nn.Module]:
-    """The same of what feeds forward in a block."""
+    """The modules to compile separately in a feed-forward network."""
     if not isinstance(network, MoE):
         yield network
         return
     experts = network.experts
-    # The plain product asks how many rows each expert has, and recomputation of gates watches what
-    # is kept: neither can be compiled.
+    # The reference grouped GEMM reads the row count of each expert on the host, and MoE activation
+    # checkpointing uses saved-tensor hooks: neither can be compiled.
     whole = (
         experts.run is call_experts and experts.operations.group_gemm is not group_gemm.reference
     )
@@ -101,5 +99,5 @@ def _of_network(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_one_unit(module: nn.Module) -> bool:
-    """Whether no part of it is sharded by itself, with hooks that gather its weights."""
+    """Whether no part of it is an FSDP unit of its own, with hooks that gather its weights."""
     return not any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)

@@ -1,5 +1,4 @@
-"""What a model's norms, gates, rotary embedding and attention are computed with and in, as is
-written."""
+"""Select the implementations of norms, activations, RoPE and attention dtype from the settings."""
 
 from dataclasses import replace
 
@@ -15,19 +14,19 @@ from penstock_kernels.glu import swiglu
 
 
 def dropout_config(written: DropoutConfig) -> DropoutRates:
-    """What layers drop."""
+    """The dropout rates of layers."""
     depth = "rising" if written.depth_scaling else "alike"
     rates = (written.hidden, written.ffn, written.attention)
     return DropoutRates(*rates, warmup_steps=written.warmup_steps, depth=depth)
 
 
 def has_dropout(part: Decoder) -> bool:
-    """Whether anything in it, adapters included, is ever dropped."""
+    """Whether the model part has any dropout, adapters included."""
     return any(isinstance(module, Dropout) and module.drops for module in part.modules())
 
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:
-    """PyTorch's plain operations where the settings want them, else the best that serve."""
+    """PyTorch's native operations if the settings ask for them, otherwise the fastest available."""
     return layer_operations(
         norms=_choice(model.rmsnorm_native),
         gates=_choice(model.activation_native),
@@ -36,14 +35,14 @@ def select_layer_ops(model: ModelConfig) -> LayerOps:
 
 
 def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> ExpertOperations:
-    """The operations of experts, with plain gates where the settings want them."""
+    """Expert operations, with native activations if the settings ask for them."""
     if not model.activation_native:
         return experts
     return replace(experts, activate=swiglu.reference, clamped_gate=clamped_gate.reference)
 
 
 def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:
-    """Attention in bf16 where the settings want it, else in that of its inputs."""
+    """Attention in bf16 if the settings ask for it, otherwise in the dtype of its inputs."""
     return in_bf16(attend) if model.attention_cast_bf16 else attend
 
 

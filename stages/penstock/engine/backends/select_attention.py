@@ -1,4 +1,4 @@
-"""What a model's attention is computed with: what was written, or the best that serves here."""
+"""Select the attention backend: the configured one, or the best that supports the model here."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -14,16 +14,17 @@ from penstock_kernels.attention.block import block
 from penstock_kernels.flash_packages import PACKAGES
 
 WANTED = ("flash_attention_3", "native", "sdpa", "eager")
-"""What is taken unasked, the best first."""
+"""The default backends, best first."""
 
 
 def choose_attention(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> str:
-    """The backend of `attention` that `model.attn_implementation` names; unset, the first of WANTED
-    that takes the model's heads on this device. `notify` is told which, and why.
+    """The `attention` backend that `model.attn_implementation` names; unset, the first of WANTED
+    that supports the model's heads on this device. The choice and the reason are passed to
+    `notify`.
 
-    Raises CapabilityError for one that does not take them, with its reason.
+    Raises CapabilityError, with the reason, for a backend that does not support them.
     """
     written = run.model.attn_implementation
     branches, over_ring = run.data.shares_prompts, run.train.ringattn_parallel_size > 1
@@ -49,20 +50,20 @@ def choose_attention(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What attention is wanted for."""
+    """The requirements on attention."""
 
     config: DecoderConfig
     device: torch.device
     dtype: torch.dtype
     _: KW_ONLY
     branches: bool
-    """Whether parts of a document do not see each other."""
+    """Whether documents have branches that do not see each other."""
     over_ring: bool
     drops: bool
-    """Whether some of its weights are dropped."""
+    """Whether attention dropout is used."""
 
     def refusal(self, name: str) -> str | None:
-        """Why this backend does not take it; None if it does."""
+        """Why this backend does not support it; None if it does."""
         if name == "eager":
             return None
         if self.drops:
@@ -88,12 +89,12 @@ class _Asked:
         )
         if reason is None and self.branches and self.over_ring:
             reason = block.fast[name].refuses(*given)
-        # What could not be used is not asked for.
+        # A missing backend cannot be asked whether it supports the inputs.
         return reason or backend.missing
 
 
 def _why(chosen: str, refusals: Mapping[str, str | None]) -> str:
-    """Why nothing better was chosen; those with one reason share it."""
+    """Why no better backend was chosen; backends with the same reason are grouped."""
     better = WANTED[: WANTED.index(chosen)]
     grouped = groupby(better, key=refusals.__getitem__)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in grouped)

@@ -1,4 +1,6 @@
-"""What a model's experts are computed with: what was written, or the best that serves here."""
+"""Select the expert (grouped GEMM) backend: the configured one, or the best that supports the model
+here.
+"""
 
 from collections.abc import Callable
 
@@ -16,10 +18,10 @@ NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
 def select_moe_backend(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> ExpertOperations:
-    """The operations that `model.moe_implementation` names; unset, the first that takes the model's
-    experts on this device, which `notify` is told.
+    """The operations that `model.moe_implementation` names; unset, the first that supports the
+    model's experts on this device. The choice is passed to `notify`.
 
-    Raises CapabilityError for one that does not take them, with its reason.
+    Raises CapabilityError, with the reason, for a backend that does not support them.
     """
     written = run.model.moe_implementation
     if config.experts is None:
@@ -57,7 +59,7 @@ def select_moe_backend(
 def refusal(
     name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why this backend of grouped products does not take the experts; None if it does."""
+    """Why this grouped GEMM backend does not support the experts; None if it does."""
     experts = config.experts
     assert experts is not None
     if missing := group_gemm.fast[name].missing:
@@ -69,7 +71,7 @@ def refusal(
         (experts.width, config.hidden_size),
     ):
         x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
-        # One expert's memory stands for all.
+        # One expert's memory is expanded to all.
         one_NK = torch.empty((outputs, inputs), dtype=dtype, device=device)
         if reason := refuses(x_RK, one_NK.expand(experts.num_experts, -1, -1), counts_E):
             return reason

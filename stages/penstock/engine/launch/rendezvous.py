@@ -1,9 +1,9 @@
-"""How the agents of a run's machines agree on a start of the ranks. Reads no pickle.
+"""Rendezvous of torchrun agents on several machines, without pickle.
 
 Torch's own `c10d` rendezvous keeps its state as a pickle in a store that listens on every
-interface, and reads back whatever anybody has put there. Here the machines and their numbers are
-known beforehand, so that all there is to agree on is which round of starts it is. One machine needs
-nobody, and no socket; several meet at a store of the first one, in keys and integers.
+interface, and unpickles what anyone has written there. Here the machines and their ranks are known
+beforehand, so agents only agree on the round of (re)starts. One machine needs no socket; several
+use a store on the first one, with string and integer values.
 """
 
 import datetime
@@ -27,44 +27,44 @@ from penstock.engine.launch.stores import listening_store, store_name
 from penstock.engine.launch.torchrun import RDZV_BACKEND
 
 JOIN_SECONDS = 900.0
-"""How long machines wait for each other: an image may still be pulled."""
+"""How long machines wait for each other: a container image may still be pulled."""
 LOOK_SECONDS = 0.1
 COMPLETED, CLOSED = "completed", "closed"
 
 
 class OneMachine(RendezvousHandler):
-    """Nobody to wait for. Ranks meet in files of `folder`, which must be private."""
+    """Rendezvous of a single machine. Ranks use a file store in `folder`, which must be private."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._run_id, self._round = folder, run_id, 0
 
     def get_backend(self) -> str:
-        """What the agent calls this kind of rendezvous."""
+        """The name of this rendezvous backend."""
         return RDZV_BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin another round, with a file of its own."""
+        """Begin the next round, with its own file."""
         self._round += 1
         env.set_ranks_store(store_name(self._folder, self._round))
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else needs to know."""
+        """Does nothing: there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
         """There are no others."""
         return 0
 
     def get_run_id(self) -> str:
-        """As torchrun was told."""
+        """The run id from torchrun."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Nothing to end."""
+        """Does nothing."""
         return True
 
     @property
@@ -74,10 +74,10 @@ class OneMachine(RendezvousHandler):
 
 
 class Machines(RendezvousHandler):
-    """The machine of this number among `count`; the first holds the store at `host`:`port`.
+    """Rendezvous of machine `number` among `count`; the first hosts the store at `host`:`port`.
 
-    A round begins once all machines have asked for it. A machine that asks for the next one calls
-    the others there: their agents end their ranks and come.
+    A round begins when all machines have requested it. A machine that requests the next round
+    restarts the others: their agents stop their ranks and join.
     """
 
     def __init__(self, host: str, port: int, number: int, count: int, run_id: str) -> None:
@@ -86,18 +86,18 @@ class Machines(RendezvousHandler):
         self._connected: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """What the agent calls this kind of rendezvous."""
+        """The name of this rendezvous backend."""
         return RDZV_BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all machines have come to the next round.
+        """Wait until all machines have joined the next round.
 
-        Raises RendezvousTimeoutError if they do not come, and RendezvousClosedError once one of
-        them has given up.
+        Raises RendezvousTimeoutError if they do not, and RendezvousClosedError if one of them has
+        given up.
         """
         store = self._store()
         completed = int(store.get(COMPLETED)) if store.check([COMPLETED]) else 0
-        # One that is started in another's place finds the others further.
+        # A replacement machine joins at the round of the others.
         self._round = max(self._round, completed) + 1
         store.set(self._key(self._round, "called"), "1")
         store.set(self._key(self._round, self._number), "1")
@@ -110,7 +110,7 @@ class Machines(RendezvousHandler):
                 raise RendezvousTimeoutError(
                     f"not all {self._count} machines have come in {JOIN_SECONDS:.0f} s"
                 )
-            # In Python, so that a signal is heard.
+            # Polled in Python, so that signals are handled.
             time.sleep(LOOK_SECONDS)
         if self._number == 0:
             store.set(COMPLETED, str(self._round))
@@ -127,19 +127,19 @@ class Machines(RendezvousHandler):
         return self._store().check([CLOSED])
 
     def set_closed(self) -> None:
-        """Say that this machine has."""
+        """Mark the run as ended."""
         self._store().set(CLOSED, "1")
 
     def num_nodes_waiting(self) -> int:
-        """Whether a machine has asked for the next round: 0 or 1."""
+        """Whether a machine has requested the next round: 0 or 1."""
         return int(self._store().check([self._key(self._round + 1, "called")]))
 
     def get_run_id(self) -> str:
-        """As torchrun was told."""
+        """The run id from torchrun."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End the run for those who wait for this machine."""
+        """End the run for machines that wait for this one."""
         try:
             self.set_closed()
         except (RuntimeError, OSError):
@@ -188,7 +188,7 @@ def _wait_for(host: str, port: int) -> None:
 
 
 def create_handler(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:
-    """What torchrun's `--rdzv-backend` creates: `--rdzv-conf rank=N` is this machine's number."""
+    """The handler for torchrun's `--rdzv-backend`; `--rdzv-conf rank=N` is this machine's rank."""
     if parameters.max_nodes == 1:
         return OneMachine(folder, parameters.run_id)
     host, port = parse_endpoint(parameters.endpoint)

@@ -1,8 +1,8 @@
-"""The key-value stores at which processes find each other, and who can reach them.
+"""Rendezvous stores: the key-value stores of process groups, and who can reach them.
 
-Torch's stores authenticate nobody. On one machine a store is therefore a file in a folder that its
-owner alone may enter, and no socket. Over a network it listens at one address, on a socket that is
-bound here: torch by itself listens on every interface.
+Torch's stores do not authenticate clients. On one machine the store is therefore a file in a folder
+that only its owner can access, without a socket. Over a network it listens at one address, on a
+socket that is bound here: by default torch listens on every interface.
 """
 
 import datetime
@@ -18,9 +18,9 @@ from penstock.core.process.rendezvous import listening_address
 def listening_store(
     address: str, port: int, *, timeout: datetime.timedelta, size: int | None = None
 ) -> tuple[TCPStore, int]:
-    """The server of a store that listens at this address alone, and its port (0: a free one).
+    """A store server that listens at this address only, and its port (0: a free one).
 
-    `address` "" means every address of this machine. Raises OSError where one cannot listen there.
+    `address` "" means every address of this machine. Raises OSError if it cannot listen there.
     """
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -32,7 +32,7 @@ def listening_store(
     with listening:
         bound: int = listening.getsockname()[1]
         handle = listening.detach()
-    # The store takes the socket over.
+    # The store takes over the socket.
     server = TCPStore(
         address or "localhost",
         bound,
@@ -46,9 +46,9 @@ def listening_store(
 
 
 def store_name(store: Path | tuple[str, int], round_number: int) -> str:
-    """How ranks are told of their store: `file:FOLDER/ROUND` or `tcp:HOST:PORT/ROUND`.
+    """The name of the ranks' store: `file:FOLDER/ROUND` or `tcp:HOST:PORT/ROUND`.
 
-    Each start of the ranks has a round of its own, for what an earlier one left behind is stale.
+    Each start of the ranks has its own round, because keys of an earlier one are stale.
     """
     if isinstance(store, Path):
         return f"file:{store}/{round_number}"
@@ -70,13 +70,13 @@ def named_store(name: str, timeout: datetime.timedelta) -> Store:
 
 
 def env_store(rank: int, address: str, port: int, timeout: datetime.timedelta) -> Store:
-    """The store of ranks that torchrun or srun started, at the `address` that all were given.
+    """The store of ranks that torchrun or srun started, at the common `address`.
 
-    Where no agent listens there, rank 0 does.
+    If no agent listens there, rank 0 does.
     """
     if rank == 0 and not env.agent_serves_store():
         store, _ = listening_store(listening_address(address), port, timeout=timeout)
     else:
         store = TCPStore(address, port, timeout=timeout, wait_for_workers=False)
-    # The agent's store outlives its ranks, and with it the addresses of those that are gone.
+    # The agent's store outlives its ranks, and so do the addresses of stopped ones.
     return PrefixStore(f"restart_{env.restart_count()}", store)

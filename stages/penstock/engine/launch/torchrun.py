@@ -1,8 +1,8 @@
-"""Torchrun as a child that never outlives us and always gets one chance to save.
+"""Run torchrun as a child process that never outlives this one, and always may save a checkpoint.
 
-The agent runs in a process group of its own, so a Ctrl-C at the terminal or a signal to our whole
-group reaches this process alone, which then passes on exactly one SIGTERM: a second would cut the
-agent's orderly close short. When this process dies without a word, the kernel signals the agent.
+The agent runs in its own process group, so a Ctrl-C at the terminal or a signal to our whole group
+reaches only this process, which then forwards exactly one SIGTERM: a second would interrupt the
+agent's graceful shutdown. If this process dies abruptly, the kernel signals the agent.
 """
 
 import contextlib
@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-"""What asks to stop: people, schedulers, and a deadline."""
+"""Signals that request a stop: from users, schedulers, and a deadline."""
 
 RDZV_BACKEND = "penstock"
-"""Torchrun's name for our own rendezvous, which the agent brings along."""
+"""The name of our rendezvous in torchrun, which the agent registers."""
 
 MARGIN_SECONDS = 4.0
-"""How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
+"""How many seconds longer than the ranks, which it kills, the agent may take before it is
+killed.
+"""
 
 
 def run_ranks(
@@ -35,12 +37,12 @@ def run_ranks(
     patience: float,
     watch: Callable[[], str | None] = lambda: None,
 ) -> int:
-    """Run `torchrun` with `arguments` in this environment, copying what it prints to `sink`; return
+    """Run `torchrun` with `arguments` in this environment, copy its output to `sink`, and return
     its exit status.
 
-    `deaths` is where the agent lists ranks that a signal has ended. `watch` is asked every second
-    and may return what to print, too. Any exception here or from it, KeyboardInterrupt included,
-    ends the ranks before it travels on; they have `patience` seconds to finish their step and save.
+    `deaths` is where the agent lists ranks that a signal has ended. `watch` is called every second
+    and may return text to print. Any exception, KeyboardInterrupt included, stops the ranks before
+    it propagates; they have `patience` seconds to finish their step and save.
     """
     words = [str(os.getpid()), str(deaths), str(patience), *arguments]
     command = [sys.executable, "-m", "penstock.engine.launch.torchrun_agent", *words]
@@ -64,7 +66,7 @@ def _copy(
     sink: BinaryIO,
     watch: Callable[[], str | None],
 ) -> None:
-    """Pass the child's output on until it closes its end, with what `watch` says in between."""
+    """Copy the child's output until it closes the pipe, with the text from `watch` in between."""
     stream = child.stdout
     assert stream is not None
     looked = time.monotonic()
@@ -83,8 +85,7 @@ def _copy(
 
 
 def _say(sink: BinaryIO, text: bytes) -> None:
-    """Raises SystemExit when nobody listens any more: who started this is gone, and is no fault
-    that passes."""
+    """Raises SystemExit on a closed pipe: the reader is gone, and retrying does not help."""
     try:
         sink.write(text)
         sink.flush()
@@ -93,7 +94,7 @@ def _say(sink: BinaryIO, text: bytes) -> None:
 
 
 def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO, seconds: float) -> None:
-    """One SIGTERM, then patience, then SIGKILL; the child's pipe is drained all the while."""
+    """Send one SIGTERM, wait, then SIGKILL; the child's pipe is drained meanwhile."""
     with _deaf():
         child.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + seconds
@@ -106,7 +107,7 @@ def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO, seconds: float) -> No
             try:
                 _copy(child, sink, patience)
             except SystemExit:
-                # What ranks say must go somewhere, or they wait for that with their save.
+                # Keep reading the ranks' output: on a full pipe they would block in their save.
                 _copy(child, nobody, patience)
         try:
             child.wait(timeout=max(1.0, deadline - time.monotonic()))
@@ -117,7 +118,7 @@ def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO, seconds: float) -> No
 
 @contextlib.contextmanager
 def _deaf():
-    """Ignore further requests to stop while stopping."""
+    """Ignore further stop requests while stopping."""
     try:
         before = [(s, signal.signal(s, signal.SIG_IGN)) for s in REQUESTS]
     except ValueError:

@@ -1,12 +1,12 @@
-"""Torchrun, told to end when the process that started it ends.
+"""Torchrun agent that ends when its parent process ends.
 
 `python -m penstock.engine.launch.torchrun_agent PARENT_PID DEATHS.json PATIENCE
 TORCHRUN_ARGUMENTS...`
 
-A request to end is passed on to the ranks, and the agent stays with them until they have saved, for
+A stop request is forwarded to the ranks, and the agent waits until they have saved, for up to
 PATIENCE seconds, so that agents of other machines see it leave with the rest. Torch's own handler
 leaves at once: the others would wait minutes for it, and a second request, which is usual where a
-scheduler signals every process of a job, would leave the ranks in the middle of their save.
+scheduler signals every process of a job, would stop the ranks in the middle of their save.
 """
 
 import json
@@ -33,7 +33,7 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND
 
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
-    """Ask the ranks to end; without any there is nothing to wait for."""
+    """Ask the ranks to stop; if there are none, exit at once."""
     asked = 0
     for pid in _children():
         with suppress(ProcessLookupError):
@@ -52,18 +52,18 @@ def _give_up(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _children() -> Iterator[int]:
-    """Processes that this one has started."""
+    """The processes that this one has started."""
     mine = str(os.getpid())
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The name, in parentheses, may hold anything; state and parent follow it.
+            # The name, in parentheses, may contain anything; state and parent follow it.
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
             if parent == mine and state != "Z":
                 yield int(status.parent.name)
 
 
 def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
-    """Which ranks of this node a signal has ended."""
+    """Write which ranks of this node a signal has ended."""
     deaths = [
         {
             "rank": rank,
@@ -79,15 +79,16 @@ def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
 
 
 def _register_rendezvous(folder: Path) -> None:
-    """Have torchrun know our rendezvous by its name; ranks of one machine meet in the folder."""
+    """Register our rendezvous with torchrun by name; ranks of one machine use the folder."""
     store = folder / "store"
     store.mkdir()
     rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
 
 
 def _quiet_torch() -> None:
-    """Drop torch's warnings of options that our rendezvous reads, and its account of failed ranks,
-    which the launcher gives from what they left."""
+    """Silence torch's warnings about options that our rendezvous reads, and its report of failed
+    ranks, which the launcher writes itself.
+    """
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
 
@@ -95,15 +96,15 @@ def _quiet_torch() -> None:
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     _quiet_torch()
-    # Torch looks its handler up when it starts ranks.
+    # Torch looks up this handler when it starts ranks.
     api._terminate_process_handler = _pass_on
     with scratch_folder("ranks") as scratch:
         _register_rendezvous(scratch)
         try:
-            # Torch would leave a folder of its own behind.
+            # Otherwise torch leaves a log folder behind.
             main(["--log-dir", str(scratch / "logs"), *sys.argv[4:]])
         except api.SignalException as stopped:
-            # Its stack says nothing to anyone.
+            # A traceback would not help anyone.
             sys.exit(128 + stopped.sigval)
         except ChildFailedError as failed:
             _tell_deaths(Path(sys.argv[2]), failed)

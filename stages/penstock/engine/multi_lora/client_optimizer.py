@@ -1,4 +1,6 @@
-"""What steps a client's model: the optimizer that it asked for. Its numbers come with each step."""
+"""Client optimizer: build the optimizer of a client's model. Hyperparameters come with each
+step.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,17 +17,17 @@ from penstock.engine.multi_lora.shared_base import SharedBase
 from penstock.engine.optim.build import build_distributed_optimizer
 
 DECAYS = "decays"
-"""Whether weights of an optimizer's group decay, among the group's settings."""
+"""The key in an optimizer group for whether it has weight decay."""
 
 OF_STEPS = ("betas", "eps")
-"""Numbers that every step brings, of those that optimizers are told."""
+"""Hyperparameters that every step brings."""
 
 
 def optimizer_for(
     run: RunConfig, trained: Sequence[LocalParam], substrate: SharedBase
 ) -> torch.optim.Optimizer:
-    """One that has taken no step. Every rank calls it."""
-    # Any decay: it is what tells apart what never decays, and each step brings its own.
+    """A new optimizer without state. Collective."""
+    # Any weight decay: it only marks the groups with decay, and each step brings its own value.
     train = run.train.model_copy(update={"weight_decay": 1.0})
     built = substrate.built
     made = build_distributed_optimizer(
@@ -41,8 +43,10 @@ def optimizer_for(
 
 
 def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
-    """The run with these settings of the train section. Raises ConfigError where no optimizer has
-    them, or an adapter cannot be trained by it."""
+    """The run with these settings of the train section.
+
+    Raises ConfigError if no optimizer has them, or if the optimizer cannot train an adapter.
+    """
     if not optimizer:
         return run
     for name in OF_STEPS:

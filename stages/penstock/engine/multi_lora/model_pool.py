@@ -1,8 +1,7 @@
-"""The models that are trained on one base, of which one at a time is in it.
+"""Model pool (multi-LoRA): the models trained on one base model, one loaded at a time.
 
-Those that share the base have an adapter each: its tensors, the gradients that its passes gathered
-and its own optimizer lie here while another one is computed with. A model that has all of the base
-is alone.
+Models that share the base have an adapter each: its tensors, accumulated gradients and optimizer
+are kept here while another one is loaded. With full fine-tuning there is only one model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,11 +27,12 @@ from penstock.engine.optim.norm_metrics import Norms, norms_by_type
 
 Kind = Literal["attn", "mlp", "unembed"]
 KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
-"""Of layers, as clients choose which of them learn."""
+"""Kinds of layers, by which clients choose what is trained."""
 
 Per = Literal["sum", "token"]
-"""What gathered gradients are of: the sum of losses, or that and to be divided by the number of
-tokens."""
+"""What accumulated gradients belong to: the sum of losses, or a sum to divide by the number of
+tokens.
+"""
 
 
 class UnknownModelError(ConfigError):
@@ -41,21 +41,21 @@ class UnknownModelError(ConfigError):
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What tells one model's adapter from another's."""
+    """The settings of one model's adapter."""
 
     rank: int
     alpha: float
     seed: int
-    """What it starts from."""
+    """The seed of its initialization."""
     kinds: frozenset[Kind]
-    """Those that learn. What belongs to none of them, such as an embedding, learns always."""
+    """The trained kinds of layers. Layers of no kind, such as an embedding, are always trained."""
 
     def learns(self, layer: str) -> bool:
-        """Whether the adapter of a layer does, by its name in the model or in a checkpoint."""
+        """Whether the adapter of a layer is trained; takes model or checkpoint names."""
         return (found := layer_kind(layer)) is None or found in self.kinds
 
     def trains(self, held: LocalParam) -> bool:
-        """Whether this factor learns."""
+        """Whether this LoRA factor is trained."""
         factor = parse_factor(held.name)
         assert factor is not None, f"{held.name} is no part of an adapter"
         return self.learns(factor.module)
@@ -67,53 +67,52 @@ class TenantModel:
 
     name: str
     adapter: LoraSpec | None
-    """None: all weights are trained."""
+    """None: full fine-tuning."""
     run: RunConfig
-    """With the optimizer that it asked for."""
+    """The run settings, with the optimizer that the client chose."""
     trained: Sequence[LocalParam]
-    """What its optimizer steps, on this rank."""
+    """The parameters that its optimizer steps, on this rank."""
     optimizer: torch.optim.Optimizer
     norms: Norms | None = None
-    """Of its gradients; None where the file asks for none."""
+    """Gradient norms; None if the config asks for none."""
     weights: Sequence[torch.Tensor] | None = None
-    """This rank's parts of its tensors while it is not in the base; None while it is."""
+    """This rank's shards of its tensors while it is unloaded; None while it is loaded."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Since the last step, by the names of parameters, as the layout left them."""
+    """Accumulated gradients since the last step, by parameter name, sharded like the parameters."""
     per: Per | None = None
-    """What they are of; None: there are none."""
+    """What the gradients belong to; None: there are none."""
     tokens: int = 0
-    """Trained ones of the passes that gathered them."""
+    """Trained tokens of the accumulated passes."""
     step: int = 0
-    """Steps that were taken."""
+    """The number of optimizer steps."""
 
     def drop_gradients(self) -> None:
-        """Forget what was gathered."""
+        """Clear the accumulated gradients."""
         self.gradients, self.per, self.tokens = {}, None, 0
 
 
 class ModelPool:
-    """All that are open. Every rank makes the same calls."""
+    """All open models. Every rank makes the same calls."""
 
     def __init__(self, substrate: SharedBase) -> None:
         self.substrate = substrate
         self._all: dict[str, TenantModel] = {}
         self._here: TenantModel | None = None
         self.guest: object = None
-        """What whoever put it there knows the weights by that are in the base and no model's; None:
-        not known."""
+        """The caller's identifier of loaded weights that belong to no model; None: unknown."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that are open."""
+        """The names of open models."""
         return tuple(self._all)
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """Of the layers that bear adapters."""
+        """The kinds of layers with adapters."""
         return frozenset(kind for kind in map(layer_kind, self.substrate.adapted) if kind)
 
     def get(self, name: str) -> TenantModel:
-        """Raises UnknownModelError if none is called so."""
+        """The model of this name. Raises UnknownModelError if there is none."""
         if name not in self._all:
             raise UnknownModelError(f"the workers have no model {name}.\n  Create it, or load it.")
         return self._all[name]
@@ -124,11 +123,11 @@ class ModelPool:
         adapter: LoraSpec | None,
         optimizer: Mapping[str, Any],
     ) -> TenantModel:
-        """A model as it starts, in the base. `optimizer` are settings of the train section.
+        """Open a new model and load it. `optimizer` are settings of the train section.
 
         Raises:
-            ConfigError: for one that is open, an adapter that there cannot be, settings that no
-                optimizer has, or where another model has all of the base.
+            ConfigError: the name is taken, the adapter or the settings are invalid, or another
+            model uses full fine-tuning.
         """
         self._require_room(name)
         run = override_optimizer(self.substrate.run, optimizer)
@@ -155,14 +154,14 @@ class ModelPool:
         return self.enter(name)
 
     def close(self, name: str) -> None:
-        """Forget a model. Raises UnknownModelError if none is called so."""
+        """Remove a model. Raises UnknownModelError if there is none of this name."""
         resident = self.get(name)
         del self._all[name]
         if self._here is resident:
             self._here = None
 
     def enter(self, name: str) -> TenantModel:
-        """Let the base compute as this model. Raises UnknownModelError if none is called so."""
+        """Load this model into the base. Raises UnknownModelError if there is none of this name."""
         resident = self.get(name)
         if self._here is resident:
             return resident
@@ -176,15 +175,18 @@ class ModelPool:
         return resident
 
     def vacate(self) -> None:
-        """Put aside the model that is in the base, in which anything may be then."""
+        """Unload the current model; the base's adapter is undefined afterwards."""
         if self._here:
-            # All of a base is only to come back: there may be no room for another one beside it.
+            # Full weights go to the CPU: there may be no memory for a second copy on the device.
             at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
             self._here.weights = self.substrate.copied(self._own, at)
         self._here = self.guest = None
 
     def gather(self, resident: TenantModel, tokens: int, per: Per) -> None:
-        """Take the gradients that a pass left in the parameters. `tokens` are its trained ones."""
+        """Accumulate the gradients that a pass left in the parameters.
+
+        `tokens` are its trained tokens.
+        """
         for one in self.substrate.trainable:
             gradient, one.parameter.grad = one.parameter.grad, None
             if gradient is None or (resident.adapter and not resident.adapter.trains(one)):
@@ -197,8 +199,9 @@ class ModelPool:
         resident.per = per
 
     def told(self, resident: TenantModel) -> dict[str, float]:
-        """Norms of the gradients that were gathered, by types of layers and divided as a step now
-        would divide them, where the file asks for them. Every rank calls it."""
+        """Norms of the accumulated gradients by layer type, divided as a step now would divide
+        them, if the config asks for them. Collective.
+        """
         if resident.norms is None:
             return {}
         norm = resident.norms.of(lambda one: resident.gradients.get(one.name))
@@ -207,24 +210,26 @@ class ModelPool:
         return {f"grad_norm/{kind}:max": value / over for kind, value in by_type.items()}
 
     def forget_gradients(self) -> None:
-        """Leave none in the parameters, whatever a pass that failed left there."""
+        """Clear the gradients of the parameters, such as those of a failed pass."""
         for one in self.substrate.trainable:
             one.parameter.grad = None
 
     def with_alpha(self, adapter: LoraSpec, alpha: float) -> LoraSpec:
-        """One that counts as strongly as this says. Raises CapabilityError where programs are
-        compiled for another strength."""
+        """The adapter spec with another alpha.
+
+        Raises CapabilityError if compiled graphs need another scaling.
+        """
         found = replace(adapter, alpha=alpha)
         self._require_compiled(found)
         return found
 
     def give(self, resident: TenantModel, adapter: LoraSpec) -> None:
-        """Let the model that is in the base have this adapter, of the same tensors."""
+        """Set the adapter spec of the loaded model, with tensors of the same shapes."""
         resident.adapter = adapter
         self._put_scale(adapter)
 
     def begin_anew(self, resident: TenantModel) -> None:
-        """Let the model that has all of the base be what it was before it learnt anything."""
+        """Reset a full model to its initial weights."""
         self.substrate.refill()
         if resident.adapter:
             self.substrate.put(self.substrate.trainable, self._start(resident.adapter))
@@ -233,30 +238,30 @@ class ModelPool:
         self.renew_optimizer(resident)
 
     def renew_optimizer(self, resident: TenantModel) -> None:
-        """Let the optimizer know nothing of steps that were taken."""
+        """Reset the optimizer state."""
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
     def put_no_adapter(self) -> None:
-        """Let the base compute as itself, with nothing in it."""
+        """Load the base model without an adapter."""
         self.vacate()
         factors = self.substrate.factors
         zeros = [torch.zeros_like(local(one.parameter.detach())) for one in factors]
         self.substrate.put(factors, zeros)
 
     def put_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
-        """Let the base compute with these tensors of an adapter, which belongs to no model."""
+        """Load these adapter tensors, which belong to no model."""
         self.vacate()
         self.substrate.put(self.substrate.trainable, weights)
         self._scale(scale)
 
     @property
     def _own(self) -> Sequence[LocalParam]:
-        """What of the base is different for every model."""
+        """The parameters that differ between models."""
         shared = self.substrate.sharing == "adapters"
         return self.substrate.trainable if shared else self.substrate.built.engine.layout.held
 
     def _start(self, adapter: LoraSpec) -> list[torch.Tensor]:
-        """This rank's parts of a new adapter's tensors."""
+        """This rank's shards of a new adapter's tensors."""
         found: list[torch.Tensor] = []
         for one in self.substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
@@ -342,7 +347,7 @@ _WHAT: Mapping[Kind, str] = {
 
 
 def layer_kind(layer: str) -> Kind | None:
-    """The kind of a layer, by its name in the model or in a checkpoint."""
+    """The kind of a layer, by its model or checkpoint name."""
     if layer == HEAD:
         return "unembed"
     if ".self_attn." in layer:

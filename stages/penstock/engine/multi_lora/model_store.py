@@ -1,7 +1,7 @@
-"""Models of clients on disk: what training goes on from, and what others sample from.
+"""Model store: checkpoints of clients' models, and exports for sampling.
 
-A folder appears complete or not at all. Adapters are written with the rank that they have, however
-wide the base's tensors are.
+A folder appears complete or not at all. Adapters are saved with their own rank, even if the base's
+tensors are allocated wider.
 """
 
 import hashlib
@@ -37,31 +37,35 @@ from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
 from penstock.engine.multi_lora.rank_padding import rank_dim, trim_lora_rank
 
 BESIDE = 1 << 20
-"""Bytes of all files beside the numbers, at most: tables of contents, configs."""
+"""Upper bound in bytes of all files besides tensors: metadata and configs."""
 TOKENIZER = 64 << 20
-"""Of a tokenizer's files, at most."""
+"""Upper bound in bytes of a tokenizer's files."""
 STATES = {"adamw": 8, "anyprecisionadamw": 10, "muon": 8, "sgd": 4}
-"""Bytes that an optimizer keeps for each number, at most: two moments in fp32, and in bfloat16 what
-rounding takes from weights."""
+"""Upper bound of optimizer bytes per parameter: two moments in fp32, and the bfloat16 rounding
+compensation.
+"""
 
 
 class Sizes(NamedTuple):
-    """In bytes."""
+    """Sizes in bytes."""
 
     state: int
-    """Weights and what the optimizer keeps once it has stepped."""
+    """Weights, and optimizer states after the first step."""
     export: int
-    """Weights alone, in fp32; and as they are kept, which lie beside these while it is written."""
+    """Weights only, in fp32, plus the stored weights that are on disk at the same time during
+    export.
+    """
 
 
 def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None = None) -> Sizes:
-    """Of what `trained` saves of weights, whose `exported` numbers are in an export; None: as many
-    as are saved. Called by all ranks."""
+    """The sizes of what `trained` saves, with `exported` parameters in an export; None: as many as
+    are saved. Collective.
+    """
     parts = [
         (name, math.prod(boxes[0].whole) * boxes[0].data.element_size(), math.prod(boxes[0].whole))
         for name, boxes in trained.boxes().items()
     ]
-    # Several ranks hold some of a tensor: each counts once.
+    # Several ranks hold some parts of a tensor: each counts once.
     everywhere = {
         name: (size, numbers) for here in ranks.gather(parts) for name, size, numbers in here
     }
@@ -77,36 +81,37 @@ def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None
 LOG = logging.getLogger(__name__)
 
 OF_MODEL = "model"
-"""In `state.json`: what the model was."""
+"""The key in `state.json` with the description of the model."""
 
 SAMPLER = "sampler.json"
-"""In a folder to sample from: what its adapter is."""
+"""The file in a sampler folder that describes its adapter."""
 
 
 @dataclass(frozen=True)
 class ModelStore:
-    """Where models of clients are written to and read from. Every rank makes one and makes the
-    same calls."""
+    """Saves and loads clients' models. Every rank creates one and makes the same calls."""
 
     residents: ModelPool
     base_model: str
-    """What the base model is called."""
+    """The name of the base model."""
     tokenizer: TokenizerFiles
     group: dist.ProcessGroup
-    """Of all ranks, on gloo, over which nothing else is said."""
+    """A gloo group of all ranks used for nothing else."""
 
     def sizes(self, name: str) -> Sizes:
-        """What the model will take on disk."""
+        """The size of the model on disk."""
         resident, substrate = self.residents.get(name), self.residents.substrate
         exported = None
         if substrate.sharing == "alone":
-            # Of the base, which may be kept in fewer bits: there a number is some of a byte.
+            # The base may be quantized, with less than a byte per parameter.
             exported = sum(map(math.prod, substrate.names.hf_shapes().values()))
         return estimate_sizes(self._trained(resident, states="left out"), self._ranks, exported)
 
     def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Save what training goes on from, without gradients that were gathered. Raises StageError
-        where it cannot be written."""
+        """Save a checkpoint to resume from, without accumulated gradients.
+
+        Raises StageError if it cannot be written.
+        """
         resident = self.residents.enter(name)
         state = {
             "step": resident.step,
@@ -117,13 +122,14 @@ class ModelStore:
         self._checkpoints(resident, folder).save(resident.step, state)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
-        """Go on from there, with the optimizer's states if `optimizer`, else with a new one. What
-        gradients were gathered is forgotten. An adapter counts as strongly as it did there.
+        """Resume from a checkpoint, with its optimizer states if `optimizer`, else with a new
+        optimizer.
 
-        Raises ArtifactError for what is no complete checkpoint, or one of something else: nothing
-        has changed then. Where its files are damaged, or StageError is raised as one of the ranks
-        met another fault, nothing has changed of a model that shares the base, and one that has all
-        of it begins anew.
+        Accumulated gradients are cleared. The adapter takes the alpha of the checkpoint.
+
+        Raises ArtifactError for an incomplete checkpoint, or one of another kind: nothing has
+        changed then. If its files are damaged, or StageError is raised because a rank failed
+        otherwise, a model that shares the base is unchanged, and a full model is reset.
         """
         resident = self.residents.get(name)
         state = self._read(resident, folder, "read" if optimizer else "passed over")
@@ -131,14 +137,19 @@ class ModelStore:
         resident.step = int(state["step"]) if optimizer else 0
 
     def begin_from(self, name: str, folder: Path) -> None:
-        """Start a new model from the weights of a checkpoint, be it one of a run; where that tells
-        how strongly its adapter counts, this one does as much. Raises ArtifactError as `load`."""
+        """Start a new model from the weights of a checkpoint, which may be one of a run.
+
+        The adapter takes the alpha of the checkpoint, if it has one. Raises ArtifactError as
+        `load`.
+        """
         self._read(self.residents.get(name), folder, "passed over")
 
     def export(self, name: str, folder: Path, dtype: str | None) -> None:
-        """Write what others sample from: a folder of PEFT's, or where one model has all of the base
-        a whole model of Hugging Face's. `dtype` None: an adapter as it is trained, a model in
-        bfloat16. Raises StageError where it cannot be written."""
+        """Export for sampling: a PEFT folder, or a full Hugging Face model with full fine-tuning.
+
+        `dtype` None: an adapter in its training dtype, a model in bfloat16. Raises StageError if it
+        cannot be written.
+        """
         resident = self.residents.enter(name)
         room = folder.with_name(f"{folder.name}.export{PART}")
         weights = self._trained(resident, states="left out")
@@ -151,7 +162,7 @@ class ModelStore:
             kept_in = DTYPES[dtype] if dtype else None
             self._lead(partial(self._write_export, resident, room, folder, kept_in))
         except StageError:
-            # What there is of it would take the room that the next one needs.
+            # A partial export would use the disk space that the next one needs.
             with suppress(StageError):
                 self._lead(lambda: remove(room))
             raise
@@ -161,12 +172,14 @@ class ModelStore:
         return self.residents.substrate.ranks
 
     def _read(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
-        """Let the model have what is there, on all ranks or on none; its `state.json`."""
+        """Load a checkpoint into the model, on all ranks or on none, and return its
+        `state.json`.
+        """
         try:
             require_whole(folder, self._ranks)
             return self._read_verified(resident, folder, states)
         except (ArtifactError, StageError) as error:
-            # Where the server keeps it is no concern of clients.
+            # Do not reveal the server's paths to clients.
             raise type(error)(str(error).replace(str(folder), folder.name)) from error
 
     def _read_verified(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
@@ -181,7 +194,7 @@ class ModelStore:
             strong = residents.with_alpha(strong, alpha)
         self._checkpoints(resident, folder).require_loadable(folder, states=states)
         residents.enter(resident.name)
-        # Of a whole model there may be no room for another one beside it.
+        # There may be no memory for a backup of a full model.
         is_small = substrate.sharing == "adapters"
         with self._in_agreement(folder):
             before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
@@ -204,9 +217,9 @@ class ModelStore:
 
     @contextmanager
     def _in_agreement(self, folder: Path) -> Generator[None]:
-        """Around what each rank does by itself of reading a checkpoint: where it fails on one, be
-        it for want of memory, all raise what the first of those met, an ArtifactError or
-        StageError."""
+        """Context manager around per-rank checkpoint reads: if a rank fails, also for lack of
+        memory, all ranks raise the first failing rank's error, an ArtifactError or StageError.
+        """
         fault = None
         try:
             yield
@@ -229,7 +242,7 @@ class ModelStore:
 
     def _checkpoints(self, resident: TenantModel, folder: Path) -> CheckpointManager:
         trained = self._trained(resident, states="saved")
-        # Its own name, whatever the step.
+        # The folder's own name, whatever the step.
         naming = CheckpointNaming(folder.name)
         return CheckpointManager(
             folder.parent, trained, self._ranks, naming=naming, group=self.group
@@ -334,7 +347,7 @@ class ModelStore:
         }
 
     def _lead(self, act: Callable[[], None]) -> None:
-        """Let the leading rank act while the others wait. All raise StageError if it could not."""
+        """Run `act` on rank 0 while the others wait. All raise StageError if it failed."""
         fault: str | None = "it failed"
         try:
             if self._ranks.leads:
@@ -345,7 +358,7 @@ class ModelStore:
         except PenstockError as error:
             fault = str(error)
         finally:
-            # Also where something else is raised: the others must not wait for ever.
+            # Also if another exception is raised: the other ranks must not wait forever.
             [fault, *_] = self._ranks.gather(fault)
         if fault is not None:
             raise StageError(f"the model could not be written: {fault}")
@@ -354,15 +367,17 @@ class ModelStore:
 def build_model_store(
     residents: ModelPool, base_model: str, tokenizer: TokenizerFiles
 ) -> ModelStore:
-    """With a group of its own. Every rank calls it at the same time."""
+    """Build the store with a process group of its own. Collective."""
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return ModelStore(residents, base_model, tokenizer, group)
 
 
 def sampler_in(folder: Path) -> Mapping[str, Any]:
-    """What the adapter in a folder to sample from is. Raises ArtifactError where there is none, or
-    the file that says so is damaged."""
+    """The description of the adapter in a sampler folder.
+
+    Raises ArtifactError if there is none, or if it is damaged.
+    """
     if not (folder / SAMPLER).is_file():
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
     try:
@@ -375,9 +390,10 @@ def sampler_in(folder: Path) -> Mapping[str, Any]:
 
 
 def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
-    """Raise ArtifactError unless the files in a folder to sample from are what was saved. Of `of`
-    readers each verifies one `share` of the bytes; of one without digests there is nothing to
-    verify."""
+    """Raise ArtifactError unless the files in a sampler folder match their digests.
+
+    Each of `of` readers verifies one `share` of the bytes. Without digests nothing is verified.
+    """
     try:
         digests = FolderDigests.read(folder)
     except ArtifactError as error:
@@ -391,7 +407,7 @@ def _damaged(folder: Path, faults: Sequence[str]) -> ArtifactError:
 
 
 def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, Any]) -> None:
-    """Raise ArtifactError where the checkpoint's states are another optimizer's."""
+    """Raise ArtifactError if the checkpoint's states belong to another optimizer."""
     mine = type(resident.optimizer).__name__.lower()
     if state["optimizer"] != mine:
         raise ArtifactError(
@@ -402,7 +418,7 @@ def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, 
 
 
 def _rank_in(folder: Path) -> int | None:
-    """The rank of the adapters in a checkpoint; None where all of a model is."""
+    """The rank of the adapters in a checkpoint; None for a full model."""
     for name, (shape, _) in CheckpointReader(folder).shapes().items():
         factor = parse_factor(name)
         if factor and factor.side == "lora_A":
@@ -411,7 +427,7 @@ def _rank_in(folder: Path) -> int | None:
 
 
 def _layers_in(folder: Path) -> set[str]:
-    """Those that adapters in a checkpoint are of."""
+    """The layers with adapters in a checkpoint."""
     factors = map(parse_factor, CheckpointReader(folder).shapes())
     return {factor.hf_module for factor in factors if factor}
 

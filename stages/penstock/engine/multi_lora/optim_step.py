@@ -1,4 +1,4 @@
-"""One step of a model's optimizer along the gradients that its passes gathered."""
+"""Optimizer step of a client's model on the gradients that its passes accumulated."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,12 +14,12 @@ from penstock.optim.groups import MATRICES, RATE
 
 
 class NotFiniteError(StageError):
-    """Gradients are no numbers to step along."""
+    """The gradients are not finite."""
 
 
 @dataclass(frozen=True)
 class AdamParams:
-    """What a client says of one step."""
+    """A client's hyperparameters for one step."""
 
     learning_rate: float
     beta1: float
@@ -27,21 +27,22 @@ class AdamParams:
     eps: float
     weight_decay: float
     grad_clip_norm: float
-    """0: nothing is clipped."""
+    """0: no clipping."""
 
 
 def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, float]:
-    """Step, and forget the gradients. Every rank calls it. Returns what there is to tell: the norm
-    of the gradients before they were clipped, the rate, and how many steps were taken.
+    """Step the optimizer and clear the gradients; collective.
 
-    Where passes asked for it gradients are divided by the number of trained tokens. Matrices that
-    Muon turns move at the rate of the server's file; betas and eps are of whatever is like Adam.
+    Returns metrics: the gradient norm before clipping, the learning rate, and the number of steps.
+    If the passes asked for it, gradients are divided by the number of trained tokens. Muon matrices
+    use the learning rate of the server config; betas and eps apply to Adam-like parameters.
 
-    Raises:
-        UnknownModelError: if no model is called so.
-        ConfigError: nothing was gathered, or eps is 0 where it keeps what never moves from being no
-            number.
-        NotFiniteError: the gradients are not finite. They are forgotten, and nothing else changed.
+        Raises:
+            UnknownModelError: there is no model of this name.
+            ConfigError: no gradients were accumulated, or eps is 0 although it prevents division by
+            zero.
+            NotFiniteError: the gradients are not finite. They are cleared, and nothing else has
+            changed.
     """
     resident = residents.get(name)
     if resident.per is None:
@@ -87,7 +88,8 @@ def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> d
 def _set(resident: TenantModel, numbers: AdamParams, lr_of_file: float) -> None:
     told: dict[str, Any] = {"betas": (numbers.beta1, numbers.beta2), "eps": numbers.eps}
     for group in resident.optimizer.param_groups:
-        # The rate of matrices is a share of the file's, which makes it the file's own for them.
+        # RATE scales the config's rate, so Muon matrices start from the config's, others from the
+        # client's.
         rate = lr_of_file if group[MATRICES] else numbers.learning_rate
         group["lr"] = rate * group[RATE]
         group["weight_decay"] = numbers.weight_decay if group[DECAYS] else 0.0
@@ -95,7 +97,7 @@ def _set(resident: TenantModel, numbers: AdamParams, lr_of_file: float) -> None:
 
 
 def _merge(residents: ModelPool, resident: TenantModel) -> None:
-    """Make what the adapter has learnt part of the base, where and when the file says so."""
+    """ReLoRA: merge the adapter into the base if the settings ask for it at this step."""
     substrate = residents.substrate
     merging = substrate.built.engine.merging
     if merging is None or resident.adapter is None or not merging.is_due(resident.step):

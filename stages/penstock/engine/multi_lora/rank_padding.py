@@ -1,9 +1,8 @@
-"""Adapters of a smaller rank within tensors of a greater one.
+"""Rank padding: LoRA adapters of a smaller rank in tensors of a larger rank.
 
-The first factor has its rank as its last dimension but one, the second as its last. What a smaller
-adapter leaves of either is zeros: the product is the same, and gradients of these numbers, being
-products with the other factor's zeros, are zeros too, so that no optimizer moves them. In files
-there is the smaller adapter alone.
+A's rank is its second to last dimension, B's its last. The rest of either is zero: the product is
+the same, and the gradients of padding are products with the other factor's zeros, so they are zero
+too and no optimizer moves them. Files contain the smaller adapter only.
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from penstock.engine.checkpoint.train_state import MODEL, OPTIMIZER
 
 
 def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
-    """Where the factor with this name starts as one of `rank`, in a tensor of this shape; fp32 on
-    the CPU."""
+    """The initial value of this factor with `rank`, padded to this shape; fp32 on the CPU."""
     factor = parse_factor(name)
     assert factor is not None, f"{name} is no part of an adapter"
     shape, dim = list(whole), rank_dim(factor, len(whole))
@@ -30,7 +28,7 @@ def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> t
 
 
 def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
-    """A factor of a smaller rank, in a tensor of this shape."""
+    """A factor of a smaller rank, padded to this shape."""
     factor = parse_factor(name)
     assert factor is not None, f"{name} is no part of an adapter"
     dim = rank_dim(factor, len(whole))
@@ -40,17 +38,19 @@ def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tenso
 
 
 def rank_dim(factor: Factor, dims: int) -> int:
-    """Which dimension of a factor's tensor is the rank."""
+    """The dimension of a factor's tensor that is the rank."""
     return dims - 2 if factor.side == "lora_A" else dims - 1
 
 
 def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
-    """The boxes of a checkpoint, of which those of factors, and of what an optimizer keeps for
-    each number of them, are those of a smaller adapter. They are views."""
+    """Trim the boxes of LoRA factors, and of their optimizer states, to a smaller rank.
+
+    They are views.
+    """
     found: dict[str, list[ShardView]] = {}
     for name, parts in boxes.items():
         factor = _factor_in(name)
-        # Numbers for all of a tensor at once are no part of it.
+        # Per-tensor scalars are not trimmed.
         cut = [_cut(box, factor, rank) if factor and len(box.whole) > 1 else box for box in parts]
         if kept := [box for box in cut if box is not None]:
             found[name] = kept

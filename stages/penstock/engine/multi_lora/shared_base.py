@@ -1,5 +1,6 @@
-"""One base model that several models are trained on in turn, by clients: how it is assembled, and
-what weights it may be filled with.
+"""Shared base model: one base on which clients train several models in turn.
+
+Covers how it is built, and how its weights are loaded and replaced.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,9 @@ from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
 
 Sharing = Literal["adapters", "alone"]
-"""Whether models share the base, each with adapters of its own, or one at a time has it all."""
+"""Whether models share the base with their own adapters, or one model at a time owns all
+weights.
+"""
 
 UNMET = {
     "use_dora": "magnitudes start at norms of the base, which every model would have to measure",
@@ -40,60 +43,60 @@ UNMET = {
     "enable_aqn": "a client's loss is to be what it computes from log-probabilities",
     "lora_bias": "what models have of their own is adapters alone",
 }
-"""Settings of adapters under which clients cannot be served, and why."""
+"""Adapter settings that the server does not support, and why."""
 
 
 @dataclass(frozen=True)
 class SharedBase:
-    """An assembled model, without one that is trained on it."""
+    """A built base model, without a client's model."""
 
     run: RunConfig
     hf_config: Mapping[str, Any]
     weights: Path | None
-    """A folder of safetensors; None: drawn from the seed."""
+    """A folder of safetensors; None: initialized from the seed."""
     built: BuiltModel
     ranks: ProcessInfo
 
     @property
     def sharing(self) -> Sharing:
-        """Adapters that are merged into the base change it, so that nobody can share it."""
+        """Merging adapters (ReLoRA) modifies the base, so it cannot be shared."""
         return "adapters" if saves_adapters_only(self.run.lora) else "alone"
 
     @property
     def family(self) -> Family:
-        """The architecture."""
+        """The model family."""
         return get_family(dict(self.hf_config))
 
     @property
     def names(self) -> WeightMap:
-        """Of the tensors in a checkpoint, where nothing is fused."""
+        """The names of checkpoint tensors, without fused projections."""
         return self.family.weight_map(self.built.config)
 
     @property
     def adapted(self) -> list[str]:
-        """The layers of the whole model that bear adapters, by their names in a checkpoint."""
+        """The layers with adapters in the full model, by checkpoint name."""
         if not self.run.lora.enable_lora:
             return []
         return lora_target_layers(self.run, self.family, self.built.config)
 
     @property
     def has_tied_head(self) -> bool:
-        """Whether the head is the embedding itself, which bears no adapter."""
+        """Whether the head is the tied embedding, which has no adapter."""
         return self.built.config.tie_word_embeddings
 
     @property
     def trainable(self) -> list[LocalParam]:
-        """What gradients are computed of on this rank, in one order."""
+        """The trainable parameters on this rank, in a fixed order."""
         return self.built.engine.layout.trainable
 
     @property
     def factors(self) -> list[LocalParam]:
-        """The adapters' tensors on this rank."""
+        """The LoRA factors on this rank."""
         return [one for one in self.trainable if parse_factor(one.name)]
 
     @property
     def base(self) -> BaseModelWeights:
-        """The weights that it was assembled with, by the names that they have in a checkpoint."""
+        """The weights that it was built with, by checkpoint name."""
         return BaseModelWeights(
             self.names,
             quantization_args(self.run),
@@ -104,13 +107,15 @@ class SharedBase:
 
     @property
     def formats(self) -> Formats:
-        """Of the matrices that the base has in fewer bits."""
+        """The formats of quantized matrices of the base."""
         return self.base.formats
 
     @torch.no_grad()
     def refill(self, folder: Path | None = None) -> None:
-        """Let every parameter be what it was when nothing was trained; with a `folder` of a whole
-        model take the weights from there. Called by all ranks."""
+        """Reload the initial weights of every parameter, or those of a full model in `folder`.
+
+        Collective.
+        """
         run, family = self.run, self.family
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
@@ -119,7 +124,7 @@ class SharedBase:
         self.settle()
 
     def settle(self) -> None:
-        """To be called when parameters were written to: what was gathered of them is forgotten."""
+        """Reshard FSDP modules after parameters were modified: gathered copies are stale."""
         for part in self.built.engine.layout.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
@@ -129,12 +134,12 @@ class SharedBase:
     def copied(
         self, held: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
-        """Copies of this rank's parts of parameters, where they are or on a device."""
+        """Copies of this rank's shards of parameters, on their device or another."""
         return [local(one.parameter.detach()).to(device, copy=True) for one in held]
 
     @torch.no_grad()
     def put(self, held: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
-        """Let this rank's parts of parameters be these."""
+        """Set this rank's shards of parameters."""
         for one, value in zip(held, values, strict=True):
             local(one.parameter.detach()).copy_(value)
         self.settle()
@@ -147,13 +152,13 @@ def build_shared_base(
     ranks: ProcessInfo,
     notify: Callable[[str], None],
 ) -> SharedBase:
-    """Assemble the model that `run` asks for, for clients to train.
+    """Build the model that `run` describes, for clients to train.
 
-    Adapters are on the head as well, unless other layers are named or the head is the embedding;
-    and no loss is added to those of clients.
+    The LM head has an adapter as well, unless target modules are named or the head is tied; and no
+    auxiliary loss is added to the clients' losses.
 
-    Raises:
-        CapabilityError: for settings that clients cannot be served under.
+        Raises:
+            CapabilityError: settings that the server does not support.
     """
     lora = run.lora
     for name, why in UNMET.items():

@@ -1,8 +1,9 @@
-"""bitsandbytes' NF4, as transformers stores it: a matrix flattened, and JSON that says its shape.
+"""Read bitsandbytes NF4 weights, as transformers stores them: a flat matrix, and JSON with its
+shape.
 
-`q_proj.weight` are two codes to a byte, [bytes, 1]; `weight.absmax` the scales of groups, quantised
-as well where `weight.nested_absmax` is there; `weight.quant_map` the 16 levels. N rows and K
-columns of a matrix.
+`q_proj.weight` has two codes per byte, [bytes, 1]; `weight.absmax` has the scales of blocks,
+quantized as well (double quantization) if `weight.nested_absmax` exists; `weight.quant_map` has the
+16 levels. N rows and K columns of a matrix.
 """
 
 import json
@@ -21,23 +22,25 @@ STATE = ".quant_state.bitsandbytes__nf4"
 
 @dataclass(frozen=True)
 class _State:
-    """What the JSON beside a matrix says."""
+    """The JSON metadata of a matrix."""
 
     shape: tuple[int, int]
     group: int
     nested_group: int
-    """Scales that share a scale; 0 where scales are floats."""
+    """The block size of double quantization; 0 if scales are floats."""
     nested_offset: float
 
 
 @dataclass(frozen=True)
 class Nf4:
-    """Reads matrices of one group size."""
+    """Reads matrices of one block size."""
 
     format: Format
 
     def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantised. Bytes without a state are so, and broken."""
+        """Whether this weight is stored quantized. uint8 data without metadata counts, and is
+        malformed.
+        """
         return name in folder and (
             f"{name}{STATE}" in folder or folder.stored(name).dtype == torch.uint8
         )
@@ -47,15 +50,15 @@ class Nf4:
         return name
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
-        """(N, K) of a weight. Raises CapabilityError if nothing there says so."""
+        """(N, K) of a weight. Raises CapabilityError if the metadata does not give it."""
         return _state(folder, name).shape
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
         """Rows `first` to `end` of a weight, on the CPU.
 
         Raises:
-            CapabilityError: a tensor is missing, or is not of the format; groups are of another
-                size, or do not end where rows do.
+            CapabilityError: a tensor is missing or malformed; blocks have another size, or
+            cross rows.
         """
         state = _state(folder, name)
         rows, columns = state.shape
@@ -78,7 +81,7 @@ class Nf4:
 
 
 def group_in(folder: SafetensorsFolder) -> int | None:
-    """How many columns share a scale in the first matrix that a folder has; None if it has none."""
+    """The block size of the first matrix in a folder; None if there is none."""
     first = next((name for name in sorted(folder.names()) if name.endswith(STATE)), None)
     return None if first is None else _state(folder, first.removesuffix(STATE)).group
 
@@ -120,11 +123,11 @@ def _require_levels(folder: SafetensorsFolder, name: str, format: Format) -> Non
 def _scales(
     folder: SafetensorsFolder, name: str, state: _State, count: int, first: int, end: int
 ) -> torch.Tensor:
-    """Of groups `first` to `end` of `count`, float32."""
+    """The scales of blocks `first` to `end` of `count`, float32."""
     each = f"{name}.absmax"
     if not state.nested_group:
         return _part(folder, each, torch.float32, count, first, end)
-    # Whole groups of scales are made, of which the first few may belong to rows before.
+    # Dequantize full blocks of scales; the first few scales may belong to earlier rows.
     low, high = first // state.nested_group, -(-end // state.nested_group)
     begin = low * state.nested_group
     nested = -(-count // state.nested_group)
@@ -139,7 +142,7 @@ def _scales(
 
 
 def _packed(folder: SafetensorsFolder, name: str, count: int, first: int, end: int) -> torch.Tensor:
-    """Bytes `first` to `end` of `count`, which may be stored as numbers of several bytes each."""
+    """Bytes `first` to `end` of `count`; they may be stored in a wider dtype."""
     width = folder.stored(name).dtype.itemsize
     part = _part(folder, name, None, count // width, first // width, end // width)
     return part.view(torch.uint8)
@@ -153,7 +156,7 @@ def _part(
     first: int,
     end: int | None,
 ) -> torch.Tensor:
-    """Numbers `first` to `end` of a tensor that is to hold `count`, flat."""
+    """Elements `first` to `end` of a tensor that must hold `count`, flat."""
     if name not in folder:
         raise malformed(name, "it is not there")
     stored = folder.stored(name)

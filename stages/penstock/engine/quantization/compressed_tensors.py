@@ -1,8 +1,8 @@
-"""Quantised matrices under the names and in the layout of compressed-tensors.
+"""Export quantized matrices in the compressed-tensors format.
 
-vLLM, SGLang and transformers read it. The format is that of the library `compressed-tensors`:
-what a layer's tensors are called, what they hold, and what config.json says of them. N rows and K
-columns of a layer's weight.
+vLLM, SGLang and transformers read it. The format is that of the library `compressed-tensors`: names
+and content of a layer's tensors, and the entry in config.json. N rows and K columns of a layer's
+weight.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,9 @@ from penstock_kernels.quant import FORMATS, Format, Quantised, format_named
 from penstock_kernels.quant.prequantized import tile_scales
 
 INT4_GROUPS = (128, 64, 32)
-"""Columns that share a scale, the first that divides all rows: servers have kernels for these."""
+"""int4 group sizes; the first that divides all rows is used, because servers have kernels for
+these.
+"""
 
 _TILE = 128
 _PER_TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
@@ -26,12 +28,12 @@ _PER_TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
 
 @dataclass(frozen=True)
 class Scheme:
-    """What one format is called in config.json."""
+    """The name of a format in config.json."""
 
     format: str
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
-    """How activations are quantised while serving; None leaves them as they are."""
+    """How activations are quantized at serving time; None: not quantized."""
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -71,7 +73,7 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def format_for(scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]]) -> Format:
-    """The format that holds matrices of all these shapes, so that servers can use them.
+    """The format for matrices of all these shapes that servers support.
 
     Raises:
         CapabilityError: there is none.
@@ -129,7 +131,7 @@ def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str
 
 
 def of_rows(layer: str, made: Quantised) -> dict[str, torch.Tensor]:
-    """What a run of a matrix's rows, from a tile's first row on, is of those tensors."""
+    """The stored tensors of a block of rows, which begins at a tile's first row."""
     match made.format.name:
         case "fp8" | "block_fp8":
             found = {"weight": made.codes.view(torch.float8_e4m3fn)}
@@ -145,11 +147,11 @@ def of_rows(layer: str, made: Quantised) -> dict[str, torch.Tensor]:
 
 
 def of_whole(layer: str, shape: tuple[int, ...], made: Quantised) -> dict[str, torch.Tensor]:
-    """What is stored once for a matrix of this shape; `made` are any of its rows."""
+    """The tensors stored once per matrix of this shape; `made` is any block of its rows."""
     if made.format.name == "int4":
         return {f"{layer}.weight_shape": torch.tensor(shape)}
     if made.global_scales is not None:
-        # By which scales are divided there, not multiplied.
+        # compressed-tensors divides by the global scale instead of multiplying.
         return {f"{layer}.weight_global_scale": made.global_scales[0].reciprocal()}
     return {}
 
@@ -157,7 +159,7 @@ def of_whole(layer: str, shape: tuple[int, ...], made: Quantised) -> dict[str, t
 def quantization_config(
     scheme: SchemeName, kept: Format, untouched: Iterable[str]
 ) -> dict[str, Any]:
-    """What config.json says: every linear layer is so, but those `untouched`."""
+    """The config.json entry: every linear layer is quantized except those in `untouched`."""
     what = SCHEMES[scheme]
     group = {} if kept.group is None or kept.tile_rows > 1 else {"group_size": kept.group}
     return {

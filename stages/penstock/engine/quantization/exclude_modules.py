@@ -1,4 +1,4 @@
-"""Entries that leave layers of a model out (`exclude_modules`), judged by its names. No torch."""
+"""Validate `exclude_modules` entries against a model's layer names. No torch."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ from penstock.models.weights import WeightMap
 
 
 def require_known(field: str, entries: Sequence[str], names: WeightMap) -> None:
-    """Raise ConfigError for an entry of the setting `field` that names no layer of the model."""
+    """Raise ConfigError for an entry of the setting `field` that matches no layer of the model."""
     layers = [name.removesuffix(".weight") for name in names.hf_shapes()]
     for entry in entries:
         if any(names_layer(entry, layer) for layer in layers):
@@ -21,7 +21,7 @@ def require_known(field: str, entries: Sequence[str], names: WeightMap) -> None:
 
 
 def fused(field: str, layer: str) -> str:
-    """What is said of an entry that leaves out a part of a fused projection."""
+    """The error for an entry that excludes part of a fused projection."""
     return (
         f"{field} leaves out {layer}, which is computed in one with its like (model.merge_qkv).\n"
         "  Write merge_qkv: false, or leave all three out."

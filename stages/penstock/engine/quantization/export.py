@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are quantised when it is written, and how one passes through.
+"""Quantize on export: choose the layers, and convert their weights.
 
-Linear layers within blocks are: attention's, feed-forward networks' and experts'. Embeddings, the
-head, norms and routers stay as they are.
+Linear layers in transformer blocks are quantized: those of attention, feed-forward networks and
+experts. Embeddings, the LM head, norms and routers are not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,13 +23,13 @@ from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, largest, quantise
 
 STRETCH = 4 << 20
-"""Bytes of the rows, in fp32, that are quantised at once; that takes up to 14 times as many."""
+"""Bytes of rows, in fp32, that are quantized at a time; it needs up to 14 times as much memory."""
 
 ONE_MATRIX = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "into"),
 }
-"""Layers side by side that servers make one matrix of, which has one global scale."""
+"""Adjacent layers that servers fuse into one matrix, so they share one global scale."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Quantiser:
     scheme: SchemeName
     kept: Format
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the weights that are quantised."""
+    """The shapes of the quantized weights."""
     untouched: tuple[str, ...]
-    """Linear layers that are not."""
+    """The linear layers that are not quantized."""
     _largest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json says of it, as `quantization_config`."""
+        """The `quantization_config` of config.json."""
         return compressed_tensors.quantization_config(self.scheme, self.kept, self.untouched)
 
     def kinds(self, name: str) -> dict[str, Kind]:
-        """The tensors that a quantised weight is stored as."""
+        """The tensors that a quantized weight is stored as."""
         return compressed_tensors.stored_tensors(_layer(name), self.shapes[name], self.kept)
 
     def pieces(
         self, name: str, weight: torch.Tensor, weights: HFStateDict
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """What is stored of a weight, piece by piece: a tensor's name, its first row, rows.
+        """The stored tensors of a weight in blocks: tensor name, first row, rows.
 
-        Scales that reach over several matrices are found by reading these from `weights`.
-        Raises CapabilityError for numbers that are not finite.
+        Scales that cover several matrices are computed by reading these from `weights`. Raises
+        CapabilityError for non-finite values.
         """
         shape, layer, tall = self.shapes[name], _layer(name), self.kept.tile_rows
         shared = self._of_one_matrix(name, weight, weights) if self.kept.scales == "e4m3" else None
@@ -86,7 +86,7 @@ class Quantiser:
         return found
 
     def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HFStateDict) -> torch.Tensor:
-        """The largest magnitude in the matrix that a server makes of this one and its like."""
+        """The amax of the fused matrix that a server builds from this one and its siblings."""
         part = _part(name)
         if part not in self._largest:
             found = [
@@ -98,10 +98,10 @@ class Quantiser:
 
 
 def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantiser:
-    """How the family's model is stored.
+    """The quantizer for export of the family's model.
 
     Raises:
-        CapabilityError: the format does not hold it.
+        CapabilityError: the format does not support it.
     """
     if names.config.experts and names.config.experts.clamped:
         raise CapabilityError(
@@ -122,7 +122,7 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
         if len(shape) == 2 and name not in {*chosen, stored.embedding, stored.positions}
     }
     kept = compressed_tensors.format_for(scheme, chosen)
-    # A tied head has no tensor, and yet is a linear layer.
+    # A tied head has no tensor, but is a linear layer.
     return Quantiser(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
 
 

@@ -1,8 +1,9 @@
-"""Noise of the size of a quantisation step on quantised weights, in training (AQN).
+"""Adaptive quantization noise (AQN): noise of one quantization step on quantized weights in
+training.
 
-A weight that was rounded could have been any within a step of what it is now; noise makes training
-meet the others too. It is drawn anew each step, is the same for all micro-batches of one, and is a
-function of run, step and place in the checkpoint alone, whatever the layout.
+A rounded weight could have been any value within a step of its current one; noise exposes training
+to the others. It is drawn once per step, is the same for all micro-batches of the step, and depends
+only on run, step and position in the checkpoint, not on the layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +21,17 @@ from penstock_kernels.quant import Quantised
 
 @dataclass(frozen=True)
 class QuantNoise:
-    """What is added to one matrix: the socket `QuantisedMatrix.change`."""
+    """Adds noise to one matrix: the hook `QuantisedMatrix.change`."""
 
     alpha: float
-    """What a step is multiplied by."""
+    """The factor of the quantization step size."""
     codes: Sequence[TensorShard]
-    """Which rows of which matrices of the checkpoint it is, before it is sharded."""
+    """The shards of the codes, before FSDP."""
     first_column: int
-    """Of theirs."""
+    """The first column of the shard."""
 
     def __call__(self, value: Quantised) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What adds this step's noise to the weight of `value`; None where nothing is drawn."""
+        """The function that adds this step's noise to the weight of `value`; None without noise."""
         noise = current_noise()
         if noise is None:
             return None
@@ -39,9 +40,9 @@ class QuantNoise:
 
 
 def add_noise(model: Decoder, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
-    """Let every quantised matrix of a model, or of a part of one, bear noise; in place.
+    """Register noise on every quantized matrix of a model, or of a part of one; in place.
 
-    `pieces` are those of its parameters as this rank has them, before they are sharded.
+    `pieces` are the shards of its parameters on this rank, before FSDP.
     """
     for name, module in model.named_modules():
         if isinstance(module, QuantisedMatrix):

@@ -1,8 +1,8 @@
-"""The layouts of quantised matrices that have a row of a tensor for each of their rows.
+"""Read pre-quantized checkpoints whose tensors have one row per matrix row.
 
-Those of FP8 in tiles (`fp8`), ModelOpt and compressed-tensors. They differ in what tensors are
-called and in whether a scale of the matrix is multiplied or divided by. N rows and K columns of a
-matrix, G groups of a row.
+FP8 in tiles (`fp8`), ModelOpt and compressed-tensors. They differ in tensor names and in whether
+the matrix's global scale multiplies or divides. N rows and K columns of a matrix, G groups of a
+row.
 """
 
 from collections.abc import Mapping
@@ -35,18 +35,18 @@ CODES = {
     "int4": torch.int32,
     "nvfp4": torch.uint8,
 }
-"""What codes are stored as, two of four bits to a byte."""
+"""The dtype of stored codes; 4-bit codes are packed in pairs."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Names:
-    """What scales are called: what follows the name of their weight."""
+    """The suffixes of scale tensors after the weight's name."""
 
     scales: str
     whole: str
-    """One number for the matrix."""
+    """One scale for the whole matrix."""
     whole_is: Literal["multiplied", "divided by"] = "multiplied"
 
 
@@ -57,7 +57,7 @@ NAMES: Mapping[Publisher, Names] = {
 }
 
 PACKED = "_packed"
-"""Follows the name of a weight of which compressed-tensors stores several numbers in one."""
+"""The suffix of a weight that compressed-tensors packs."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RowwiseFormat:
     publisher: Publisher
 
     def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantised."""
+        """Whether this weight is stored quantized."""
         codes = self.codes_of(name)
         return codes in folder and folder.stored(codes).dtype not in FLOATS
 
@@ -78,7 +78,7 @@ class RowwiseFormat:
         return f"{name}{PACKED}" if is_packed else name
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
-        """(N, K) of a weight. Raises CapabilityError if its codes are none of the format."""
+        """(N, K) of a weight. Raises CapabilityError if its codes are malformed."""
         codes, kept = self.codes_of(name), self.format
         if codes not in folder:
             raise malformed(codes, "it is not there")
@@ -102,7 +102,7 @@ class RowwiseFormat:
         """Rows `first` to `end` of a weight, on the CPU.
 
         Raises:
-            CapabilityError: a tensor is missing, or is not of the format.
+            CapabilityError: a tensor is missing or malformed.
         """
         whole, wanted = self.shape(folder, name), range(first, end)
         self._require_no_more(folder, name)
@@ -129,7 +129,7 @@ class RowwiseFormat:
         return Quantised(kept, whole[1], codes, scales)
 
     def _require_no_more(self, folder: SafetensorsFolder, name: str) -> None:
-        """Refuse a weight that is more than codes and scales."""
+        """Reject a weight with more than codes and scales."""
         if self.publisher != "compressed-tensors":
             return
         if (order := f"{name}_g_idx") in folder:
@@ -146,7 +146,7 @@ def _rows(
     rows: range,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
 ) -> torch.Tensor:
-    """Rows of scales, all of which are to have this shape."""
+    """Rows of scales; the full tensor must have this shape."""
     if name not in folder:
         raise malformed(name, "it is not there")
     stored = folder.stored(name)
@@ -161,7 +161,7 @@ def _is_one(folder: SafetensorsFolder, name: str) -> bool:
 
 
 def _one(folder: SafetensorsFolder, name: str) -> torch.Tensor:
-    """The one number of a tensor, float32 [1]."""
+    """The single value of a tensor, float32 [1]."""
     if not _is_one(folder, name):
         raise malformed(name, "it is not there" if name not in folder else "it is not one number")
     return folder[name].reshape(1).float()
@@ -172,42 +172,42 @@ MODELOPT = "hf_quant_config.json"
 
 @dataclass(frozen=True)
 class PrequantizedFormat:
-    """How a checkpoint's matrices are quantised already."""
+    """How a checkpoint's matrices are already quantized."""
 
     declared: QuantizationConfig
     format: Format
 
     @property
     def publisher(self) -> Publisher:
-        """Whose layout its tensors have."""
+        """The library whose tensor layout it uses."""
         return self.declared.publisher
 
     @property
     def untouched(self) -> tuple[str, ...]:
-        """Modules left in floats, as published."""
+        """Modules that the publisher left unquantized."""
         return self.declared.untouched
 
     def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantised, whatever the configuration says of it."""
+        """Whether this weight is stored quantized, whatever the config says."""
         return self._reader.is_quantised(folder, name)
 
     def codes_of(self, name: str) -> str:
-        """The tensor that holds the codes of a quantised weight."""
+        """The tensor that holds the codes of a quantized weight."""
         return self._reader.codes_of(name)
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
-        """Rows and columns of a quantised weight.
+        """Rows and columns of a quantized weight.
 
         Raises:
-            CapabilityError: its codes are missing, or not of the format.
+            CapabilityError: its codes are missing or malformed.
         """
         return self._reader.shape(folder, name)
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
-        """Rows `first` to `end` of a quantised weight, on the CPU; reads their bytes alone.
+        """Rows `first` to `end` of a quantized weight, on the CPU; reads only their bytes.
 
         Raises:
-            CapabilityError: a tensor is missing, or not of the format.
+            CapabilityError: a tensor is missing or malformed.
         """
         return self._reader.rows(folder, name, first, end)
 
@@ -221,13 +221,13 @@ class PrequantizedFormat:
 def published_in(
     hf_config: Mapping[str, Any], folder: Path | None = None
 ) -> PrequantizedFormat | None:
-    """How a model's matrices are published; None if they are plain floats.
+    """The format of a pre-quantized model; None if it is not quantized.
 
-    `folder`, which holds the weights, tells what config.json leaves out: ModelOpt's own file beside
-    it, and how many columns share a scale in bitsandbytes' NF4 (64 without a folder).
+    `folder`, which holds the weights, provides what config.json lacks: ModelOpt's own file, and the
+    block size of bitsandbytes NF4 (64 without a folder).
 
-    Raises:
-        CapabilityError: they are quantised in a way that is not read.
+        Raises:
+            CapabilityError: the quantization format is not supported.
     """
     beside = folder / MODELOPT if folder else None
     declared = declared_in(hf_config, read_json(beside) if beside and beside.is_file() else None)

@@ -1,9 +1,9 @@
-"""A folder of weights, seen as a model that keeps matrices in fewer bits holds them.
+"""Quantize on load: read a weights folder as the tensors of a quantized model.
 
-A matrix `q_proj.weight` that is quantised is there as `q_proj.weight.codes`, `.scales` and maybe
-`.global_scales`: bytes that are made of its rows as they are read, a few at a time, or lie there
-already in what others published. Under its own name it is what these bytes stand for. Nobody who
-reads knows which tensors are made.
+A quantized matrix `q_proj.weight` is read as `q_proj.weight.codes`, `.scales` and possibly
+`.global_scales`: bytes that are computed from its rows while reading, a few at a time, or that a
+pre-quantized checkpoint already has. Under its own name it is dequantized. Callers need not know
+which tensors are computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,32 +23,33 @@ from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, Quantised, dequantise, largest, quantise
 
 STRETCH = 1 << 20
-"""Bytes of a matrix's rows, in fp32, that are quantised at once; that takes up to 14 times as many.
+"""Bytes of a matrix's rows, in fp32, that are quantized at a time; it needs up to 14 times as much
+memory.
 """
 
 
 class TensorReader(Protocol):
-    """Tensors by name, read by the box."""
+    """Reads boxes of tensors by name."""
 
     def stored(self, name: str) -> Stored:
         """Shape and dtype."""
         ...
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, as it is stored."""
+        """A box of a tensor, as stored."""
         ...
 
     def order(self, name: str) -> tuple[str, int]:
-        """A key by which tensors sort as they are best read."""
+        """A sort key: the best order to read tensors."""
         ...
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name is there."""
+        """Raise CapabilityError unless every name exists."""
         ...
 
 
 class RandomInitTensors:
-    """The tensors of a model that was given no weights; one at a time is kept."""
+    """Randomly initialized tensors of a model without weights; only the last one is cached."""
 
     def __init__(self, names: WeightMap, seed: int) -> None:
         self._names, self._seed = names, seed
@@ -67,11 +68,11 @@ class RandomInitTensors:
         return found
 
     def order(self, name: str) -> tuple[str, int]:
-        """By name."""
+        """Sort by name."""
         return name, 0
 
     def require(self, names: Iterable[str]) -> None:
-        """All that the model has are there."""
+        """Every tensor of the model exists."""
         assert set(names) <= set(self._shapes)
 
     def _whole(self, name: str) -> torch.Tensor:
@@ -82,9 +83,9 @@ class RandomInitTensors:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Of a quantised matrix's tensor the matrix, and which of its tensors; of others "" for that.
+    """Split a tensor name into (matrix name, component), e.g. (`q_proj.weight`, `scales`).
 
-    So that names of both kinds can be treated alike.
+    The component is empty for unquantized tensors.
     """
     base, _, leaf = name.rpartition(".")
     return (base, leaf) if leaf in LEAVES else (name, "")
@@ -92,16 +93,17 @@ def split_name(name: str) -> tuple[str, str]:
 
 @dataclass
 class _Kept:
-    """What a matrix's codes were made with, block by block of its rows, until it is asked for."""
+    """Cached components of a matrix, by block of rows, until they are read."""
 
     name: str
     blocks: dict[int, dict[str, torch.Tensor]]
 
 
 class QuantizeOnLoad:
-    """`inner` with the matrices that `formats` name in these formats.
+    """`inner` with the matrices that `formats` name quantized.
 
-    `published` says what of it others quantised. Rows are quantised on `device`.
+    `published` is the format of matrices that are already quantized. Rows are quantized on
+    `device`.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class QuantizeOnLoad:
         self._kept = _Kept("", {})
 
     def stored(self, name: str) -> Stored:
-        """Shape and dtype: bytes of a quantised matrix's tensors, fp32 of what they stand for."""
+        """Shape and dtype: uint8 for components of quantized matrices, fp32 if dequantized."""
         base, leaf = split_name(name)
         if leaf:
             rows, columns = self._shape(base)
@@ -127,7 +129,7 @@ class QuantizeOnLoad:
         return self._inner.stored(name)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor. Raises CapabilityError for a matrix that cannot be quantised."""
+        """A box of a tensor. Raises CapabilityError for a matrix that cannot be quantized."""
         base, leaf = split_name(name)
         if not leaf and not self._is_quantised(base):
             return self._inner.box(name, offsets, sizes)
@@ -140,19 +142,22 @@ class QuantizeOnLoad:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def order(self, name: str) -> tuple[str, int]:
-        """As the tensors lie that they are made of."""
+        """The order of the source tensors."""
         base, _ = split_name(name)
         at = self._of_others()[0].codes_of(base) if self._is_published(base) else base
         return self._inner.order(at)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name, or what it is made of, is there."""
+        """Raise CapabilityError unless every name, or its source, exists."""
         bases = [split_name(name)[0] for name in names]
         self._inner.require(base for base in bases if not self._is_published(base))
 
     def measure(self, names: Iterable[str], ranks: ProcessInfo) -> None:
-        """Find out what has to be known of whole matrices before a row of them is quantised, each
-        rank of some; called on all ranks with the names that each will read."""
+        """Compute the amax of full matrices that quantization needs first, each rank for some of
+        them.
+
+        Called on all ranks with the names that each will read.
+        """
         mine = {
             base
             for base, leaf in map(split_name, names)
@@ -189,7 +194,9 @@ class QuantizeOnLoad:
         return self._of_others()[0].format if self._is_published(name) else self._formats[name]
 
     def _blocks(self, name: str, first: int, end: int) -> list[range]:
-        """The runs of rows that rows `first` to `end` lie in; the same whoever asks."""
+        """The blocks that rows `first` to `end` overlap, with the same boundaries for every
+        caller.
+        """
         rows, columns = self._shape(name)
         tall = self._format(name).tile_rows
         step = max(STRETCH // (4 * columns) // tall, 1) * tall
@@ -199,7 +206,7 @@ class QuantizeOnLoad:
         ]
 
     def _tensor(self, name: str, leaf: str, block: range) -> torch.Tensor:
-        """Rows of one of a matrix's tensors; without `leaf`, of what they stand for, fp32."""
+        """Rows of one component of a matrix; without `leaf`, dequantized to fp32."""
         if self._kept.name != name:
             self._kept = _Kept(name, {})
         if leaf and (found := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
@@ -209,7 +216,7 @@ class QuantizeOnLoad:
             return dequantise(made, torch.float32).cpu()
         tensors = made.as_bytes()
         found = tensors.pop(leaf)
-        # Codes are asked for first. They are what is large, and are not kept.
+        # Codes are read first. They are large, so they are not cached.
         self._kept.blocks[block.start] = tensors if leaf == LEAVES[0] else {}
         return found
 
@@ -230,7 +237,7 @@ class QuantizeOnLoad:
             ) from error
 
     def _largest_of(self, name: str) -> torch.Tensor:
-        """The largest magnitude of a whole matrix, [1, 1]."""
+        """The amax of a full matrix, [1, 1]."""
         if name not in self._largest:
             every = self._blocks(name, 0, self._shape(name)[0])
             found = [largest(self._rows(name, block), self._formats[name]) for block in every]

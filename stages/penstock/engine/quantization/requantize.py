@@ -1,8 +1,7 @@
-"""Products that are added to quantised matrices: rows are dequantised, added to, quantised anew.
+"""Requantize: add products to quantized matrices by dequantizing, adding and quantizing rows.
 
-A scale may be made of more than the rows and columns that a rank has. So the ranks first agree on
-how large the largest numbers of every matrix are, and then each writes its own codes: the very ones
-that one process would write.
+A scale may depend on rows and columns of other ranks. So the ranks first all-reduce the amax of
+every matrix, and then each writes its own codes, bitwise identical to those of a single process.
 """
 
 import math
@@ -22,27 +21,28 @@ from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Quantised, dequantise, largest, quantise
 
 STRETCH = 4 << 20
-"""Bytes of a matrix's rows, in fp32, that are computed at once; that takes several times as many.
+"""Bytes of a matrix's rows, in fp32, that are computed at a time; it needs several times as much
+memory.
 """
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of one of a checkpoint's matrices that are here, and what is added to them."""
+    """Local rows of one checkpoint matrix, and the product added to them."""
 
     matrix: str
     first: int
-    """Of the matrix's rows."""
+    """The first row's index in the matrix."""
     columns: slice
-    """Entries of the matrix's table that are for columns that are here."""
+    """The entries of the amax table for the local columns."""
     value: Quantised
-    """Views of what is here."""
+    """Views of the local components."""
     product: LoraDelta
     start: int
-    """The row of the product that is for the first."""
+    """The product's row for the first of these rows."""
 
     def stretches(self) -> Iterator["_Rows"]:
-        """The same, a stretch at a time."""
+        """Split into blocks of rows."""
         rows, columns = self.value.shape
         step = max(1, STRETCH // (4 * columns))
         for low in range(0, rows, step):
@@ -51,7 +51,7 @@ class _Rows:
             yield replace(self, first=self.first + low, value=value, start=self.start + low)
 
     def merged(self, device: torch.device) -> torch.Tensor:
-        """What they become, fp32."""
+        """The merged rows, fp32."""
         tensors = {name: tensor.to(device) for name, tensor in self.value.tensors.items()}
         value = Quantised(self.value.format, self.value.columns, **tensors)
         product = self.product
@@ -61,14 +61,14 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Table:
-    """The largest magnitudes that the scales of one matrix are made of, [entries, groups]."""
+    """The amax values from which the scales of one matrix are computed, [entries, groups]."""
 
     most: torch.Tensor
     tall: int
-    """Rows that have an entry in common."""
+    """Rows that share an entry."""
 
     def raise_by(self, rows: _Rows, merged: torch.Tensor) -> None:
-        """Make entries as large as what is in a stretch of rows."""
+        """Raise the entries to the amax of a block of rows."""
         found = largest(merged, rows.value.format, rows.first)
         assert found is not None
         entries = self._entries(rows)
@@ -78,7 +78,7 @@ class _Table:
         mine.copy_(torch.maximum(mine, found.expand(len(merged), -1)[firsts]))
 
     def of(self, rows: _Rows) -> torch.Tensor:
-        """What `quantise` takes for a stretch of rows."""
+        """The amax argument of `quantise` for a block of rows."""
         return self.most[self._entries(rows).to(self.most.device)][:, rows.columns]
 
     def _entries(self, rows: _Rows) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _Table:
 
 
 class MergeIntoQuantized:
-    """Adds products to the quantised matrices of a model that is laid out over ranks."""
+    """Adds products to the quantized matrices of a parallelized model."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class MergeIntoQuantized:
         group: dist.ProcessGroup | None,
     ) -> None:
         """`held`: every parameter of this rank's parts; `group`: the ranks of its pipeline stage,
-        None for one. Rows are computed on the device of `ranks`.
+        None for a single rank. Rows are computed on the device of `ranks`.
         """
         self._held = {id(one.parameter): one for one in held}
         self._names, self._shapes = names, names.hf_shapes()
@@ -104,8 +104,11 @@ class MergeIntoQuantized:
         self._broken: set[str] = set()
 
     def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
-        """Make products, each with the first of the weight's rows that it is for, part of the rows
-        that are here. Called on all ranks of the stage, with weights in one order."""
+        """Add products, each with the first row of the weight that it applies to, to the local
+        rows.
+
+        Called on all ranks of the stage, with weights in the same order.
+        """
         here = list(self._rows(weight, products))
         tables = self._tables(weight, here)
         for rows in here:
@@ -122,10 +125,10 @@ class MergeIntoQuantized:
                 some.value.copy_(made)
 
     def require_finite(self, steps: int) -> None:
-        """Called on all ranks, once all is added.
+        """Called on all ranks after all products are added.
 
         Raises:
-            StageError: on all of them, if a number on any is not finite.
+            StageError: on all ranks, if a value on any rank is not finite.
         """
         broken = sorted(set[str]().union(*self._ranks.gather(self._broken)))
         if broken:
@@ -139,7 +142,7 @@ class MergeIntoQuantized:
     def _rows(
         self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]
     ) -> Iterator[_Rows]:
-        """Those of matrices that bear products, matrix by matrix."""
+        """The local rows of matrices with products, matrix by matrix."""
         parameters = dict(weight.named_parameters())
         begin, end = rows_here(parameters["codes"], 2)
         if begin == end:
@@ -164,8 +167,9 @@ class MergeIntoQuantized:
             )
 
     def _tables(self, weight: QuantisedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
-        """Those of all matrices of the checkpoint that a weight is, as all ranks together fill
-        them; none where a rank's own rows are all that scales are made of."""
+        """The amax tables of all checkpoint matrices in a weight, reduced over all ranks; empty if
+        scales depend on local rows only.
+        """
         native = self._held[id(weight.get_parameter(LEAVES[0]))].name.removesuffix(f".{LEAVES[0]}")
         shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
         sizes: dict[str, tuple[int, int]] = {}
@@ -195,8 +199,7 @@ class MergeIntoQuantized:
 
 
 def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
-    """How many rows of a matrix, of which a rank may have some, have a scale's largest number in
-    common; 0 if nothing is in common with what other ranks have."""
+    """How many rows of a matrix share an amax entry; 0 if no scale depends on other ranks."""
     if weight.format.scales == "e4m3":
         return rows
     if weight.format.group is None:
@@ -205,7 +208,7 @@ def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
 
 
 def _entries_of_columns(weight: QuantisedMatrix, scales: TensorShard) -> slice:
-    """Which entries of each row of a table are for the columns that are here."""
+    """The table entries for the local columns."""
     if weight.format.tile_rows == 1:
         return slice(0, 1)
     first = scales.offsets[1] // weight.format.scales_dtype.itemsize

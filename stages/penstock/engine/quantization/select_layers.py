@@ -1,7 +1,7 @@
-"""Which matrices of a base model are kept in fewer bits under adapters (QLoRA), and in what format.
+"""QLoRA layer selection: the quantized matrices of a base model, and their formats.
 
-Linear layers within blocks are: attention's, feed-forward networks' and experts', whether or not
-they bear adapters. Embeddings, the head, norms and routers are not.
+Linear layers in transformer blocks are quantized: those of attention, feed-forward networks and
+experts, with or without adapters. Embeddings, the LM head, norms and routers are not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,13 +30,14 @@ def select_formats(
     names: WeightMap,
     roles: Roles,
 ) -> Formats:
-    """The format of every matrix that is quantised; none without `quantising`.
+    """The format of every quantized matrix; empty without `quantising`.
 
-    A checkpoint that is published quantised decides what was not written.
+    A pre-quantized checkpoint decides what the settings leave out.
 
-    Raises:
-        ConfigError: a format, a group or a module that cannot be, or not for this checkpoint.
-        CapabilityError: a tensor of the model would be quantised in part.
+        Raises:
+            ConfigError: an invalid format, group size or module, or one that this checkpoint rules
+            out.
+            CapabilityError: a parameter of the model would be quantized only in part.
     """
     if published:
         validate_prequantized(quantising, published.declared)
@@ -70,18 +71,18 @@ def select_formats(
 
 
 def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Format]:
-    """The same by the names of the model's parameters."""
+    """The same formats by model parameter name."""
     firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
     return {native: formats[first] for native, first in firsts.items() if first in formats}
 
 
 def _pair(name: str, group: int | None) -> tuple[Format, Format]:
-    """Of linear layers and of experts."""
+    """The formats of linear layers and of experts."""
     try:
         if name not in PAIRS:
             both = format_named(name, group)
             return both, both
-        # The group is that of the one of the two that has any.
+        # The group size applies to the one of the two formats that has groups.
         linear, of_experts = PAIRS[name]
         return format_named(linear), format_named(of_experts, group)
     except ValueError as error:
@@ -89,7 +90,7 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
 
 
 def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
-    """The model's parameters that may be quantised, and what for they are."""
+    """The model's parameters that may be quantized, with their parallel styles."""
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
         role = find_parallel_style(module, roles)

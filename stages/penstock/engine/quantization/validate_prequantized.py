@@ -1,6 +1,6 @@
-"""What a checkpoint that is published quantised asks of a run's settings. No torch here.
+"""Check a run's settings against a pre-quantized checkpoint. No torch here.
 
-Its codes are used bit for bit: rounding them to other levels would lose twice.
+Its codes are used unchanged: rounding them to other levels would lose precision twice.
 """
 
 from penstock.core.errors import ConfigError
@@ -11,9 +11,9 @@ from penstock.models.quantization_config import QuantizationConfig
 def validate_prequantized(
     quantising: QuantizationArgs | None, declared: QuantizationConfig
 ) -> None:
-    """Raise ConfigError for settings that such a checkpoint's weights cannot be used with.
+    """Raise ConfigError for settings that such a checkpoint cannot be used with.
 
-    `quantising` is None for a run that asks for weights as they are stored.
+    `quantising` is None for a run without QLoRA.
     """
     kind = f"{declared.format} ({declared.publisher})"
     if quantising is None:
@@ -32,7 +32,7 @@ def validate_prequantized(
             f"lora.quant_format is {quantising.format}, and the model is published in {kind}, "
             f"which is used {instead.format('quant_format')}"
         )
-    # bitsandbytes says with each matrix how wide its groups are.
+    # bitsandbytes stores the block size with each matrix.
     is_said = declared.group is not None or declared.publisher != "bitsandbytes"
     if is_said and quantising.group not in (None, declared.group):
         has = f"groups of {declared.group}" if declared.group else "a scale for each row"
