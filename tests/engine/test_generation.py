@@ -279,7 +279,7 @@ def test_adapters_write_too_and_drop_nothing_while_they_do(folder, adapter):
 
 
 def test_positions_that_go_by_length_are_turned_as_in_one_pass_over_what_there_is(folder):
-    job = job_of(folder, "by length", "by length")
+    job = job_of(folder, "greedy by length", "by length")
     how = SamplingParams(max_tokens=None, seed=1)
     # The first two grow beyond what short documents are turned by; the last does not.
     prompts = [Prompt(list(range(10)), how, count=2), Prompt([7], replace(how, max_tokens=9))]

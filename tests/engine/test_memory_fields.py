@@ -49,11 +49,11 @@ def test_the_mode_decides_what_a_rank_holds(folder):
     jobs = {mode: job(folder, mode, data_parallel_mode=mode) for mode in ("ddp", "fsdp2")}
     for found in on_ranks(2, each, held, jobs):
         assert found == {
-            "ddp": (1.0, "Decoder", "Whole"),
-            "fsdp2": (0.5, "FSDPDecoder", "Sharded"),
+            "ddp": (1.0, "Decoder", "ReplicatedSync"),
+            "fsdp2": (0.5, "FSDPDecoder", "FSDPSync"),
         }
     alone = {"none": job(folder, "none")}
-    assert on_ranks(1, each, held, alone) == [{"none": (1.0, "Decoder", "Whole")}]
+    assert on_ranks(1, each, held, alone) == [{"none": (1.0, "Decoder", "ReplicatedSync")}]
 
 
 def dtypes(job):

@@ -56,7 +56,7 @@ BF16_RTOL = 2**-7
 def train_of(**settings):
     return TrainConfig(
         **{
-            "output_dir": "unused",
+            "output_dir": "out",
             "enable_mixed_precision": False,
             "pipeline_parallel_size": 2,
             **settings,
@@ -348,7 +348,7 @@ def test_every_schedule_on_four_ranks_computes_what_one_model_does():
 def test_micro_batches_of_a_pipeline_are_as_long_as_the_longest_or_all_alike(settings, lengths):
     train = {"pipeline_parallel_size": 2, "data_parallel_mode": "none", **settings}
     data = {"sample_packing_sequence_len": 64, "pad_to_multiple_of": 8}
-    run = runs.run_config(Path("unused"), Path("unused"), data=data, **train)
+    run = runs.run_config(Path("unused"), Path("out"), data=data, **train)
     reading = LoaderConfig.of(run, torch.device("cpu"))
 
     def row(length):

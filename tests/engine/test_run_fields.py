@@ -254,7 +254,8 @@ def test_auto_goes_on_from_the_newest_checkpoint(folder):
 
 
 def said(job):
-    """What a run tells a person."""
+    """What a run tells a person whose terminal has room for the whole line."""
+    os.environ["COLUMNS"] = "200"
     with redirect_stderr(StringIO()) as told:
         runs.train_here(job)
     return told.getvalue()

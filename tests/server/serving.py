@@ -146,7 +146,7 @@ class Server:
                 continue
             if not any(str(self.folder) in word for word in words):
                 continue
-            for name, module in {"api": "server.api", "engine": "server.orchestrator"}.items():
+            for name, module in {"api": "server.api", "engine": "server.scheduler"}.items():
                 if f"penstock.{module}" in words:
                     found[name] = int(folder.name)
             if "penstock.server.worker" in words and "\0RANK=" in f"\0{environment}":

@@ -109,7 +109,7 @@ async def around(folder):
     client = Client(cast(Any, api))
     tasks = [asyncio.create_task(each) for each in (client.listen(), workers.run(), workers.beat())]
     environment = {**os.environ, **known, "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, "-m", "penstock.server.orchestrator", str(job.write())]
+    command = [sys.executable, "-m", "penstock.server.scheduler", str(job.write())]
     try:
         yield Around(client, tasks[0], workers, command, environment)
     finally:

@@ -246,7 +246,7 @@ def test_what_no_frame_holds_is_a_frame_error(what):
 
 
 def test_a_frame_of_the_largest_size_arrives_encrypted_and_one_byte_more_is_told(monkeypatch):
-    for module in ("codec", "zmq"):
+    for module in ("codec", "zmq_channel"):
         monkeypatch.setattr(f"penstock.server.protocol.{module}.MAX_BYTES", 4096)
     rest = len(Codec(ToWorkers).encode(Hello(engine="x" * 256))) - 256
     largest = Hello(engine="x" * (4096 - rest))

@@ -1,4 +1,4 @@
-"""A training server by hand, with the words of xorl's launcher.
+"""Training server launcher with xorl's command line options.
 
 `python -m penstock.server --mode auto --config c.yaml [--api-port 8000] [--server.key value ...]`
 """
@@ -27,11 +27,11 @@ FIELDS = {
     "master_addr": "name or address of the first one",
     "master_port": "a free port of it",
 }
-"""Settings with an option of their own."""
+"""Settings with their own option."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until asked to stop, and return the exit status."""
+    """Serve until asked to stop; return the exit status."""
     env.default({"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"})
     try:
         rest, overrides = split_overrides(argv)

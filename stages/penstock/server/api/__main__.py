@@ -1,4 +1,5 @@
-"""The API process: `python -m penstock.server.api JOB`. It speaks HTTP and asks the engine."""
+"""API process: `python -m penstock.server.api JOB`. Serves HTTP and forwards requests to the
+scheduler."""
 
 import asyncio
 import gc
@@ -27,16 +28,18 @@ from penstock.server.protocol.zmq_channel import connecting
 LOG = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep a connection that is idle, so that they do not write to a closed one."""
+"""Keep-alive timeout. Longer than clients keep an idle connection, so that they do not write to a
+closed one."""
 GRACE_SECONDS = 5
-"""That requests have to end when the process is told to."""
+"""Seconds for open requests to finish on shutdown."""
 POLL_SECONDS = GRACE_SECONDS - 1.0
-"""That polls wait yet then: what they wait for may come, and else they say that it did not."""
+"""Seconds that polls still wait on shutdown: their result may arrive; otherwise they return that it
+did not."""
 LOOK_SECONDS = 0.1
 
 
 def main(job_path: Path) -> None:
-    """Serve until a signal says to end. Raises ConfigError where keys are asked for and missing."""
+    """Serve until a signal. Raises ConfigError if API keys are required and missing."""
     asyncio.run(serve(ServerJob.read(job_path), env.server_keys()))
 
 
@@ -88,8 +91,8 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
 
 
 def _freeze_modules() -> None:
-    """Let garbage never be looked for among what is there now, which stays: with every module's
-    objects a full look takes some 50 ms, in which no heartbeat is answered."""
+    """gc.freeze: with the objects of all modules, a full garbage collection takes some 50 ms,
+    during which no heartbeat is answered."""
     gc.collect()
     gc.freeze()
 
@@ -102,7 +105,7 @@ async def _end_polls(server: uvicorn.Server, closing: asyncio.Event) -> None:
 
 
 def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
-    """What of the server's settings is read here."""
+    """The API settings of a server config."""
     return ApiSettings(
         keys=keys,
         max_request_bytes=config.max_request_mb << 20,

@@ -1,4 +1,4 @@
-"""The HTTP side of the server as an ASGI application. No torch, and nothing of training."""
+"""FastAPI application of the training server. No torch and no training code."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,11 +37,12 @@ from penstock.server.protocol.codec import Channel, Encoded
 from penstock.server.protocol.envelopes import FromEngine, ToEngine
 
 SHARED_BYTES = 128 << 20
-"""Of bodies that are held at once beside the longest one: what one owner leaves to others."""
+"""Bytes of concurrent request bodies in addition to one body of maximum size, so that one owner
+cannot block the others."""
 
 
 def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSettings) -> FastAPI:
-    """The application; it speaks on `channel` from its start to its end."""
+    """Create the application; it uses `channel` between startup and shutdown."""
     link = SchedulerClient(channel)
     futures = Futures(
         link,
@@ -83,7 +84,7 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
         await futures.stop()
         await link.stop()
 
-    # The pages that show the document in a browser load their scripts from elsewhere.
+    # The Swagger and ReDoc pages are disabled: they load scripts from a CDN.
     app = FastAPI(
         title="Penstock training server", lifespan=lifespan, docs_url=None, redoc_url=None
     )
@@ -92,7 +93,7 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_faults)
     app.add_exception_handler(Exception, answer_crash)
-    # They are looked through in this order: those that clients ask for most come first.
+    # Routes are matched in this order: the most frequent ones first.
     for router in (
         routes_futures.router,
         routes_service.router,

@@ -1,6 +1,6 @@
-"""Names as clients write them: of models, sessions, samplers and what was saved.
+"""Checkpoint URIs (`tinker://…`) and names of models, sessions and samplers.
 
-Inside the server a checkpoint is `<model>/weights/<name>`; on the wire it has a scheme before it.
+Inside the server a checkpoint is `<model>/weights/<name>`; the API adds a scheme.
 """
 
 import re
@@ -17,7 +17,7 @@ ModelName = Annotated[str, StringConstraints(pattern=MODEL)]
 SessionName = Annotated[str, StringConstraints(pattern=MODEL)]
 CheckpointName = Annotated[str, StringConstraints(pattern=CHECKPOINT)]
 WrittenPath = Annotated[str, StringConstraints(min_length=1, max_length=400)]
-"""Of a checkpoint, with its scheme."""
+"""A checkpoint path with its scheme."""
 
 _PATH = re.compile(
     r"(?:(?:tinker|xorl)://)?"
@@ -29,11 +29,11 @@ _ID = re.compile(
 )
 
 TRAINED = ":train:"
-"""Between the session and the number of a model that the SDK named."""
+"""Separator of session and model number in the SDK's model names."""
 
 
 def read_path(written: str) -> str:
-    """`<model>/weights/<name>` of a path on the wire. Raises Refusal for what is none."""
+    """`<model>/weights/<name>` of a checkpoint path. Raises ApiError if it is invalid."""
     found = _PATH.fullmatch(written)
     if not found:
         raise ApiError(
@@ -44,8 +44,8 @@ def read_path(written: str) -> str:
 
 
 def read_checkpoint(written: str, model: str, room: str = "weights") -> str:
-    """`weights/<name>` of what names a checkpoint of a model: that, or a name alone, which is in
-    `room`, or `weights/<model>/<name>` (xorl). Raises Refusal for what is none of this model's."""
+    """`weights/<name>` of a checkpoint of a model: a path, a name alone (in the folder `room`), or
+    `weights/<model>/<name>` (xorl). Raises ApiError for a checkpoint of another model."""
     found = _ID.fullmatch(written)
     if not found or found[2] not in (None, model):
         raise ApiError(f"{written[:200]!r} names no checkpoint of {model}: it is weights/<name>")
@@ -53,12 +53,13 @@ def read_checkpoint(written: str, model: str, room: str = "weights") -> str:
 
 
 def write_path(model: str, name: str) -> str:
-    """A checkpoint's path as the client that named this model writes it."""
+    """The checkpoint path as used by the client that named this model."""
     return f"{uri_scheme(model)}://{model}/{name}"
 
 
 def uri_scheme(model: str) -> str:
-    """The SDK's models are named after their session; other clients name them themselves."""
+    """The URI scheme: the SDK's models are named after their session; other clients choose names
+    themselves."""
     return "tinker" if TRAINED in model else "xorl"
 
 
@@ -68,5 +69,5 @@ def model_name(session: str, number: int) -> str:
 
 
 def session_name(model: str) -> str:
-    """The session that a model's name says it is of; a model that a client named is its own."""
+    """The session in a model's name; a model that a client named is its own session."""
     return model.rsplit(TRAINED, 1)[0]

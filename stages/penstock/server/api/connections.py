@@ -1,7 +1,7 @@
-"""Connections of clients: how many may be open, and which is closed when there are too many.
+"""Connection limit: closes connections when too many are open.
 
-Who has not shown a key is closed first, the oldest before others; places are reserved for those
-who come. Between owners the places are shared fairly: whoever has most gives up one.
+Connections without a valid API key are closed first, oldest first; some places are reserved for new
+connections. Owners share the limit fairly: the owner with the most connections loses one.
 """
 
 import asyncio
@@ -15,21 +15,20 @@ from typing import Literal, Protocol
 from penstock.server.api.errors import ApiError
 
 Phase = Literal["header", "request", "drain", "idle"]
-"""A request's header is awaited; it is served; the rest of a body that was refused comes yet; or
-nothing is asked."""
+"""Waiting for the header; handling the request; discarding the rest of a rejected body; idle."""
 
 SWEEP_SECONDS = 0.5
 HEADER_SECONDS = 10.0
-"""In which the header of a request arrives, from its first byte, or from the connection on."""
+"""Timeout in seconds for a request header, from its first byte or from the connection's start."""
 DRAIN_SECONDS = 5.0
-"""In which the rest of a body arrives that was refused already."""
+"""Timeout in seconds for the rest of a rejected body."""
 WRITE_SECONDS = 30.0
-"""In which a client takes some more of an answer."""
+"""Timeout in seconds for the client to read more of a response."""
 CLOSE_SECONDS = 5.0
-"""In which it takes the rest of the last one."""
+"""Timeout in seconds for the client to read the rest of the last response."""
 PHASE_SECONDS: dict[Phase, float] = {"header": HEADER_SECONDS, "drain": DRAIN_SECONDS}
 NOBODY = ""
-"""The owner of a connection that has shown no key."""
+"""The owner of a connection without an API key."""
 
 
 class Client(Protocol):
@@ -38,24 +37,25 @@ class Client(Protocol):
     owner: str
     phase: Phase
     since: float
-    """When the phase began."""
+    """Start time of the phase."""
     paused_since: float | None
-    """Since when the client takes nothing more of an answer."""
+    """Start time of write backpressure: the client has not read since."""
 
     def is_closing(self) -> bool:
-        """Whether it was closed, and something is still to be sent."""
+        """Whether it was closed with data still to be sent."""
         ...
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close it immediately."""
         ...
 
 
 class Connections:
-    """All that are open."""
+    """All open connections."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit`: how many may be; a quarter of it is reserved for those without a key yet."""
+        """`limit` is the maximum number; a quarter of it is reserved for connections without a key
+        yet."""
         self.limit = limit
         self.clock = clock
         self._reserved = max(1, limit // 4)
@@ -64,24 +64,24 @@ class Connections:
         self._closing: dict[Client, float] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self.evicted = 0
-        """How many were closed because there were too many."""
+        """Number of connections closed because of the limit."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def start(self) -> None:
-        """Close those that take too long, until `stop`."""
+        """Start closing timed-out connections, until `stop`."""
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
-        """Close no more."""
+        """Stop the sweep task."""
         if self._sweeper:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
 
     def admit(self, client: Client) -> None:
-        """One more is open. Another is closed where that is too many, or this one."""
+        """Register a new connection. Above the limit, another one or this one is closed."""
         client.owner = NOBODY
         self._open[client] = None
         self._by_owner[NOBODY] += 1
@@ -91,9 +91,10 @@ class Connections:
         self._evict(next(unknown, None) or self._idle_of_largest() or client)
 
     def identify(self, client: Client, owner: str) -> None:
-        """A request of this owner came by it.
+        """Register a request of this owner on the connection.
 
-        Raises Refusal (429) where the owner has most of all that may be, and none of them is idle.
+        Raises ApiError (429) if the owner has the most connections at the limit, and none of them
+        is idle.
         """
         if client not in self._open:
             return
@@ -115,13 +116,13 @@ class Connections:
         self._evict(victim)
 
     def forget(self, client: Client) -> None:
-        """It is closed."""
+        """Unregister a closed connection."""
         self._closing.pop(client, None)
         if self._open.pop(client, 0) is None:
             self._count(client.owner, -1)
 
     def sweep(self) -> None:
-        """Close those that take too long."""
+        """Close connections that have timed out."""
         now = self.clock()
         for client in list(self._open):
             if client.is_closing():
@@ -139,7 +140,7 @@ class Connections:
         client.abort()
 
     def _idle_of_largest(self, but: Client | None = None) -> Client | None:
-        """The oldest connection of the owner with most of them on which nothing is asked."""
+        """The oldest idle connection of the owner with the most connections."""
         largest = self._largest()
         own = (each for each in self._open if each.owner == largest and each is not but)
         return next((each for each in own if each.phase == "idle"), None)

@@ -1,4 +1,4 @@
-"""What a route is served with: whose request it is, the engine, and the futures."""
+"""Request context of a route: owner, scheduler client, futures."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -39,7 +39,7 @@ R = TypeVar("R", bound=Result)
 
 @dataclass(frozen=True)
 class AppState:
-    """What all requests of one API process share."""
+    """Shared state of the API process."""
 
     settings: ApiSettings
     link: SchedulerClient
@@ -53,9 +53,9 @@ class AppState:
     codecs: CodecPool
     connections: Connections
     quantization: dict[str, Quantization | None]
-    """How weights are sent, by owner, where a request to send them does not say."""
+    """Default weight-sync quantization by owner, for sync requests that set none."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the process is about to end, so that nobody waits longer."""
+    """Set on shutdown, so that polls return."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class RequestContext:
     service: AppState
     owner: str
     idempotency: str
-    """The client's name for this request, the same when it sends it again; or empty."""
+    """The client's idempotency key, the same for a repeated request; or empty."""
 
     async def call(self, work: Work, kind: type[R], *, by_workers: bool = False) -> R:
-        """The result of a work that is waited for, which is of this kind.
+        """Wait for a request to the scheduler and return its result, of this type.
 
-        Raises Refusal: the engine's, or 504 where it takes too long.
+        Raises ApiError: the scheduler's error, or 504 on timeout.
         """
         settings = self.service.settings
         seconds = settings.operation_timeout if by_workers else settings.answer_timeout
@@ -118,7 +118,7 @@ class RequestContext:
     def _decoded(
         self, request: BoundedRequest, job: BodyJob, parts: Sequence[bytes]
     ) -> tuple[Decoded, Pass | Sample] | None:
-        """The same of a small body; None for a large one."""
+        """The same for a small body; None for a large one."""
         if sum(map(len, parts)) > INLINE_BYTES:
             return None
         body = SampleBody(job, is_inline=True)
@@ -140,10 +140,10 @@ class RequestContext:
         again: str = "",
         **shape: Any,
     ) -> dict[str, Any]:
-        """Hand a work over; what its client comes back with. `model`: of a work that is encoded.
+        """Submit a request to the scheduler and return its future. `model`: for an encoded request.
 
-        `again` names the work where the client's own names make it the same one when it is sent
-        twice; `shape` are further fields of Shape.
+        `again` is the idempotency key if the client's names identify a repeated request; `shape`
+        are further fields of ResultFormat.
         """
         model = model or getattr(work, "model", None)
         promise = await self.service.futures.submit(
@@ -157,7 +157,8 @@ class RequestContext:
 
 
 async def get_context(request: Request) -> RequestContext:
-    """The desk of a request that was let in. Async, for others are called in another thread."""
+    """The context of an authenticated request. Async, because FastAPI calls sync dependencies in a
+    thread."""
     return RequestContext(
         request.app.state.service,
         request.state.owner,

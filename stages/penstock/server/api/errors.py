@@ -1,4 +1,4 @@
-"""How a request is refused: one shape of body for every error, of ours and of the engine's."""
+"""Error responses: one JSON schema for all errors, of the API and of the scheduler."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,14 +24,14 @@ STATUS: Mapping[Code, int] = {
     "unavailable": 503,
     "internal": 500,
 }
-"""The HTTP status of each kind of failure, for calls that are answered at once."""
+"""The HTTP status of each error code, for calls that return their result directly."""
 
 MAX_FAULTS = 20
-"""Of one body, that are told."""
+"""Maximum number of validation errors per response."""
 
 
 class ApiError(HTTPException):
-    """A request that is not served, and why."""
+    """A request error with its HTTP status."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ApiError(HTTPException):
         category: Category = "user",
         retry_after: float | None = None,
     ) -> None:
-        """`error`: the fault with its numbers, and the next step. `retry_after`: seconds."""
+        """`error`: the message with its numbers, and what to do. `retry_after`: seconds."""
         headers = None if retry_after is None else {"Retry-After": f"{max(1, round(retry_after))}"}
         super().__init__(status or STATUS[code], detail=error, headers=headers)
         self.error = error
@@ -51,13 +51,13 @@ class ApiError(HTTPException):
 
 
 def to_api_error(failure: Failure) -> ApiError:
-    """What the engine says did not go, as the answer to a call that waited for it."""
+    """Convert a scheduler error to the response of a call that waited for it."""
     again = 1.0 if failure.code in ("busy", "lost", "unavailable") else None
     return ApiError(failure.error, code=failure.code, category=failure.category, retry_after=again)
 
 
 async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
-    """The body of a Refusal."""
+    """Response body of an ApiError."""
     assert isinstance(refusal, ApiError)
     return _told(
         refusal.status_code, refusal.error, refusal.category, refusal.code, refusal.headers
@@ -65,7 +65,7 @@ async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
 
 
 async def answer_http(request: Request, error: Exception) -> JSONResponse:
-    """The body of what the framework refuses by itself: no such path, no such method."""
+    """Response body of the framework's own errors: unknown path, unsupported method."""
     assert isinstance(error, HTTPException)
     said = error.detail or "it is refused"
     text = f"{request.method} {request.url.path[:200]}: {said}"
@@ -74,7 +74,7 @@ async def answer_http(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_faults(_: Request, error: Exception) -> JSONResponse:
-    """The body of what does not fit its schema: each fault and where it is, never what was sent."""
+    """Response body of validation errors: each error and its location, never the input."""
     assert isinstance(error, RequestValidationError)
     faults = [
         {"loc": [_short(part) for part in fault["loc"]], "msg": fault["msg"], "type": fault["type"]}
@@ -85,7 +85,7 @@ async def answer_faults(_: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_crash(_: Request, __: Exception) -> JSONResponse:
-    """The body where the fault is ours: its traceback is in the log, and nothing of it is told."""
+    """Response body of an internal error: the traceback is logged but not sent."""
     return _told(500, "the server failed; its log says why", "server", "internal", None)
 
 

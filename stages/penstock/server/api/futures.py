@@ -1,4 +1,5 @@
-"""Futures: works that clients come back for. Each is its owner's, and is kept for a while only."""
+"""Futures: asynchronous requests whose results clients poll for. Each belongs to an owner and
+expires."""
 
 import asyncio
 import contextlib
@@ -29,36 +30,37 @@ Kind = Literal[
     "save_weights_for_sampler",
     "sample",
 ]
-"""What a client asked for, as results name it."""
+"""The request type, as results name it."""
 
 MAX_KEPT = 100_000
-"""Futures that are done and kept, of all owners."""
+"""Maximum number of completed futures, over all owners."""
 
 MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 1 << 30, 256 << 20
-"""Of works that are not done, of all owners and of each: the engine holds them."""
+"""Maximum bytes of pending requests, over all owners and per owner; the scheduler holds them in
+memory."""
 
 SWEEP_SECONDS = 10.0
-"""Between looks at what has been kept for long enough."""
+"""Seconds between sweeps of expired futures."""
 
 
 @dataclass(frozen=True)
 class EncodedAsk:
-    """A work that another process has made the message of."""
+    """A request that a codec process has already encoded."""
 
     name: str
-    """Of its future: the message's id."""
+    """The name of its future: the message id."""
     ask: Encoded
 
 
 @dataclass(frozen=True)
 class ResultFormat:
-    """What of the request its result is written with."""
+    """Fields of the request that determine the format of its result."""
 
     kind: Kind
     model: str | None = None
     path: str | None = None
     last_prompt_logprobs: int | None = None
-    """Of how many tokens of the prompt log-probabilities are told; None: of all."""
+    """Number of prompt tokens whose logprobs are returned; None: all."""
 
 
 @dataclass
@@ -70,27 +72,27 @@ class FutureRecord:
     shape: ResultFormat
     end: asyncio.Future[End]
     again: tuple[str, str, str] | None
-    """Owner, call and idempotency key of the request that made it."""
+    """Owner, call and idempotency key of the request."""
     done_at: float | None = None
     result_size: int = 0
     """Bytes of its result's arrays."""
     size: int = 0
-    """Bytes that are kept for it: its result, and that as it is sent."""
+    """Bytes held for it: its result, and its encoded result."""
     work_size: int = 0
-    """Bytes of its work."""
+    """Bytes of its request."""
     payloads: dict[str, bytes] = field(default_factory=dict[str, bytes])
-    """The result as it is sent, by its form, once it was asked for and is large."""
+    """The encoded result by format, cached on first request if it is large."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by who writes one of them."""
+    """Held while a result is encoded."""
 
 
 def new_future() -> str:
-    """A name that nobody guesses."""
+    """A random, unguessable name."""
     return f"future_{secrets.token_hex(16)}"
 
 
 class Futures:
-    """All that are kept."""
+    """All futures."""
 
     def __init__(
         self,
@@ -101,14 +103,14 @@ class Futures:
         max_kept_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ttl` in seconds from when a result is there; `max_pending` of one owner."""
+        """`ttl` in seconds after completion; `max_pending` per owner."""
         self._link = link
         self._ttl, self._max_pending, self._max_kept_bytes = ttl, max_pending, max_kept_bytes
         self._clock = clock
         self._promises: dict[str, FutureRecord] = {}
         self._again: dict[tuple[str, str, str], str] = {}
         self._done: dict[str, dict[str, None]] = {}
-        """Those that are done, of each owner, the oldest first."""
+        """Completed futures by owner, oldest first."""
         self._pending: Counter[str] = Counter()
         self._pending_bytes: Counter[str] = Counter()
         self._kept_bytes: Counter[str] = Counter()
@@ -119,15 +121,15 @@ class Futures:
 
     @property
     def pending(self) -> int:
-        """Those that are not done."""
+        """Number of pending futures."""
         return self._pending.total()
 
     def start(self) -> None:
-        """Forget what has been kept for long enough, until `stop`."""
+        """Start expiring futures, until `stop`."""
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
-        """Forget nothing more."""
+        """Stop the expiry task."""
         if self._sweeper:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -142,11 +144,11 @@ class Futures:
         seq: int | None = None,
         idempotency: str = "",
     ) -> FutureRecord:
-        """Hand a work over, or find the future of the same request that came before.
+        """Submit a request, or return the future of an earlier identical request.
 
-        `idempotency`: the client's name for this request, the same when it sends it again. Raises
-        Refusal: 429 when the owner waits for as many as it may, 503 when no workers will come any
-        more, else those of `SchedulerClient.ask`.
+        `idempotency` is the client's idempotency key, the same for a repeated request. Raises
+        ApiError: 429 if the owner has the maximum number of pending requests, 503 if the workers
+        have failed permanently, and the errors of `SchedulerClient.ask`.
         """
         again = (owner, shape.kind, idempotency) if idempotency else None
         known = self._promises.get(self._again.get(again, "")) if again else None
@@ -179,7 +181,8 @@ class Futures:
             )
         name = work.name if isinstance(work, EncodedAsk) else new_future()
         promise = FutureRecord(name, owner, shape, self._link.expect(name), again, work_size=size)
-        # Known and counted before anything is waited for: many may come at once, and the same one.
+        # Register and count before the first await: requests, also identical ones, may arrive
+        # concurrently.
         self._pending[owner] += 1
         self._pending_bytes[owner] += size
         self._promises[name] = promise
@@ -193,8 +196,8 @@ class Futures:
         return promise
 
     def find(self, name: str, owner: str) -> FutureRecord:
-        """The owner's future of this name. Raises Refusal (410) where there is none: it is too
-        old, another's, or of an API process that ended."""
+        """The owner's future of this name. Raises ApiError (410) if there is none: it has expired,
+        belongs to another owner, or was lost in a restart of the API process."""
         promise = self._promises.get(name)
         if promise is None or promise.owner != owner:
             raise ApiError(
@@ -205,10 +208,10 @@ class Futures:
         return promise
 
     async def pass_over(self, owner: str, model: str, seq: int) -> None:
-        """Tell the engine that the work of this number is none: it was refused here.
+        """Tell the scheduler to skip this sequence number: its request was rejected here.
 
-        Works wait for those numbered before them, so a number that never comes would hold up the
-        rest. An empty pass takes its place, which the engine refuses in its turn.
+        Requests wait for those with lower numbers, so a missing number would block the following
+        ones. An empty forward pass takes its place, which the scheduler rejects.
         """
         nothing = Pass(model=model, data=(), loss="cross_entropy", forward_only=True)
         with contextlib.suppress(ApiError):
@@ -217,13 +220,13 @@ class Futures:
             )
 
     async def cancel(self, name: str, owner: str) -> None:
-        """Ask that the work is not begun. Raises Refusal as `find`."""
+        """Request that it is not started. Raises ApiError as `find`."""
         promise = self.find(name, owner)
         if not promise.end.done():
             await self._link.cancel(promise.id)
 
     def keep_payload(self, promise: FutureRecord, form: str, payload: bytes) -> None:
-        """Keep a result as it is sent, for whoever asks again."""
+        """Cache an encoded result for repeated polls."""
         if promise.id in self._done.get(promise.owner, {}):
             promise.payloads[form] = payload
             promise.size += len(payload)
@@ -242,8 +245,8 @@ class Futures:
         self._drop_beyond(promise)
 
     def _drop_beyond(self, newest: FutureRecord) -> None:
-        """The oldest results of the owner who has most of them, until all are within bounds: what
-        one owner has computed costs no other's results."""
+        """Drop the oldest results of the owner with the most, until the total is within the limit,
+        so that one owner's results do not evict those of others."""
         while self._kept_bytes.total() > self._max_kept_bytes:
             [(owner, _)] = self._kept_bytes.most_common(1)
             if not self._drop_oldest(owner, newest):
@@ -267,7 +270,7 @@ class Futures:
                 del counter[promise.owner]
 
     def expire(self) -> None:
-        """Forget results that have been there for their time."""
+        """Drop results whose time to live is over."""
         oldest = self._clock() - self._ttl
         for owner in list(self._done):
             while owner in self._done:
@@ -295,12 +298,12 @@ class Futures:
 
 
 def _has_failed(end: asyncio.Future[End]) -> bool:
-    """Whether it may be tried again."""
+    """Whether the request failed and may be retried."""
     return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
 
 
 def _work_bytes(work: Ordered | Sample | EncodedAsk) -> int:
-    """What a work takes, near enough."""
+    """Approximate bytes of a request."""
     match work:
         case EncodedAsk():
             return len(work.ask.frame)
@@ -314,7 +317,7 @@ def _work_bytes(work: Ordered | Sample | EncodedAsk) -> int:
 
 
 def _bytes_of(end: End) -> int:
-    """What a result takes, near enough."""
+    """Approximate bytes of a result."""
     if isinstance(end, Failure):
         return len(end.error)
     assert isinstance(end, Answer)

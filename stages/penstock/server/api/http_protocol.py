@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with bounds on what a client may send before it is known."""
+"""HTTP/1.1 protocol of uvicorn with limits for clients that are not yet authenticated."""
 
 import asyncio
 import resource
@@ -12,24 +12,24 @@ from penstock.server.api.connections import NOBODY, Client, Connections, Phase
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 MAX_PIPELINED = 8
-"""Requests that wait on one connection for the answer of the one before."""
+"""Maximum number of pipelined requests per connection."""
 
 EXTENSION = "penstock.connection"
-"""Under which name a request's scope has its connection."""
+"""Scope key of a request's connection."""
 
 FILES = 64
-"""Descriptors that the process has open beside its connections."""
+"""File descriptors of the process besides its connections."""
 BACKLOG, SMALL_BACKLOG = 128, 16
-"""Connections that are accepted at a time, where descriptors are many or few."""
+"""Listen backlog, for a large and for a small descriptor limit."""
 ROUNDS = 3
-"""Of the event loop, from accepting a connection until it, or another, is closed."""
+"""Event loop iterations from accepting a connection until it or another one is closed."""
 
 
 class Connection(HttpToolsProtocol):
     """One connection."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
-        """`uvicorns`: what uvicorn makes its own with."""
+        """`uvicorns` are uvicorn's own arguments."""
         super().__init__(**uvicorns)
         self._connections = connections
         self.owner = NOBODY
@@ -40,17 +40,17 @@ class Connection(HttpToolsProtocol):
         self._has_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Count it."""
+        """Register the connection."""
         super().connection_made(transport)
         self._connections.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it no more."""
+        """Unregister the connection."""
         self._connections.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse some more, of a header only so much."""
+        """Parse more bytes, with a limit on the header."""
         if self.transport.is_closing():
             return
         if self.phase == "idle":
@@ -62,13 +62,13 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def on_message_begin(self) -> None:
-        """Another request."""
+        """A new request starts."""
         super().on_message_begin()
         self._has_message, self._header_bytes = False, 0
         self.scope["extensions"] = {EXTENSION: self}  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_url(self, url: bytes) -> None:
-        """Part of the address."""
+        """Part of the URL."""
         self._count(len(url))
         super().on_url(url)
 
@@ -78,7 +78,7 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Serve the request, unless too many wait already."""
+        """Handle the request, unless too many are pipelined."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self.abort()
             return
@@ -86,12 +86,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Part of a body."""
+        """Part of the body."""
         if self.cycle is not None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is here as a whole."""
+        """The request is complete."""
         self._has_message = True
         if self.phase == "drain":
             self._enter("idle")
@@ -99,32 +99,32 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is handed over."""
+        """The response has been written."""
         is_next = bool(self.pipeline)
         super().on_response_complete()
         if not self.transport.is_closing() and not is_next:
             self._enter("idle" if self._has_message else "drain")
 
     def pause_writing(self) -> None:
-        """The client takes nothing more for now."""
+        """The client stopped reading."""
         self.paused_since = self._connections.clock()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It does again."""
+        """The client reads again."""
         self.paused_since = None
         super().resume_writing()
 
     def is_closing(self) -> bool:
-        """Whether it was closed, and something is still to be sent."""
+        """Whether it was closed with data still to be sent."""
         return self.transport.is_closing()
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close it immediately."""
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """The request is served as one of HTTP/1.1, and nothing after it is read."""
+        """Upgrades are not supported: serve the request as HTTP/1.1 and read nothing after it."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -141,14 +141,13 @@ class Connection(HttpToolsProtocol):
 
 
 def get_connection(request: Request) -> Client | None:
-    """The connection that a request came by; None where it came by no socket."""
+    """The connection of a request; None without a socket."""
     return request.scope.get("extensions", {}).get(EXTENSION)
 
 
 def room_for_connections(asked: int) -> tuple[int, int]:
-    """How many connections may be open, of those that are asked for, and how many are accepted at
-    a time: no more than this process may have descriptors, whose limit is raised as far as it
-    can be."""
+    """Number of open connections that the file descriptor limit allows, at most `asked`, and the
+    listen backlog. The descriptor limit is raised as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = asked + FILES + ROUNDS * BACKLOG
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""A log that clients cannot fill: a bound on lines that differ in their values alone."""
+"""Log rate limit: clients cannot flood the log with lines that differ only in their values."""
 
 import logging
 import time
@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 LINES = 20
 SECONDS = 10.0
-"""In which so many alike are written."""
+"""Window in seconds."""
 MAX_KINDS = 1000
-"""Kinds of lines that are told apart."""
+"""Maximum number of distinct line formats."""
 
 
 class LogLimit(logging.Filter):
-    """Lets through LINES of each kind in SECONDS, and says then how many it has left out."""
+    """Passes LINES of each format per SECONDS, then logs how many were suppressed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class LogLimit(logging.Filter):
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is written."""
+        """Whether a line is logged."""
         now = self._clock()
         kind = (record.name, record.levelno, str(record.msg)[:200])
         began, count = self._kinds.get(kind, (now, 0))

@@ -1,4 +1,4 @@
-"""What Prometheus is told: requests, futures, and how the engine is. Labels are of a known few."""
+"""Prometheus metrics: requests, futures, scheduler status. Label values are bounded."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -7,11 +7,11 @@ from penstock.server.protocol.envelopes import Status
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
-"""Upper ends of the buckets of how long requests take."""
+"""Upper bounds of the latency histogram's buckets in seconds."""
 
 
 class Metrics:
-    """Of one API process."""
+    """Metrics of one API process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -34,16 +34,16 @@ class Metrics:
         self._engine = self._gauge("penstock_engine_up", "1 while the engine answers.")
         self._workers = self._gauge("penstock_workers_ready", "1 while the workers are ready.")
         self.total = 0
-        """Requests that were answered."""
+        """Number of requests served."""
 
     def observe(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count one request by the path of its route, not by what a client wrote."""
+        """Record a request by the path template of its route, not by the client's path."""
         self.total += 1
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def write(self, *, pending: int, kept: int, status: Status | None) -> bytes:
-        """All of it as text. `status` None: the engine is not there."""
+        """Render in the Prometheus text format. `status` None: the scheduler is not available."""
         self._pending.set(pending)
         self._kept.set(kept)
         self._engine.set(status is not None)

@@ -1,7 +1,7 @@
-"""The OpenAPI document: the framework's, with what it cannot see.
+"""OpenAPI document: FastAPI's own, with additions that it cannot derive.
 
-Those are keys, which are looked at before the framework reads a body; the errors, which have one
-shape on all routes; and bodies with samples, which are decoded by hand.
+The additions are API keys, which are checked before FastAPI reads a body; errors, which have one
+schema on all routes; and bodies with samples, which are decoded without FastAPI.
 """
 
 from typing import Any
@@ -32,26 +32,26 @@ ERRORS = {
     504: "It took too long",
     507: "No room for what would be saved",
 }
-"""That every route may answer with."""
+"""Error responses of every route."""
 
 
 KEYS = {
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
     "bearer": {"type": "http", "scheme": "bearer"},
 }
-"""The two ways to send one."""
+"""The two ways to send an API key."""
 
 
 def body_schema(schema: str, *others: str) -> dict[str, Any]:
-    """What the document says of a body that a route decodes by hand: JSON of this schema, or bytes
-    of `others`."""
+    """The request body of a route that decodes it itself: JSON of this schema, or bytes of the
+    media types `others`."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(others, binary)
     return {"requestBody": {"required": True, "content": content}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """The document, made once."""
+    """The document, built once."""
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = told["components"]["schemas"]
@@ -65,7 +65,7 @@ def document(app: FastAPI) -> dict[str, Any]:
                 answers = operation["responses"]
                 if "health" in operation["tags"]:
                     operation["security"] = []
-                # What the framework says of bodies that do not fit is not what is answered here.
+                # FastAPI's schema of validation errors is not the one used here.
                 answers.pop("422", None)
                 for status, what in ERRORS.items():
                     error = {"description": what, "content": {JSON: body}}

@@ -1,4 +1,4 @@
-"""The API's end of the channel to the engine: what is asked, what is answered, and its loss."""
+"""Scheduler client: the API's end of the channel to the scheduler."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from penstock.server.protocol.results import Result
 LOG = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
-"""Between greetings, until the engine is heard of."""
+"""Seconds between hello messages until the scheduler answers."""
 
 LOST = "the engine died while this was under way; what it had done is unknown. Ask again."
 
@@ -32,7 +32,7 @@ End = Answer | Failure
 
 
 class SchedulerClient:
-    """Asks of this process that are under way."""
+    """Requests of this process that are in flight."""
 
     def __init__(self, channel: Channel[ToEngine | Encoded, FromEngine]) -> None:
         self._channel = channel
@@ -41,14 +41,14 @@ class SchedulerClient:
         self._instance = secrets.token_hex(8)
         self._greeted = ""
         self.status: Status | None = None
-        """None until the engine is heard of, and from its loss on."""
+        """None until the scheduler is connected and after the connection is lost."""
 
     def start(self) -> None:
-        """Greet the engine and listen, until `stop`."""
+        """Connect to the scheduler and receive, until `stop`."""
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._greet())]
 
     async def stop(self) -> None:
-        """Listen no more; what is under way fails."""
+        """Stop receiving; requests in flight fail."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -58,14 +58,15 @@ class SchedulerClient:
         self._channel.close()
 
     async def ask(self, ask: Request) -> asyncio.Future[End]:
-        """Hand a work over; its end is heard of later. Raises Refusal as `expect` and `send`."""
+        """Send a request and return a future of its result. Raises ApiError as `expect` and
+        `send`."""
         end = self.expect(ask.id)
         await self.send(ask, ask.id)
         return end
 
     def expect(self, name: str) -> asyncio.Future[End]:
-        """The end of an ask that is about to be sent. Raises Refusal (503) while there is no
-        engine."""
+        """Register a future of a request that is about to be sent. Raises ApiError (503) if the
+        scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
             raise ApiError(
                 "the engine is not there; it is started again",
@@ -79,9 +80,9 @@ class SchedulerClient:
         return end
 
     async def send(self, ask: Request | Encoded, name: str) -> None:
-        """Hand over a work whose end is expected; where that does not go, its end is cancelled.
+        """Send a registered request; if sending fails, its future is cancelled.
 
-        Raises Refusal (413) for what is too large for the channel.
+        Raises ApiError (413) for a message that is too large for the channel.
         """
         end = self._waiting[name]
         try:
@@ -93,9 +94,10 @@ class SchedulerClient:
             raise
 
     async def call(self, owner: str, work: Work, seconds: float) -> Result:
-        """The result of a work that is waited for.
+        """Send a request and wait for its result.
 
-        Raises Refusal: the engine's, or 504 after `seconds`, when the work is told not to begin.
+        Raises ApiError: the scheduler's error, or 504 after `seconds`; the request is then
+        cancelled unless it has started.
         """
         ask = Request(id=secrets.token_hex(16), owner=owner, work=work)
         end = await self.ask(ask)
@@ -114,7 +116,7 @@ class SchedulerClient:
         return found.result
 
     async def cancel(self, name: str) -> None:
-        """Ask that the work of this ask is not begun."""
+        """Cancel the request unless it has started."""
         await self._channel.send(Cancel(id=name))
 
     async def _listen(self) -> None:
@@ -141,7 +143,8 @@ class SchedulerClient:
         if self.status is not None:
             LOG.warning("engine: lost, with %d asks under way", len(self._waiting))
         self.status = None
-        # Another name than before: what this process counted as done may be unknown to the next.
+        # A new instance name: requests that this process counted as done may be unknown to a new
+        # scheduler.
         self._instance = secrets.token_hex(8)
         self._fail_all(LOST)
 
@@ -151,7 +154,7 @@ class SchedulerClient:
                 end.set_result(Failure(id=name, error=why, category="server", code="lost"))
 
     async def _greet(self) -> None:
-        """Until the engine answers with its status: it may not be there yet."""
+        """Send hello messages until the scheduler sends its status: it may not be running yet."""
         at = 0.0
         while True:
             waits = self.status is None and time.monotonic() - at >= HELLO_SECONDS

@@ -1,7 +1,8 @@
-"""Heartbeats of sessions: answered here, and told to the engine together.
+"""Session heartbeats.
 
-A heartbeat must not wait for what the engine is at. The engine is asked whether a session is there
-when it is heard of first, and says of those it is told of which of them have ended.
+Heartbeats are answered here and forwarded to the scheduler in batches, so that they do not wait for
+a busy scheduler. The scheduler is asked once whether a session exists, and later reports which of
+the forwarded sessions have ended.
 """
 
 import asyncio
@@ -19,14 +20,14 @@ from penstock.server.protocol.results import Gone
 LOG = logging.getLogger(__name__)
 
 LONGEST_INTERVAL = 1.0
-"""Seconds between two words to the engine."""
+"""Maximum seconds between batches to the scheduler."""
 
 KEPT_SECONDS = 60.0
-"""A session that is silent for so long is asked for again."""
+"""A session without heartbeat for so many seconds is looked up again."""
 
 
 class SessionHeartbeats:
-    """Sessions whose clients live."""
+    """Sessions with live clients."""
 
     def __init__(
         self,
@@ -36,50 +37,51 @@ class SessionHeartbeats:
         answer_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`idle_timeout`: seconds without a word after which a session ends; `answer_timeout`:
-        seconds that the engine has to answer."""
+        """`idle_timeout`: seconds without a heartbeat after which a session ends; `answer_timeout`:
+        seconds that the scheduler has to answer."""
         self._link = link
         self._interval = min(LONGEST_INTERVAL, idle_timeout / 4)
         self._answer_timeout = answer_timeout
         self._clock = clock
         self._heard: dict[tuple[str, str], float] = {}
-        """When each session that is there was heard of last, by owner and name."""
+        """Time of the last heartbeat of each known session, by owner and name."""
         self._untold: defaultdict[str, set[str]] = defaultdict(set)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Tell the engine who lives, until `stop`."""
+        """Start forwarding heartbeats, until `stop`."""
         self._task = asyncio.create_task(self._tell())
 
     async def stop(self) -> None:
-        """Tell nothing more."""
+        """Stop forwarding."""
         if self._task:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
     async def beat(self, owner: str, session: str) -> None:
-        """The client of a session lives.
+        """Record a heartbeat of a session.
 
-        Raises Refusal: 410 where the owner has no such session, 503 while there is no engine.
+        Raises ApiError: 410 if the owner has no such session, 503 if the scheduler is not
+        connected.
         """
         if (owner, session) in self._heard and self._link.status is not None:
             self._untold[owner].add(session)
         elif await self._gone(owner, (session,)):
-            # The SDK stops beating at 410.
+            # The SDK stops its heartbeats on a 410.
             raise ApiError(f"session {session[:200]!r} is not there, or has ended", code="gone")
         self.begin(owner, session)
 
     def begin(self, owner: str, session: str) -> None:
-        """The engine has told that it is there."""
+        """The scheduler has confirmed that the session exists."""
         self._heard[owner, session] = self._clock()
 
     def forget(self, owner: str, session: str) -> None:
-        """It is being ended: what becomes of it the engine says."""
+        """The session is being ended; the scheduler reports its outcome."""
         self._heard.pop((owner, session), None)
 
     async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
-        """Which of them are not there."""
+        """The sessions that do not exist."""
         told = await self._link.call(owner, Heartbeat(sessions=sessions), self._answer_timeout)
         assert isinstance(told, Gone)
         return told.sessions
@@ -97,7 +99,7 @@ class SessionHeartbeats:
         try:
             gone = await self._gone(owner, tuple(sessions))
         except Exception as error:  # noqa: BLE001 - sessions must not end for a word that failed
-            # An engine that is not there, or slow, is told the next time.
+            # A scheduler that is disconnected or slow is informed the next time.
             LOG.warning("heartbeats could not be told: %s", error)
             self._untold[owner] |= sessions
             return

@@ -45,7 +45,7 @@ def managed_processes(prepared: Prepared, say: Callable[[str], None]) -> list[Ma
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
     found: list[ManagedProcess] = []
     if prepared.serves:
-        for name, package in (("api", "api"), ("engine", "orchestrator")):
+        for name, package in (("api", "api"), ("engine", "scheduler")):
             module = f"penstock.server.{package}"
             words = [str(os.getpid()), name, module, str(prepared.file)]
             command = [sys.executable, "-m", "penstock.server.launch.child_main", *words]

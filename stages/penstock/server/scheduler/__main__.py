@@ -1,4 +1,4 @@
-"""The engine process: `python -m penstock.server.orchestrator JOB`. Between the API and workers."""
+"""The engine process: `python -m penstock.server.scheduler JOB`. Between the API and workers."""
 
 import asyncio
 import os

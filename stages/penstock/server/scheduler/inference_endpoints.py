@@ -14,8 +14,8 @@ from penstock.server.scheduler.errors import RequestError, internal_error, not_f
 from penstock.server.scheduler.state_store import DestinationRecord, Registry
 from penstock.server.scheduler.task import Outcome
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
+from penstock.server.weight_sync.background_thread import run_in_background
 from penstock.server.weight_sync.errors import SyncError, named
-from penstock.server.weight_sync.sender import beside
 from penstock.server.weight_sync.sglang_client import (
     EngineParallelism,
     InferenceServer,
@@ -148,7 +148,7 @@ def resume_inference_servers(
     """Have servers generate again which workers that are gone may have left paused. Nobody waits
     for it."""
     for endpoint, key in sent:
-        beside(partial(_let_go_on, InferenceServer(endpoint, key), group_name))
+        run_in_background(partial(_let_go_on, InferenceServer(endpoint, key), group_name))
 
 
 def _let_go_on(server: InferenceServer, group_name: str) -> None:
@@ -167,7 +167,7 @@ def _endpoint(record: DestinationRecord) -> Endpoint:
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:
     """What it says within ASK_SECONDS."""
-    asked: Future[EngineParallelism | None] = beside(lambda: server.sizes(ASK_SECONDS))
+    asked: Future[EngineParallelism | None] = run_in_background(lambda: server.sizes(ASK_SECONDS))
     try:
         async with asyncio.timeout(ASK_SECONDS):
             return await asyncio.wrap_future(asked)

@@ -9,13 +9,12 @@ weights of two steps, until the next sync.
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from http.client import HTTPException
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from penstock.models.weights import WeightMap
 from penstock.server.protocol.results import Synced
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
+from penstock.server.weight_sync.background_thread import run_in_background
 from penstock.server.weight_sync.block_fp8 import quantised_shapes, wants_fp8
 from penstock.server.weight_sync.buckets import BucketPlan
 from penstock.server.weight_sync.errors import Step, SyncError, named, refused
@@ -41,25 +41,6 @@ from penstock.server.weight_sync.sglang_client import (
     is_absent,
     words_to_go_on,
 )
-
-T = TypeVar("T")
-
-
-def beside(act: Callable[[], T]) -> Future[T]:
-    """Do it in a thread that no end of the process waits for."""
-    future: Future[T] = Future()
-    # Who waits no more does not cancel it: it is done all the same.
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - raised where its result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="penstock-sync", daemon=True).start()
-    return future
-
 
 LOG = logging.getLogger(__name__)
 
@@ -239,7 +220,7 @@ class _Push:
                 )
             )
             first += server.endpoint.world_size
-        self._await(calls, beside(group.join), step="group", seconds=self._limits.group)
+        self._await(calls, run_in_background(group.join), step="group", seconds=self._limits.group)
 
     def _update(
         self, group: ExternalProcessGroup, names: Sequence[str], *, flush: bool, ends: bool
@@ -263,7 +244,7 @@ class _Push:
             )
             for server in self._servers
         ]
-        going = beside(lambda: group.broadcast(tensors))
+        going = run_in_background(lambda: group.broadcast(tensors))
         self._await(calls, going, step="update", seconds=self._limits.update)
 
     def _leave(self, group: ExternalProcessGroup) -> None:
@@ -274,7 +255,9 @@ class _Push:
             )
             for server in self._servers
         ]
-        self._await(calls, beside(group.close), step="destroy", seconds=self._limits.pause)
+        self._await(
+            calls, run_in_background(group.close), step="destroy", seconds=self._limits.pause
+        )
 
     def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the group, and let every server that can still be told leave it and generate again;
@@ -302,13 +285,13 @@ class _Push:
         )
 
     def _all(self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float) -> None:
-        calls = [beside(functools.partial(ask, server)) for server in self._servers]
+        calls = [run_in_background(functools.partial(ask, server)) for server in self._servers]
         self._await(calls, None, step=step, seconds=seconds)
 
     def _posted(
         self, server: InferenceServer, path: str, body: dict[str, Any], step: Step, seconds: float
     ) -> Future[None]:
-        return beside(lambda: server.post(path, body, step=step, seconds=seconds))
+        return run_in_background(lambda: server.post(path, body, step=step, seconds=seconds))
 
     def _await(
         self,

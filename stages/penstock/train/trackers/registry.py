@@ -27,7 +27,7 @@ class TrackerSpec:
 
 
 KNOWN: Mapping[str, TrackerSpec] = {
-    "wandb": TrackerSpec("Weights & Biases", "wandb", "weights_and_biases"),
+    "wandb": TrackerSpec("Weights & Biases", "wandb", "wandb"),
     "tensorboard": TrackerSpec("TensorBoard", "tensorboard", "tensorboard"),
     "mlflow": TrackerSpec("MLflow", "mlflow", "mlflow"),
     "trackio": TrackerSpec("trackio", "trackio", "trackio"),

@@ -1,4 +1,4 @@
-"""Who asks: the owner that a key stands for. Keys themselves are neither logged nor passed on."""
+"""API key authentication: maps a key to an owner. Keys are neither logged nor forwarded."""
 
 import hashlib
 import hmac
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from penstock.server.api.errors import ApiError
 
 NOBODY = "local"
-"""The owner of everything where no keys are asked for."""
+"""The owner of everything if no keys are required."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-"""Names under which this machine is reached from itself."""
+"""Host names of this machine for itself."""
 
 
 def owner_of_key(key: str) -> str:
@@ -19,16 +19,16 @@ def owner_of_key(key: str) -> str:
 
 
 class Keys:
-    """Those that are let in."""
+    """The valid API keys."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._digests = {hashlib.sha256(key.encode()).digest(): owner_of_key(key) for key in keys}
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """Whose request this is, by `X-API-Key` or `Authorization: Bearer`.
+        """The owner of a request, from `X-API-Key` or `Authorization: Bearer`.
 
-        Raises Refusal (401) where the key is none of ours; and, where no keys are asked for, 421
-        for a name of another machine: a page in a browser that was led here by its own name.
+        Raises ApiError (401) for an unknown key; and, if no keys are required, 421 for the host
+        name of another machine, which prevents DNS rebinding from a browser.
         """
         if not self._digests:
             self._stands_here(headers.get("host", ""))
@@ -36,7 +36,7 @@ class Keys:
         given = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
         digest = hashlib.sha256(given.encode()).digest()
         found = ""
-        # All are compared, in constant time, so that time tells nothing of which one was near.
+        # Compare with all keys in constant time, so that timing reveals nothing.
         for known, owner in self._digests.items():
             if hmac.compare_digest(known, digest):
                 found = owner

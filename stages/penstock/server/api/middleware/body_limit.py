@@ -1,7 +1,7 @@
-"""Bodies of requests: read within bounds of bytes and time, and decoded within bounds of memory.
+"""Request body limits: size, read timeout, and memory for decoding.
 
-Bodies of most routes are small and are decoded here. Those with samples may be large: they are
-handed over as they were sent, to be decoded elsewhere (`sample_bodies`).
+Bodies of most routes are small and are decoded here. Bodies with samples may be large and are
+passed on undecoded (`request_bodies`).
 """
 
 import asyncio
@@ -23,42 +23,43 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 MAX_SMALL_BYTES = 1 << 20
-"""Of a body without samples, as it is sent and decompressed."""
+"""Maximum bytes of a body without samples, compressed and decompressed."""
 MAX_SMALL_VALUES = 20_000
-"""Commas, colons and brackets of a small JSON body: some milliseconds of decoding."""
+"""Maximum number of commas, colons and brackets in a small JSON body: some milliseconds of
+decoding."""
 MAX_KEYS = 64
-"""Of one object, but for the inputs of a sample: what is not known is told key by key, which takes
-more time and memory than the key."""
+"""Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
+error, which takes more time and memory than the key."""
 SMALL_WINDOW = 1 << 23
-"""Memory, in bytes, that decompressing a small body may take."""
+"""Maximum window size in bytes for decompressing a small body."""
 
 UNCOUNTED_BYTES = 1 << 16
-"""At the beginning of each body, that any client may always send: heartbeats get through when
-there is no memory for large bodies."""
+"""The first bytes of each body that are always accepted, so that heartbeats succeed when there is
+no memory for large bodies."""
 
 BODY_SECONDS = 20.0
-"""In which a body arrives, and longer by its length at MIN_RATE."""
+"""Seconds for a body to arrive, plus its length divided by MIN_RATE."""
 MIN_RATE = 64 << 10
-"""Bytes in a second that a large body arrives with, on average."""
+"""Minimum average upload rate in bytes per second."""
 
 
 @dataclass(eq=False)
 class BodyLease:
-    """The memory that one body takes."""
+    """The memory of one body."""
 
     owner: str
     count: int = 0
-    """Bytes that are counted."""
+    """Bytes counted so far."""
     deadline: asyncio.Timeout | None = None
-    """While the body is still arriving."""
+    """The timeout while the body is being received."""
     is_evicted: bool = False
 
 
 @dataclass
 class Bodies:
-    """The memory of all bodies at once, shared fairly between owners.
+    """The memory of all bodies, shared fairly between owners.
 
-    When it is full, whoever holds most of it gives up a body that is still arriving.
+    At the limit, the owner with the most memory loses a body that is still being received.
     """
 
     max_bytes: int
@@ -68,11 +69,11 @@ class Bodies:
 
     @property
     def held_bytes(self) -> int:
-        """All that are held."""
+        """Bytes of all bodies."""
         return self._by_owner.total()
 
     def take(self, held: BodyLease, count: int) -> None:
-        """Count so many more bytes of a body. Raises Refusal (429) where there is no room."""
+        """Count more bytes of a body. Raises ApiError (429) if there is no memory."""
         if self._by_owner[held.owner] + count > self.max_owner_bytes:
             raise _no_memory()
         while self.held_bytes + count > self.max_bytes:
@@ -87,7 +88,7 @@ class Bodies:
         self._by_owner[held.owner] += count
 
     def release(self, held: BodyLease) -> None:
-        """A body is held no more."""
+        """Release a body's memory."""
         self._held.pop(held, None)
         self._by_owner[held.owner] -= held.count
         if not self._by_owner[held.owner]:
@@ -95,8 +96,8 @@ class Bodies:
         held.count = 0
 
     def _to_evict(self, owner: str, count: int) -> BodyLease | None:
-        """The youngest body that still arrives of the owner who holds most, if that is another
-        who will hold no less than this one then."""
+        """The newest incomplete body of the owner with the most memory, if that is another owner
+        who will still have at least as much as this one."""
         [(largest, most)] = self._by_owner.most_common(1) or [(owner, 0)]
         if largest == owner or most < self._by_owner[owner] + count:
             return None
@@ -107,26 +108,26 @@ class Bodies:
 
 
 class BoundedRequest(Request):
-    """A request whose body is bounded by `max_bytes`, by the memory of all, and in time."""
+    """A request whose body is limited by `max_bytes`, by the total memory, and in time."""
 
     def __init__(self, scope: Scope, receive: Receive, max_bytes: int, bodies: Bodies) -> None:
         super().__init__(scope, receive)
         self.max_bytes = max_bytes
-        """Of a body with samples, as it is sent and decompressed."""
+        """Maximum bytes of a body with samples, compressed and decompressed."""
         self._bodies = bodies
         self._memory: BodyLease | None = None
         self._read: bytes | None = None
         self.parsed: Any = None
-        """What the body says, once it has been decoded; routes with samples set it."""
+        """The decoded body; set by routes with samples."""
 
     @property
     def kind(self) -> str:
-        """Of what the body is, parameters apart."""
+        """The media type without parameters."""
         return self.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     @property
     def encoding(self) -> str:
-        """How the body is compressed: `zstd`, or `identity`. Raises Refusal (415) for another."""
+        """The content encoding: `zstd` or `identity`. Raises ApiError (415) for others."""
         encoding = self.headers.get("content-encoding", "identity").strip().lower() or "identity"
         if encoding not in ("identity", "zstd"):
             raise ApiError(
@@ -135,11 +136,10 @@ class BoundedRequest(Request):
         return encoding
 
     async def body(self) -> bytes:
-        """A small body, decompressed.
+        """Read a small body and decompress it.
 
-        Raises Refusal: 408 for one that is too slow, 413 for one that is too long, 415 for one
-        that is compressed or written in another way than is read here, 429 where there is no memory
-        for it, 400 for one that cannot be decompressed.
+        Raises ApiError: 408 for a timeout, 413 for a body that is too large, 415 for an unsupported
+        content type or encoding, 429 if there is no memory for it, 400 for invalid compressed data.
         """
         if self._read is None:
             limit = min(self.max_bytes, MAX_SMALL_BYTES)
@@ -148,7 +148,7 @@ class BoundedRequest(Request):
         return self._read
 
     async def json(self) -> Any:
-        """A small body as JSON. Raises Refusal as `body`, `parsed_json` and `require_few_keys`."""
+        """A small body as JSON. Raises ApiError as `body`, `parsed_json` and `require_few_keys`."""
         self.parsed = parsed_json(await self.body(), MAX_SMALL_VALUES, MAX_SMALL_VALUES)
         left: list[Any] = [self.parsed]
         while left:
@@ -162,7 +162,7 @@ class BoundedRequest(Request):
         return self.parsed
 
     async def parts(self, limit: int) -> Sequence[bytes]:
-        """A body as it is sent, of `limit` bytes at most, in pieces. Raises Refusal as `body`."""
+        """The body as sent, of at most `limit` bytes, in chunks. Raises ApiError as `body`."""
         said = self.headers.get("content-length", "")
         if said.isdecimal() and (len(said) > 18 or int(said) > limit):
             raise too_long(limit)
@@ -188,7 +188,7 @@ class BoundedRequest(Request):
         return parts
 
     def release(self) -> None:
-        """The body is held no more."""
+        """Release the body's memory."""
         if self._memory is not None:
             self._bodies.release(self._memory)
             self._memory = None
@@ -215,9 +215,9 @@ class BoundedRequest(Request):
 
 
 def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes:
-    """A body, decompressed within `limit` bytes, with `window` bytes of memory at most.
+    """Decompress a body to at most `limit` bytes, with a window of at most `window` bytes.
 
-    Raises Refusal: 413 for one that is longer, 400 for one that is no zstd.
+    Raises ApiError: 413 for a body that is too large, 400 for invalid zstd data.
     """
     if encoding == "identity":
         return packed
@@ -233,11 +233,11 @@ def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes
 
 
 def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
-    """A body as JSON says it: no NaN, no half of a surrogate pair, no bottomless nesting.
+    """Parse strict JSON: no NaN, no lone surrogates, no unlimited nesting.
 
-    Commas, colons and brackets are counted before anything is decoded, also those within texts:
-    what comes of few bytes may take a hundred times their memory. Raises Refusal (413) over these
-    bounds, 400 for what is no JSON.
+    Commas, colons and brackets are counted before decoding, including those within strings, because
+    decoded objects may take a hundred times the memory of the text. Raises ApiError: 413 above
+    these limits, 400 for invalid JSON.
     """
     containers = body.count(b"[") + body.count(b"{")
     values = body.count(b",") + body.count(b":") + containers
@@ -254,13 +254,13 @@ def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
 
 
 def require_few_keys(found: Mapping[str, Any]) -> None:
-    """Raise Refusal for an object of JSON with more than MAX_KEYS keys."""
+    """Raise ApiError for a JSON object with more than MAX_KEYS keys."""
     if len(found) > MAX_KEYS:
         raise ApiError(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
 
 
 def too_long(limit: int) -> ApiError:
-    """Of a body of more than `limit` bytes."""
+    """The error for a body of more than `limit` bytes."""
     return ApiError(f"the body is over {limit} bytes; send fewer samples at once", status=413)
 
 

@@ -1,7 +1,8 @@
-"""Turns: a burst of requests is served a few at a time, so that heartbeats do not stand behind it.
+"""Concurrency limit: a burst of requests is served a few at a time, so that heartbeats are not
+delayed.
 
-An event loop runs all that is ready before it looks at its sockets again. When a batch of drawing
-ends, hundreds of polls are ready at once, and as many new requests follow them.
+An event loop runs everything that is ready before it polls its sockets again. When a batch of
+sampling requests ends, hundreds of polls are ready at once, followed by as many new requests.
 """
 
 import asyncio
@@ -10,21 +11,21 @@ from collections import deque
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 URGENT = ("/api/v1/session_heartbeat", "/health", "/api/v1/health", "/api/v1/healthz")
-"""Paths of what tells who lives: served before others that came earlier."""
+"""Liveness paths, which bypass the queue."""
 
 AT_ONCE = 4
-"""Requests that begin, or are answered, between two looks at the sockets."""
+"""Requests that start or are answered per event loop iteration."""
 
 
 class ConcurrencyLimit:
-    """Who waits for one, in the order in which they came. Of one event loop."""
+    """FIFO queue of waiting requests. For one event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._given = 0
 
     async def take(self) -> None:
-        """Wait for a turn."""
+        """Wait for a slot."""
         loop = asyncio.get_running_loop()
         if not self._given:
             loop.call_soon(self._give)
@@ -36,11 +37,11 @@ class ConcurrencyLimit:
         await turn
 
     def _give(self) -> None:
-        """The next few, once the loop has looked at its sockets."""
+        """Release the next few requests after the loop has polled its sockets."""
         self._given = 0
         while self._waiting and self._given < AT_ONCE:
             turn = self._waiting.popleft()
-            # Who does not wait any more was cancelled.
+            # Skip requests that were cancelled while waiting.
             if not turn.done():
                 turn.set_result(None)
                 self._given += 1
@@ -49,7 +50,7 @@ class ConcurrencyLimit:
 
 
 class ConcurrencyLimitMiddleware:
-    """An application whose requests wait for their turns, but for those that are urgent."""
+    """ASGI middleware that limits the concurrency of all requests except urgent ones."""
 
     def __init__(self, app: ASGIApp, turns: ConcurrencyLimit) -> None:
         self._app = app

@@ -1,7 +1,6 @@
-"""What stands before every route: the key, the rate, the bound of the body, and the count.
+"""Guarded routes: API key, rate limit, body limit and metrics before each route.
 
-It is done here and not by the framework's own dependencies, which it asks after it has read and
-parsed the body of whoever sends one.
+This is not done in FastAPI dependencies, because those run after the body has been read and parsed.
 """
 
 import time
@@ -23,17 +22,17 @@ from penstock.server.api.middleware.body_limit import BoundedRequest
 from penstock.server.api.schemas.requests import Seq
 
 UNCOUNTED = ("/api/v1/session_heartbeat", "/api/v1/retrieve_future")
-"""Routes that clients ask again and again because they wait: no rate holds them back."""
+"""Routes that clients poll, which are exempt from the rate limit."""
 
 _MODEL: TypeAdapter[str] = TypeAdapter(ModelName)
 _SEQ: TypeAdapter[int] = TypeAdapter(Seq)
 
 
 class OpenRoute(APIRoute):
-    """A route for everybody."""
+    """A route without authentication."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The framework's, behind what stands before it."""
+        """Wrap the framework's handler."""
         serve = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -68,14 +67,14 @@ class OpenRoute(APIRoute):
         return guarded
 
     def let_in(self, service: AppState, request: BoundedRequest) -> None:
-        """Raises Refusal where the request is not to be served."""
+        """Raises ApiError if the request is rejected."""
 
 
 class GuardedRoute(OpenRoute):
-    """A route for those who have a key, no more often than they may."""
+    """A route with authentication and rate limit."""
 
     def let_in(self, service: AppState, request: BoundedRequest) -> None:
-        """Raises Refusal: 401, 421 or 429; 400 for what is asked in the address and not known."""
+        """Raises ApiError: 401, 421 or 429; 400 for an unknown query parameter."""
         request.state.owner = owner = service.keys.owner(request.headers)
         if (connection := get_connection(request)) is not None:
             service.connections.identify(connection, owner)
@@ -95,14 +94,14 @@ def guarded_router(tag: str) -> APIRouter:
 
 
 def _asked(dependant: Dependant) -> Iterator[str]:
-    """What a route and what it depends on take from the address after its question mark."""
+    """The query parameters of a route and its dependencies."""
     yield from (field.alias for field in dependant.query_params)
     for other in dependant.dependencies:
         yield from _asked(other)
 
 
 async def _pass_over(service: AppState, request: BoundedRequest) -> None:
-    """A work that was no work takes its number along, where it tells which."""
+    """Skip the sequence number of a rejected request, if it has one."""
     body = request.parsed
     if not isinstance(body, dict) or "seq_id" not in body or "sampling_session_id" in body:
         return

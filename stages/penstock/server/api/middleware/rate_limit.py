@@ -1,4 +1,5 @@
-"""How many requests an owner may make in a minute. Not how many may wait: futures count those."""
+"""Rate limit: requests per minute and owner. The number of pending requests is limited by
+futures."""
 
 import time
 from collections.abc import Callable
@@ -6,20 +7,21 @@ from collections.abc import Callable
 from penstock.server.api.errors import ApiError
 
 MAX_OWNERS = 10_000
-"""Buckets that are kept; full ones are forgotten first."""
+"""Maximum number of buckets; full ones are dropped first."""
 
 
 class Rates:
-    """A bucket for each owner, that a minute fills."""
+    """Token buckets, one per owner, refilled per minute."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`per_minute` 0: nothing is counted."""
+        """`per_minute` 0 disables the limit."""
         self._per_minute = per_minute
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, owner: str) -> None:
-        """Count one request. Raises Refusal (429) with the seconds until one more is let in."""
+        """Count one request. Raises ApiError (429) with the seconds until the next one is
+        allowed."""
         if not self._per_minute:
             return
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Routes of what is saved: checkpoints of training and of sampling, and the models they are of."""
+"""Checkpoint routes: training and sampler checkpoints, and the models that they belong to."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ ONE = OF_RUN + "/{checkpoint:path}"
 
 @router.post("/api/v1/save_weights")
 async def save_weights(body: SaveBody, desk: AtDesk) -> FutureResponse:
-    """Save what training goes on from."""
+    """Save a checkpoint for resuming training."""
     work = requests.SaveState(
         model=body.model_id,
         name=body.path,
@@ -60,7 +60,7 @@ async def save_weights(body: SaveBody, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/save_weights_for_sampler")
 async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> FutureResponse:
-    """Save what is sampled from: by a name, or as a sampler of the model's session."""
+    """Save weights for sampling: under a name, or as a sampler of the model's session."""
     name = body.path if body.path is not None else body.name
     if None not in (body.path, body.name):
         raise ApiError("send path (SDK) or name (xorl), one of them")
@@ -81,7 +81,7 @@ async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> Futur
 
 @router.post("/api/v1/weights_info")
 async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsResponse:
-    """What a checkpoint is of."""
+    """Metadata of a checkpoint."""
     written = body.tinker_path if body.tinker_path is not None else body.xorl_path
     if written is None or None not in (body.tinker_path, body.xorl_path):
         raise ApiError("send tinker_path or xorl_path, one of them")
@@ -105,7 +105,7 @@ async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsResponse:
 async def training_runs(
     desk: AtDesk, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
 ) -> RunsResponse:
-    """The owner's models, the newest first."""
+    """The owner's models, newest first."""
     told = await desk.call(requests.ListRuns(limit=limit, offset=offset), results.Runs)
     return RunsResponse(
         training_runs=[RunResponse(**encode_run(run, desk.owner)) for run in told.runs],
@@ -122,7 +122,7 @@ async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned
 
 @router.get("/api/v1/checkpoints")
 async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsResponse:
-    """A page of all that the owner has, the newest first."""
+    """A page of the owner's checkpoints, newest first."""
     told = (await desk.call(requests.ListCheckpoints(), results.CheckpointsResult)).checkpoints
     cursor = CursorResponse(offset=offset, limit=limit, total_count=len(told))
     return CheckpointsResponse(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
@@ -130,13 +130,13 @@ async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> C
 
 @router.post("/api/v1/list_checkpoints")
 async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsResponse:
-    """All of one model, the newest first (xorl)."""
+    """All checkpoints of one model, newest first (xorl)."""
     return await _of_model(desk, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
 async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedResponse:
-    """Delete one of a model (xorl)."""
+    """Delete a checkpoint of a model (xorl)."""
     name = read_checkpoint(body.checkpoint_id, body.model_id)
     await desk.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
     return DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
@@ -144,31 +144,31 @@ async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> Deleted
 
 @router.get(OF_RUN)
 async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsResponse:
-    """All of one model, the newest first."""
+    """All checkpoints of one model, newest first."""
     return await _of_model(desk, model_id)
 
 
 @router.post(ONE + "/publish", status_code=204)
 async def publish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
-    """Let others read it."""
+    """Make a checkpoint readable by other owners."""
     await _keep(desk, model_id, checkpoint, public=True)
 
 
 @router.delete(ONE + "/publish", status_code=204)
 async def unpublish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
-    """Let others read it no more."""
+    """Make a checkpoint private again."""
     await _keep(desk, model_id, checkpoint, public=False)
 
 
 @router.put(ONE + "/ttl", status_code=204)
 async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, desk: AtDesk) -> None:
-    """Change until when it is kept."""
+    """Change the expiry time of a checkpoint."""
     await _keep(desk, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
 
 
 @router.delete(ONE, status_code=204)
 async def delete(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
-    """Delete it."""
+    """Delete a checkpoint."""
     name = read_checkpoint(checkpoint, model_id)
     await desk.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
 

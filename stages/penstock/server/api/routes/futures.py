@@ -1,4 +1,4 @@
-"""Routes of futures: to wait for one, and to wait for it no more."""
+"""Futures routes: poll and cancel."""
 
 import asyncio
 from typing import Any, Literal
@@ -51,7 +51,7 @@ _ANY: dict[str, Any] = {"schema": {"type": "object"}}
     },
 )
 async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) -> Response:
-    """What came of a future; or, after some seconds, that it waits."""
+    """The result of a future, or after some seconds that it is still pending."""
     promise = desk.service.futures.find(body.request_id, desk.owner)
     if not promise.end.done():
         await _wait(promise, desk)
@@ -69,12 +69,12 @@ async def retrieve_future(body: RetrieveBody, request: Request, desk: AtDesk) ->
 
 @router.post("/api/v1/cancel_future", status_code=204)
 async def cancel_future(body: CancelBody, desk: AtDesk) -> None:
-    """Do not begin it, if it has not begun; its end is told as that of every future."""
+    """Cancel a future that has not started; its outcome is retrieved like that of every future."""
     await desk.service.futures.cancel(body.request_id, desk.owner)
 
 
 async def _wait(promise: FutureRecord, desk: RequestContext) -> None:
-    """Until it is done, for as long as a poll may take."""
+    """Wait until it is done, at most for the duration of a poll."""
     closing = asyncio.create_task(desk.service.closing.wait())
     try:
         await asyncio.wait(
@@ -87,7 +87,7 @@ async def _wait(promise: FutureRecord, desk: RequestContext) -> None:
 
 
 async def _payload(promise: FutureRecord, accept: str, desk: RequestContext) -> tuple[bytes, str]:
-    """The end of a future, and the type it is written in."""
+    """The encoded result of a future, and its media type."""
     end = promise.end.result()
     if isinstance(end, Failure):
         return encode(json_of_failure(end)), JSON
@@ -114,7 +114,7 @@ def _try_again(promise: FutureRecord, body: RetrieveBody, desk: RequestContext) 
         queue_state="paused_capacity" if waits else "active",
         queue_state_reason=_reason(desk) if waits else None,
     )
-    # The SDK takes a 408 for the quiet form of it; xorl's clients read the body of a 200.
+    # The SDK takes a 408 as its short form; xorl's clients read the body of a 200.
     code = 200 if body.allow_metadata_only is None else 408
     return Response(encode(told.model_dump(exclude_none=True)), code, media_type=JSON)
 

@@ -1,4 +1,4 @@
-"""Routes of sampling: samplers, and draws after prompts."""
+"""Sampling routes: sampling sessions and completions."""
 
 from fastapi import Request
 
@@ -20,7 +20,7 @@ router = guarded_router("sampling")
 
 @router.post("/api/v1/create_sampling_session")
 async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerResponse:
-    """Name what is sampled from. Without a session (xorl) a path is its own name."""
+    """Create a sampling session. Without a session id (xorl), a path is its own name."""
     if body.session_id is None or body.sampling_session_seq_id is None:
         if body.model_path is None:
             raise ApiError("send session_id and sampling_session_seq_id, or model_path")
@@ -40,7 +40,7 @@ async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> Crea
 
 @router.get("/api/v1/samplers/{sampler_id}")
 async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerResponse:
-    """What a sampler samples from."""
+    """The model that a sampling session uses."""
     told = await desk.call(requests.SamplerOf(sampler=sampler_id), results.SamplerResult)
     path = None if told.path is None else write_path(*told.path.split("/", 1))
     return SamplerResponse(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
@@ -48,7 +48,7 @@ async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerResponse:
 
 @router.post("/api/v1/asample", openapi_extra=body_schema("DrawBody"))
 async def asample(request: Request, desk: AtDesk) -> FutureResponse:
-    """Draw after a prompt."""
+    """Sample completions of a prompt."""
     async with desk.decoding(request, "asample") as (said, work):
         if said.base_model is not None:
             await _is_served(desk, said.base_model)

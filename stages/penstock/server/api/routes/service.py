@@ -1,4 +1,4 @@
-"""Routes of the service: what it offers, how it is, sessions, and how clients are to behave."""
+"""Service routes: capabilities, health, sessions, client configuration."""
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -40,7 +40,7 @@ from penstock.server.api.wire.decode_params import (
 from penstock.server.protocol import requests, results
 
 MAX_MODELS = 1000
-"""That `session_info` tells of: the newest."""
+"""Maximum number of models in `session_info`; the newest are listed."""
 
 router = guarded_router("service")
 everybody = APIRouter(route_class=OpenRoute, tags=["health"])
@@ -48,7 +48,7 @@ everybody = APIRouter(route_class=OpenRoute, tags=["health"])
 
 @router.post("/api/v1/session_heartbeat")
 async def session_heartbeat(body: HeartbeatBody, desk: AtDesk) -> HeartbeatResponse:
-    """The client of a session lives."""
+    """Heartbeat of a session."""
     await desk.service.pulse.beat(desk.owner, body.session_id)
     return HeartbeatResponse(session_id=body.session_id)
 
@@ -56,14 +56,14 @@ async def session_heartbeat(body: HeartbeatBody, desk: AtDesk) -> HeartbeatRespo
 @everybody.get("/")
 @everybody.get("/api/v1/healthz")
 async def healthz() -> LiveResponse:
-    """Whether this process answers."""
+    """Liveness of the API process."""
     return LiveResponse()
 
 
 @everybody.get("/health", responses={503: {"model": HealthResponse}})
 @everybody.get("/api/v1/health", responses={503: {"model": HealthResponse}})
 async def health(request: Request) -> Response:
-    """Whether work can be done: 200 while the workers are ready, else 503."""
+    """Readiness: 200 if the workers are ready, else 503."""
     service: AppState = request.app.state.service
     status = service.link.status
     workers = status.workers if status else "unreachable"
@@ -80,7 +80,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(desk: AtDesk) -> Response:
-    """Counts and times, as Prometheus reads them."""
+    """Prometheus metrics."""
     service = desk.service
     text = service.metrics.write(
         pending=service.futures.pending, kept=len(service.futures), status=service.link.status
@@ -90,7 +90,7 @@ async def metrics(desk: AtDesk) -> Response:
 
 @router.post("/api/v1/client/config")
 async def client_config(_body: ClientConfigBody, desk: AtDesk) -> ClientConfigResponse:
-    """How the SDK is to behave here: whichever version it says it is."""
+    """Client configuration of the SDK, the same for all SDK versions."""
     return ClientConfigResponse(
         sample_max_concurrent_requests=desk.service.settings.max_pending_requests
     )
@@ -98,20 +98,20 @@ async def client_config(_body: ClientConfigBody, desk: AtDesk) -> ClientConfigRe
 
 @router.post("/api/v1/client/dynamic_config")
 async def dynamic_config(_body: ClientConfigBody) -> DynamicConfigResponse:
-    """What of that may change while a client lives."""
+    """Client configuration that may change during a session."""
     return DynamicConfigResponse()
 
 
 @router.post("/api/v1/telemetry")
 async def telemetry(request: Request) -> TelemetryResponse:
-    """What the SDK tells of itself: it is read and dropped."""
+    """SDK telemetry; it is read and dropped."""
     await request.body()
     return TelemetryResponse()
 
 
 @router.get("/api/v1/get_server_capabilities")
 async def capabilities(desk: AtDesk) -> CapabilitiesResponse:
-    """The model that is served."""
+    """The served model."""
     served = await desk.call(requests.Capabilities(), results.Served)
     model = SupportedModel(
         model_name=served.base_model,
@@ -126,7 +126,7 @@ async def capabilities(desk: AtDesk) -> CapabilitiesResponse:
 async def create_session(
     desk: AtDesk, body: CreateSessionBody | None = None
 ) -> CreateSessionResponse:
-    """Begin a session."""
+    """Create a session."""
     body = body or CreateSessionBody()
     lora = parse_lora(body.lora_config)
     metadata = parse_metadata(body.user_metadata, None)
@@ -161,7 +161,7 @@ async def sessions(
 async def session(
     session_id: SessionName, desk: AtDesk, _scope: Scope = "owned"
 ) -> SessionResponse:
-    """What belongs to a session."""
+    """The models and samplers of a session."""
     told = await desk.call(requests.SessionOf(session=session_id), results.SessionResult)
     return SessionResponse(
         training_run_ids=list(told.models),
@@ -173,19 +173,19 @@ async def session(
 
 @router.post("/api/v1/sessions/{session_id}/finish", status_code=204)
 async def finish(session_id: SessionName, desk: AtDesk, _body: FinishBody | None = None) -> None:
-    """Save and unload what belongs to a session, for whatever reason its client gives."""
+    """Save and unload everything in a session, whatever reason the client gives."""
     desk.service.pulse.forget(desk.owner, session_id)
     try:
         await desk.call(requests.EndSession(session=session_id), results.Done, by_workers=True)
     except ApiError as refusal:
-        # It has ended; a client that did not hear of it asks again.
+        # It has already ended; a client that missed the response asks again.
         if refusal.code != "gone":
             raise
 
 
 @router.get("/api/v1/session_info")
 async def session_info(desk: AtDesk) -> SessionInfoResponse:
-    """What is open (xorl)."""
+    """Open sessions and models (xorl)."""
     told = await desk.call(requests.ListSessions(), results.Sessions)
     runs = (await desk.call(requests.ListRuns(limit=MAX_MODELS), results.Runs)).runs
     loaded = [run for run in runs if run.is_open]

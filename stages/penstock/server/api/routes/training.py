@@ -1,4 +1,5 @@
-"""Routes of training: models, passes and steps. What takes workers is answered with a future."""
+"""Training routes: models, forward and backward passes, optimizer steps. Requests that need workers
+return a future."""
 
 from fastapi import Request
 
@@ -35,7 +36,7 @@ router = guarded_router("training")
 
 @router.post("/api/v1/create_model")
 async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
-    """Train anew."""
+    """Create a model for training."""
     if (body.session_id is None) != (body.model_seq_id is None):
         raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
     if body.session_id is not None and body.model_seq_id is not None:
@@ -53,7 +54,7 @@ async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
         user_metadata=parse_metadata(body.user_metadata, body.optimizer_config),
     )
     if body.session_id is None:
-        # A model that a client names is a session of its own.
+        # A model that a client names is its own session.
         await desk.call(requests.CreateSession(session=session), results.SessionMade)
     again = f"model {model}" if body.session_id is not None else ""
     return FutureResponse(**await desk.submit("create_model", work, again=again))
@@ -61,7 +62,7 @@ async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/load_weights")
 async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
-    """Go on from a checkpoint: in a model that is there, or in a new one of a session."""
+    """Load a checkpoint: into an existing model, or into a new one of a session."""
     path = read_path(body.path)
     if body.session_id is None or body.model_seq_id is None:
         if body.session_id is not None or body.model_seq_id is not None:
@@ -95,7 +96,7 @@ async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/unload_model")
 async def unload_model(body: ModelBody, desk: AtDesk) -> FutureResponse:
-    """Save a model and free what it takes."""
+    """Save a model and free its resources."""
     return FutureResponse(
         **await desk.submit("unload_model", requests.UnloadModel(model=body.model_id))
     )
@@ -103,7 +104,7 @@ async def unload_model(body: ModelBody, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/kill_session")
 async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionResponse:
-    """Free what a model takes, and wait for it (xorl)."""
+    """Unload a model and wait for it (xorl)."""
     work = requests.UnloadModel(model=body.model_id, save=body.save_checkpoint)
     await desk.call(work, results.Done, by_workers=True)
     path = None
@@ -121,7 +122,7 @@ async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionRespon
 
 @router.post("/api/v1/get_info")
 async def get_info(body: ModelBody, desk: AtDesk) -> InfoResponse:
-    """What a model is."""
+    """Metadata of a model."""
     told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
     data = ModelData(
         arch=told.served.arch,
@@ -139,7 +140,7 @@ async def get_info(body: ModelBody, desk: AtDesk) -> InfoResponse:
 
 @router.post("/api/v1/forward_backward", openapi_extra=body_schema("ForwardBackwardBody", PROTOBUF))
 async def forward_backward(request: Request, desk: AtDesk) -> FutureResponse:
-    """A pass with gradients, or without them where the SDK's message says so."""
+    """A forward and backward pass, or only a forward pass if the SDK's message says so."""
     async with desk.decoding(request, "forward_backward") as (said, work):
         kind = "forward" if said.forward_only else "forward_backward"
         return FutureResponse(**await desk.submit(kind, work, model=said.model, seq=said.seq))
@@ -147,14 +148,14 @@ async def forward_backward(request: Request, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
 async def forward(request: Request, desk: AtDesk) -> FutureResponse:
-    """A pass without gradients."""
+    """A forward pass without gradients."""
     async with desk.decoding(request, "forward") as (said, work):
         return FutureResponse(**await desk.submit("forward", work, model=said.model, seq=said.seq))
 
 
 @router.post("/api/v1/optim_step")
 async def optim_step(body: StepBody, desk: AtDesk) -> FutureResponse:
-    """One step of the optimizer along the gathered gradients."""
+    """One optimizer step with the accumulated gradients."""
     metadata: dict[str, str] = {}
     if body.adam_params is None:
         told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
@@ -172,6 +173,6 @@ async def optim_step(body: StepBody, desk: AtDesk) -> FutureResponse:
 
 @router.post("/api/v1/abort_gradient_epoch")
 async def abort_gradient_epoch(body: DropBody, desk: AtDesk) -> FutureResponse:
-    """Drop the gradients that were gathered since the last step (xorl)."""
+    """Drop the gradients accumulated since the last step (xorl)."""
     work = requests.DropGradients(model=body.model_id)
     return FutureResponse(**await desk.submit("abort_gradient_epoch", work, seq=body.seq_id))

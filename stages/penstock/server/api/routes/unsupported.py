@@ -1,4 +1,4 @@
-"""Calls of either dialect that make no sense here. Each is refused by its name, and says why."""
+"""Unsupported routes of the Tinker and xorl APIs. Each is rejected by name with a reason."""
 
 from fastapi import Request
 
@@ -33,7 +33,7 @@ ABSENT = {
     "/sleep": ("POST", NO_SLEEP),
     "/wake_up": ("POST", NO_SLEEP),
 }
-"""Their methods, and why."""
+"""Their HTTP methods and the reasons."""
 
 router = guarded_router("not offered")
 

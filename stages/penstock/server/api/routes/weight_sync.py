@@ -1,4 +1,4 @@
-"""Routes of inference servers that weights are sent to: xorl's dialect."""
+"""Weight sync routes: inference servers that receive weights (xorl API)."""
 
 from penstock.server.api.context import AtDesk, RequestContext
 from penstock.server.api.errors import ApiError
@@ -18,7 +18,7 @@ router = guarded_router("inference servers")
 
 @router.post("/add_inference_endpoint")
 async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.EndpointResponse:
-    """Name an inference server that weights are sent to."""
+    """Register an inference server for weight sync."""
     if body.worker_port not in (None, body.port):
         raise ApiError(
             f"worker_port is {body.worker_port}, and weights are announced at port alone"
@@ -46,7 +46,7 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
             message = (await _sync(desk, sync)).message
             is_synced = True
         except ApiError as refusal:
-            # The server stays among those that are known, as the answer says.
+            # The server stays registered, as the response says.
             message = refusal.error
     return responses.EndpointResponse(
         success=True,
@@ -61,14 +61,14 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
 async def remove_inference_endpoint(
     body: RemoveEndpointBody, desk: AtDesk
 ) -> responses.RemovedResponse:
-    """Send an inference server no more weights."""
+    """Unregister an inference server."""
     await desk.call(requests.RemoveEndpoint(host=body.host, port=body.port), results.Endpoints)
     return responses.RemovedResponse(success=True, message=f"{body.host}:{body.port} is removed")
 
 
 @router.get("/list_inference_endpoints")
 async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsResponse:
-    """Those that weights are sent to."""
+    """The registered inference servers."""
     told = await desk.call(requests.ListEndpoints(), results.Endpoints)
     endpoints = [_told(endpoint) for endpoint in told.endpoints]
     return responses.EndpointsResponse(endpoints=endpoints, count=len(endpoints))
@@ -77,7 +77,7 @@ async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsResponse:
 @router.post("/sync_inference_weights", include_in_schema=False)
 @router.post("/api/v1/sync_inference_weights")
 async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.SyncedResponse:
-    """Send a model's weights to inference servers, and wait for it."""
+    """Send a model's weights to inference servers and wait for completion."""
     return await _sync(desk, body)
 
 
@@ -85,7 +85,7 @@ async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.Sync
 async def set_sync_quantization(
     body: QuantizationBody, desk: AtDesk
 ) -> responses.QuantizationResponse:
-    """How weights are sent where a request to send them does not say, until this process ends."""
+    """Set the default quantization of weight sync until this process ends."""
     desk.service.quantization[desk.owner] = parse_quantization(body.quantization)
     return responses.QuantizationResponse(
         quantization=body.quantization, message="it holds until the server is started again"
