@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.param_shards import make_local_param, whole_piece
 from penstock.engine.distributed.ranks import destroy_process_group, init_process_group

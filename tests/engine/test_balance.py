@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from penstock.core.errors import ConfigError
-from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config

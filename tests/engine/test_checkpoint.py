@@ -16,9 +16,9 @@ from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
 from penstock.engine.checkpoint import manager
 from penstock.engine.checkpoint.async_staging import StagingBuffers
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.checkpoint.train_state import TrainState

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from penstock.core.errors import CapabilityError
 from penstock.engine.backends.select_experts import select_moe_backend
 from penstock.engine.build import build_empty
-from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.distributed.data_parallel import shard_units
 from penstock.engine.distributed.ranks import init_process_group

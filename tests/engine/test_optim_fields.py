@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.optim.grad_scaler import QUIET, GradScaler
 from penstock.machine import check_machine

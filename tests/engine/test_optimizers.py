@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.checkpoint.manager import CheckpointManager
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.optim.groups import set_lr

@@ -8,8 +8,8 @@ from typing import Any
 from penstock.core.errors import StageError
 from penstock.engine import rng
 from penstock.engine.build import BuiltModel
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.folders import checkpoint_naming, read_state, understanding
-from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.resume import newest_whole_checkpoint, require_whole
 from penstock.engine.checkpoint.train_state import States
 from penstock.engine.distributed.ranks import ProcessInfo

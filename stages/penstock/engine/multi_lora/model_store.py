@@ -22,8 +22,8 @@ from penstock.adapters.names import parse_factor
 from penstock.core.cache.folder_digests import ALGORITHM, DIGESTS, FolderDigests, digest_of_file
 from penstock.core.errors import ArtifactError, PenstockError, StageError
 from penstock.core.files import PART, fsync, regular_files, remove, write_json
+from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.folders import CheckpointNaming, in_brief, read_file, read_state
-from penstock.engine.checkpoint.manager import CheckpointManager
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.resume import require_whole
 from penstock.engine.checkpoint.train_state import States, TrainState
