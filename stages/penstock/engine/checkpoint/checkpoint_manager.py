@@ -1,0 +1,332 @@
+"""Checkpoint manager: write to a temporary folder, mark complete, rename.
+
+Partial saves are never found.
+
+A folder in `<output_dir>/checkpoints/` holds DCP files, `state.json`, `digests.json` with the
+digests of all of these and, last, `COMPLETE`.
+"""
+
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from penstock.adapters.names import parse_factor
+from penstock.core.cache.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import PART, atomic_write, fsync, regular_files, remove, write_json
+from penstock.core.os_errors import describe_os_error, is_full_disk
+from penstock.engine.checkpoint.async_staging import StagingBuffers
+from penstock.engine.checkpoint.dcp_io import Boxes, first_rank_error, write_boxes
+from penstock.engine.checkpoint.folders import (
+    BEST,
+    BEST_MARK,
+    COMPLETE,
+    STATE,
+    CheckpointNaming,
+    complete_checkpoints,
+    find_checkpoint,
+    read_state,
+    understanding,
+)
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from penstock.engine.checkpoint.train_state import States, TrainState
+from penstock.engine.distributed.ranks import ProcessInfo
+
+ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
+"""The kinds of content of a checkpoint."""
+
+DEFAULT = CheckpointNaming()
+
+
+class CheckpointManager:
+    """The checkpoints of one run under `root`. Every rank creates one and makes the same calls."""
+
+    def __init__(
+        self,
+        root: Path,
+        trained: TrainState,
+        ranks: ProcessInfo,
+        *,
+        writes: Literal["at_once", "behind"] = "at_once",
+        limit: int | None = None,
+        naming: CheckpointNaming = DEFAULT,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`behind` writes asynchronously while training continues; `limit` keeps so many of the
+        newest; `group` is a gloo group of all ranks used for nothing else. None: create one.
+        """
+        self.root, self._trained, self._ranks = root, trained, ranks
+        self._limit, self._naming = limit, naming
+        self._started_from: Path | None = None
+        self._best: Path | None = None
+        # A separate group: the writer thread must not interleave with the collectives of training.
+        its = group or dist.new_group(backend="gloo")
+        assert isinstance(its, dist.ProcessGroup)
+        self._group = its
+        self._copies = StagingBuffers() if writes == "behind" else None
+        if self._copies:
+            trained.changes.wait_for(self._copies.wait)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
+        """Restore the training state from a complete checkpoint, which is then never deleted, and
+        return its state.json.
+
+        Raises ArtifactError as `require_loadable`, and if it is damaged or of another model; part
+        of the state may have been restored then.
+        """
+        state = self.require_loadable(folder, states=states)
+        self._trained.restore(CheckpointFiles(folder), states=states)
+        self._started_from = folder.resolve()
+        return state
+
+    def require_loadable(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
+        """Return the state.json of a checkpoint without restoring anything.
+
+        Raises ArtifactError if it is incomplete, if the run trained other parts of the model, or if
+        it used another optimizer whose states are to be read.
+        """
+        state, mine = read_state(folder), _name_of(self._trained.optimizer)
+        with understanding(folder):
+            its = str(state["optimizer"])
+            kind = _kind_of(state, CheckpointFiles(folder))
+        if states == "read" and its != mine:
+            raise ArtifactError(
+                f"{folder} was trained with {its}, and this run's optimizer is "
+                f"{mine}.\n"
+                "  Write the same train.optimizer, or take its weights alone with "
+                "train.load_optimizer: false."
+            )
+        self._require_same_kind(folder, kind)
+        return state
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the checkpoint of `step`, after the previous save has completed.
+
+        `state` is plain JSON, written by rank 0 as `state.json`. Raises StageError if this or the
+        previous write failed on any rank.
+        """
+        self.finish()
+        state = {
+            **state,
+            "optimizer": _name_of(self._trained.optimizer),
+            "adapter_only": self._trained.only_trained,
+            "lacks_optimizer": self._lacks_optimizer(),
+            "rounds_weights": self._trained.rounded_to is not None,
+            "compresses_states": self._trained.compresses_states,
+            "digests": ALGORITHM,
+        }
+        boxes = self._trained.boxes()
+        if self._copies is None:
+            self._write(step, boxes, state)
+            return
+        self._copies.begin()
+        self._thread = threading.Thread(
+            target=self._behind,
+            args=(step, boxes, state, self._copies),
+            name="penstock-checkpoint",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def name_best(self, step: int) -> None:
+        """Make `best` name the checkpoint of `step`, which was saved, and keep it.
+
+        Raises StageError if it could not be saved, or `best` cannot be written.
+        """
+        self.finish()
+        folder = self.folder_of(step)
+        assert folder is not None, f"there is no checkpoint of step {step}"
+        try:
+            self._lead(lambda: _name(folder, self.root / BEST))
+        except OSError as error:
+            raise StageError(
+                f"{self.root / BEST} cannot be written: {_why_unwritten(error, self.root)}.\n"
+                "  Make room in train.output_dir."
+            ) from error
+        self.keep_best(step)
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step`, if it exists, until another one is the best."""
+        folder = self.folder_of(step)
+        self._best = folder and folder.resolve()
+
+    def finish(self) -> None:
+        """Wait until the save is complete. Raises StageError if it failed on any rank."""
+        self.close()
+        if failure := self._failure:
+            self._failure = None
+            raise failure
+
+    def close(self) -> None:
+        """Wait for the write in progress and ignore its result, when the run ends with an error
+        anyway.
+
+        The writer threads of all ranks finish among themselves, even if training has failed on one.
+        """
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def folder_of(self, step: int) -> Path | None:
+        """The complete checkpoint of `step`; None if there is none."""
+        return find_checkpoint(step, self.root)
+
+    def _require_same_kind(self, folder: Path, there: str) -> None:
+        """Reject a checkpoint that lacks parts of the model, or has parts that would be dropped
+        silently.
+        """
+        mine = ADAPTERS
+        if not self._trained.only_trained:
+            bears = any(parse_factor(held.name) for held in self._trained.held)
+            # A pipeline stage may have no adapters.
+            mine = MERGED if self._ranks.anywhere(bears) else MODEL
+        if there != mine:
+            raise ArtifactError(
+                f"{folder} holds {there}, and this run trains {mine}.\n"
+                "  Write the lora section as it was, or export that run and start from its weights "
+                "as model.model_path."
+            )
+
+    def _lacks_optimizer(self) -> bool:
+        """Whether any optimizer state is left out; the same on all ranks."""
+        trained = self._trained
+        return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
+
+    def _behind(
+        self, step: int, boxes: Boxes, state: dict[str, Any], copies: StagingBuffers
+    ) -> None:
+        try:
+            self._write(step, self._copied(step, boxes, copies), state)
+        except BaseException as error:  # noqa: BLE001 - raised where training meets it
+            self._failure = error
+
+    def _copied(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
+        """Copy the boxes. Raises StageError on all ranks if one has too little memory."""
+        copied, fault = boxes, None
+        try:
+            copied = copies.of(boxes)
+        except (RuntimeError, MemoryError) as error:
+            fault = str(error)
+        faults: list[str | None] = [None] * self._ranks.world
+        dist.all_gather_object(faults, fault, group=self._group)
+        if found := [fault for fault in faults if fault is not None]:
+            raise StageError(
+                f"the checkpoint of step {step} could not be copied to the host's memory: "
+                f"{found[0]}.\n"
+                "  The ones before it are intact; without train.save_async no copy is made."
+            )
+        return copied
+
+    def _write(self, step: int, boxes: Boxes, state: dict[str, Any]) -> None:
+        final = self.root / self._naming.name(step, state)
+        aside = self.root / f"{final.name}{PART}"
+        try:
+            self._lead(lambda: _make_anew(aside))
+            digests = self._gathered(write_boxes(boxes, aside, self._group))
+            self._lead(lambda: _publish(aside, final, state, digests))
+            self._lead(lambda: self._forget_old(final))
+        except (OSError, CheckpointException) as error:
+            # Rank 0's reason: it reads the free disk space before the partial save is deleted.
+            why = [_why_unwritten(error, self.root)]
+            dist.broadcast_object_list(why, src=0, group=self._group)
+            # A partial save would use the disk space that the next save needs.
+            with suppress(OSError):
+                self._lead(lambda: remove(aside))
+            raise StageError(
+                f"the checkpoint of step {step} could not be written: {why[0]}.\n"
+                "  The ones before it are intact; make room in train.output_dir and run again."
+            ) from error
+
+    def _gathered(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
+        """The digests of the files of all ranks."""
+        found: list[dict[str, FileDigest]] = [written] * self._ranks.world
+        dist.all_gather_object(found, written, group=self._group)
+        return {name: digest for each in found for name, digest in each.items()}
+
+    def _lead(self, act: Callable[[], None]) -> None:
+        """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
+        outcome: list[OSError | None] = [None]
+        if self._ranks.leads:
+            try:
+                act()
+            except OSError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _forget_old(self, newest: Path) -> None:
+        if self._limit is None:
+            return
+        kept = {self._started_from, self._best, newest.resolve()}
+        # Folders with other names, such as a user's copy, are not the run's to delete.
+        mine = [
+            folder
+            for folder in complete_checkpoints(self.root)
+            if self._naming.step_of(folder.name) is not None
+        ]
+        for folder in mine[: -self._limit]:
+            if folder.resolve() not in kept:
+                # Rename first, so that the rest of an interrupted deletion is cleaned up later.
+                aside = folder.with_name(f"{folder.name}{PART}")
+                remove(aside)
+                remove(folder.rename(aside))
+
+
+def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
+    if state["adapter_only"]:
+        return ADAPTERS
+    return MERGED if any(map(parse_factor, files.read_metadata().state_dict_metadata)) else MODEL
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer).__name__.lower()
+
+
+def _make_anew(folder: Path) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _publish(
+    aside: Path, final: Path, state: dict[str, Any], written: dict[str, FileDigest]
+) -> None:
+    write_json(aside / STATE, state)
+    FolderDigests({**written, STATE: digest_of_file(aside / STATE)}).write(aside)
+    (aside / COMPLETE).touch()
+    for path in (*regular_files(aside), aside):
+        fsync(path)
+    # Rename first, so that an interrupted deletion never looks like a checkpoint.
+    replaced = final.with_name(f"{final.name}.replaced{PART}")
+    remove(replaced)
+    if final.exists():
+        final.rename(replaced)
+    aside.rename(final)
+    fsync(final.parent)
+    remove(replaced)
+
+
+def _why_unwritten(error: BaseException, folder: Path) -> str:
+    """The reason in one sentence, with the free space if the disk is full."""
+    cause = first_rank_error(error)
+    if is_full_disk(cause):
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            return f"the disk of {folder} is full ({free / 1e6:.1f} MB are left there)"
+    return describe_os_error(cause) if isinstance(cause, OSError) else str(cause)
+
+
+def _name(folder: Path, file: Path) -> None:
+    (folder / BEST_MARK).touch()
+    fsync(folder)
+    with atomic_write(file) as part:
+        part.write_text(f"{folder.name}\n")
