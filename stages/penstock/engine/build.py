@@ -124,8 +124,8 @@ class BuiltModel:
     config: DecoderConfig
     learning: Learning
     pairs_per_token: int
-    """The attention cost of a token in query-key pairs; used to estimate the cost of packed
-    sequences.
+    """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
+    packed sequences.
     """
     quantised: tuple[str, ...] = ()
     """The quantization formats of the base model's matrices."""

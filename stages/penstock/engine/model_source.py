@@ -43,7 +43,7 @@ class LoraArgs:
     scaling: Literal["rank", "root"] = "rank"
     """What alpha is divided by: the rank, or its square root (rsLoRA)."""
     dropout: float = 0.0
-    """The dropout used in training, for those who resume training."""
+    """The dropout in training, used if training is resumed."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases of the base model were trained as well."""
 

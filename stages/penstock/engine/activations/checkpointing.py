@@ -43,7 +43,7 @@ def checkpoint_kind(train: TrainConfig) -> Kind:
 
 
 def checkpoint_moe_settings(train: TrainConfig) -> Mixtures:
-    """What is recomputed of MoE layers."""
+    """The recomputed part of MoE layers."""
     return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
 
 

@@ -89,7 +89,7 @@ class _Asked:
         )
         if reason is None and self.branches and self.over_ring:
             reason = block.fast[name].refuses(*given)
-        # A missing backend cannot be asked whether it supports the inputs.
+        # Do not report a backend as missing if it could not be used when installed.
         return reason or backend.missing
 
 

@@ -25,7 +25,7 @@ BEST_MARK = "BEST"
 It identifies the best one where only file names are visible.
 """
 DAMAGED = "damaged"
-"""The folder beside checkpoints for damaged ones."""
+"""The folder for damaged checkpoints, beside the others."""
 SHOWN = 3
 """How many errors of a checkpoint a message lists; the rest are counted."""
 

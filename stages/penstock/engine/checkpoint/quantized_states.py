@@ -32,7 +32,7 @@ PLACED = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
 
 
 def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[str, ShardView]]:
-    """What is written for a box of this tensor: codes and scales for a moment of AdamW, otherwise
+    """The boxes to write in place of this one: codes and scales for a moment of AdamW, otherwise
     the box itself.
     """
     moment = MOMENTS.get(name.rpartition(".")[2])

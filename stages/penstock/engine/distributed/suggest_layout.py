@@ -11,8 +11,8 @@ Values = Mapping[str, Any]
 """New values by setting, such as `train.tensor_parallel_size`."""
 
 MOST_VALUES, MOST_TRIED = 8, 2000
-"""How many values of one setting are tried, and how many combinations of as many settings; nearest
-first.
+"""The most values tried of one setting, and the most combinations tried for each number of changed
+settings; nearest first.
 """
 
 NOT_BLAMED, WRITTEN = 2.0, 1.0

@@ -19,7 +19,7 @@ class TopLogprobs:
     def __init__(self) -> None:
         self._found: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         """For each sequence, by index: the positions computed here, with top-k tokens and log-probs
-        [K] of each. Context-parallel ranks compute other sequences.
+        [K] of each. Context-parallel ranks compute other positions.
         """
 
     def take(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 Ending = Literal["stop", "length"]
 
 SPLIT_CHARACTER = 4
-"""A character may span so many tokens."""
+"""A character may begin so many tokens before the token that completes it."""
 
 
 @dataclass(frozen=True)

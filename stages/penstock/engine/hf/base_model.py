@@ -31,7 +31,7 @@ class BaseModelWeights:
 
     names: WeightMap
     quantising: QuantizationArgs | None
-    """None if weights are not quantized further."""
+    """None if weights are used as stored."""
     hf_config: Mapping[str, Any]
     roles: Roles
     folder: Path | None

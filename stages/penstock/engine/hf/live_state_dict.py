@@ -25,7 +25,7 @@ class RankTrimmedTensors:
 
     @property
     def folder(self) -> object:
-        """Where they are, for errors."""
+        """The source named in errors."""
         return self.tensors.folder
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

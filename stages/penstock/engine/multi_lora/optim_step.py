@@ -88,8 +88,8 @@ def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> d
 def _set(resident: TenantModel, numbers: AdamParams, lr_of_file: float) -> None:
     told: dict[str, Any] = {"betas": (numbers.beta1, numbers.beta2), "eps": numbers.eps}
     for group in resident.optimizer.param_groups:
-        # RATE scales the config's rate, so Muon matrices start from the config's, others from the
-        # client's.
+        # RATE of Muon matrices is relative to the config's lr, so this gives them the Muon learning
+        # rate of the config.
         rate = lr_of_file if group[MATRICES] else numbers.learning_rate
         group["lr"] = rate * group[RATE]
         group["weight_decay"] = numbers.weight_decay if group[DECAYS] else 0.0

@@ -32,7 +32,7 @@ def is_matrix(held: LocalParam, roles: Roles) -> bool:
     """Whether Muon steps it: a matrix of a hidden layer, or a stack of expert matrices.
 
     Embedding, head, routers, norms, biases and adapters use AdamW: a LoRA factor is half of a
-    matrix, and the first factor's gradient is zero until the other has moved.
+    matrix, and its first update would be zero or random while the other factor has not moved yet.
     """
     module, _, leaf = held.name.rpartition(".")
     role = find_parallel_style(module, roles)

@@ -15,7 +15,7 @@ from penstock.engine.distributed.param_shards import LocalParam, local
 QUIET = 2000
 """The number of steps without overflow after which the scale doubles."""
 LEAST = 1.0
-"""The smallest scale: an overflow below it is not a matter of scale."""
+"""The smallest scale: an overflow below it is not caused by the scale."""
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Norms:
             everywhere = ranks.gather(sorted({named(one.name) for one in trained}))
             names = sorted({name for here in everywhere for name in here}, key=_in_order)
         self.names = names
-        # Each number is counted by as many ranks as hold it, and goes to one layer: said once.
+        # Computed once: the number of ranks that hold each element, and its layer.
         self._parts = [(one, part) for one in trained for part in _parts_of(one)]
         copies = [part.copies for _, part in self._parts]
         places = [names.index(named(one.name)) if names else 0 for one, _ in self._parts]

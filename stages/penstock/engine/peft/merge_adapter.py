@@ -96,8 +96,8 @@ class AdapterMerge:
         return False
 
     def _is_turned(self, name: str) -> bool:
-        """Detect transposed stacks by the combined gate and up projection, whose other side is the
-        hidden size.
+        """Whether a stack is transposed: the rows of a gate-up projection are then the hidden
+        size.
         """
         _, rows, columns = self._base.stored(name).shape
         return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
