@@ -36,7 +36,7 @@ from penstock.rows.collate import MicroBatch
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step reports; the same on every rank."""
+    """The metrics of one step; the same on every rank."""
 
     loss: float
     grad_norm: float

@@ -132,7 +132,7 @@ class VocabParallelHead:
         return found if self._group else partial(token_log_probs, loss=loss)
 
     def scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
-        """`losses.scores.token_scores` for such a model."""
+        """`losses.token_metrics.token_scores` for such a model."""
 
         def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
             return token_scores(
@@ -146,7 +146,9 @@ class VocabParallelHead:
         return scored
 
     def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
-        """`losses.scores.chunked_logits` for such a model, with logits gathered from all ranks."""
+        """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
+        ranks.
+        """
         whole = replace(self, logits="gathered")
 
         def found(

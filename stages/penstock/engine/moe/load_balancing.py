@@ -195,7 +195,7 @@ class Routers:
 
 PullOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """Function from a router and this rank's token counts per expert [R, E] to
-`losses.balance.pull_of`, [R, E] or [1, E].
+`losses.load_balancing.aux_loss_grad`, [R, E] or [1, E].
 """
 
 
@@ -235,17 +235,17 @@ class RouterStatsCollector:
 
     @property
     def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """See `Watch`."""
+        """See `RouterObserver`."""
         return self._rows.row_T
 
     @property
     def num_rows(self) -> int:
-        """See `Watch`."""
+        """See `RouterObserver`."""
         return len(self._rows.tokens_R)
 
     @property
     def penalises(self) -> bool:
-        """See `Watch`."""
+        """See `RouterObserver`."""
         return bool(self._load or self._z)
 
     def looks_at(self, router: nn.Module) -> bool:

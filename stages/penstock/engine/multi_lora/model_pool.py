@@ -175,7 +175,7 @@ class ModelPool:
         return resident
 
     def vacate(self) -> None:
-        """Unload the current model; the base's adapter is undefined afterwards."""
+        """Unload the current model; the weights in the base are undefined afterwards."""
         if self._here:
             # Full weights go to the CPU: there may be no memory for a second copy on the device.
             at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
