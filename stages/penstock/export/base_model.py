@@ -1,4 +1,4 @@
-"""What a model was made from, as its card tells it: never the path of a folder of somebody's."""
+"""Base model name for model cards; never a local path."""
 
 import re
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from penstock.engine.model_source import ModelSource
 from penstock.export.licence import CARD, TEXTS, Licence, licence_in
 
 _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-"""How the hub's cache names the folder of a commit."""
+"""Pattern of a commit's folder in the Hub cache."""
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model that was there before."""
+    """The base model of a fine-tuned model."""
 
     name: str
-    """What people call it."""
+    """The name shown to users."""
     repo: str | None = None
-    """On the hub; None where it is not known to be there."""
+    """The Hub repository; None if unknown."""
     commit: str | None = None
     licence: Licence | None = None
     folder: Path | None = None
-    """On this machine, with its licence's texts; None where they could not be had."""
+    """The local folder with its license texts; None if not available."""
 
 
 def read_base_model(origin: ModelSource) -> BaseModel | None:
-    """The model that training started from; None where it started at random."""
+    """The model that training started from; None for random initialization."""
     if origin.weights is None or origin.model_path is None:
         return None
     pin = origin.weights.pin
@@ -38,14 +38,14 @@ def read_base_model(origin: ModelSource) -> BaseModel | None:
     try:
         folder = local_folder(origin.model_path, origin.weights, (CARD, *TEXTS))
     except PenstockError:
-        # The weights are in the checkpoint; a card without its licence is better than none.
+        # The weights are in the checkpoint; a card without a license is better than none.
         folder = None
     licence = licence_in(folder) if folder else None
     return BaseModel(pin["repo"], pin["repo"], pin["commit"], licence, folder)
 
 
 def base_in(folder: Path, name: str | None = None) -> BaseModel:
-    """The model in `folder`, which the hub's cache may have put there."""
+    """The model in `folder`, which may be in the Hub cache."""
     licence = licence_in(folder)
     if found := _SNAPSHOT.search(folder.resolve().as_posix()):
         repo = found["repo"].replace("--", "/")

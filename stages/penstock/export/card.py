@@ -1,7 +1,7 @@
-"""The model cards of an export: a README.md in each folder, ready for the hub.
+"""Model cards: a README.md in each exported folder, in the format of the Hugging Face Hub.
 
-All a card says comes from manifests and facts, so that equal runs have equal cards. Nothing in it
-is of a machine, and no sample of the data is.
+All content comes from manifests and facts, so equal runs have equal cards. Cards contain nothing
+about the machine and no data samples.
 """
 
 import json
@@ -33,41 +33,41 @@ from penstock.export.licence import CARD, pass_on
 from penstock.export.lineage import Lineage, has_chat_template
 
 MARKUP = "\\`*_[]<>#|&!~$"
-"""Characters that Markdown does not take for themselves."""
+"""Markdown special characters."""
 
 OBJECTIVES = {"sft": "cross-entropy of the next token, over the tokens that are trained on"}
-"""What is made small, by the kind of data."""
+"""The training objective by kind of data."""
 
 STARTS = {"checkpoint": "a checkpoint of another run", "adapter": "an adapter that was there"}
-"""What a run may go on from, by the name of the train stage's input."""
+"""What a run can start from, by input name of the train stage."""
 
 OF_PRECISION = ("enable_mixed_precision", "precision", "master_weights")
-"""Settings that say together what is computed in and kept in."""
+"""Settings that together describe compute and storage precision."""
 
 CODE = ("penstock", "torch", "transformers", "commit")
-"""What of the code that trained is told."""
+"""Packages whose versions are shown."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is known once all folders are written."""
+    """Data for the cards, known once all folders are written."""
 
     facts: Mapping[str, Any]
     key: str
     origin: ModelSource
     base: BaseModel | None
     adapter: Mapping[str, Any] | None
-    """The adapter_config.json, where there are adapters."""
+    """The adapter_config.json, if there are adapters."""
     lineage: Lineage
 
 
 def write_cards(
     out: Path, facts: Mapping[str, Any], *, key: str, origin: ModelSource, trained: Artifact
 ) -> None:
-    """Write the cards of the model and of the adapter, where there are, and put the texts of the
-    base model's licence beside them.
+    """Write the cards of the model and of the adapter, if any, and copy the license texts of the
+    base model.
 
-    `facts` are the export's, `key` is its own. A base model that started at random has no card.
+    `facts` and `key` are those of the export. A randomly initialized base model has no card.
     """
     adapter = read_json(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
     export = Export(facts, key, origin, read_base_model(origin), adapter, Lineage.of(trained))
@@ -87,15 +87,15 @@ def write_cards(
 
 
 def save_card(folder: Path, data: ModelCardData, body: str) -> None:
-    """Publish README.md with that front matter."""
+    """Write README.md with this front matter."""
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
     with atomic_write(folder / CARD) as part:
         card.save(part)
 
 
 def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCardData:
-    """The fields that all cards have. A base model that is not known to be on the hub is left out,
-    for the hub takes its name for a link."""
+    """The front matter fields that all cards have. A base model that is not known to be on the Hub
+    is omitted, because the Hub would link to it."""
     on_hub = base is not None and base.repo is not None
     licence = base.licence.front_matter if base and base.licence else {}
     return ModelCardData(
@@ -108,13 +108,13 @@ def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCar
 
 
 def heading(text: str) -> str:
-    """The card's title, in which nothing is markup."""
+    """The card's title, with Markdown escaped."""
     words = " ".join(text.split())
     return "# " + "".join(f"\\{each}" if each in MARKUP else each for each in words)
 
 
 def describe_base(base: BaseModel) -> str:
-    """The base model in a sentence's place, with its commit."""
+    """The base model with its commit, as part of a sentence."""
     if not base.repo:
         return code(base.name)
     at = f" at {code(base.commit[:12])}" if base.commit else ""
@@ -122,12 +122,12 @@ def describe_base(base: BaseModel) -> str:
 
 
 def licence_told(base: BaseModel) -> str:
-    """The base model's licence, or that it is not known."""
+    """The base model's license, or that it is unknown."""
     if not base.licence:
         return "not known here; look for that of the base model before you pass this on"
     name = code(base.licence.spoken)
     link = base.licence.link
-    # Angle brackets keep a link whole, and end it at characters that no link holds.
+    # Angle brackets delimit the link; they end at characters that no valid link has.
     is_link = link is not None and not any(each in link for each in "<> \n")
     return (
         f"that of the base model, [{name}](<{link}>)"
@@ -157,7 +157,7 @@ def _front_matter(export: Export, name: str) -> ModelCardData:
 
 
 def _evaluation(export: Export) -> dict[str, Any]:
-    """The loss on held-out data as metadata, where there are such data."""
+    """The evaluation loss as metadata, if there is held-out data."""
     lineage = export.lineage
     loss = lineage.train["facts"].get("eval_loss")
     if loss is None:

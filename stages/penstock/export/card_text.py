@@ -1,4 +1,4 @@
-"""Model cards as Markdown: what users named is shown, never obeyed, and numbers are for people."""
+"""Markdown formatting of model cards; user-provided text is escaped."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -6,10 +6,10 @@ from typing import Any, Literal
 from penstock.core.remote.urls import redact_text
 
 MOST_NAMES = 16
-"""Of layers, in one sentence."""
+"""Maximum number of layer names in one sentence."""
 
 Prompting = Literal["chat", "text"]
-"""Whether the tokenizer has a template for messages."""
+"""Whether the tokenizer has a chat template."""
 
 _CHAT = """\
 messages = [{"role": "user", "content": "Hello!"}]
@@ -40,7 +40,7 @@ _BASE_NAMED = 'model.peft_config["default"].base_model_name_or_path'
 
 
 def code(text: str) -> str:
-    """The text as it is, in a code span that also holds within a table."""
+    """The text verbatim in a code span that is also valid within a table."""
     plain = " ".join(redact_text(text).split()).replace("`", "'").replace("|", "\\|")
     return f"`{plain}`" if plain else ""
 
@@ -56,13 +56,13 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 
 def section(title: str, *paragraphs: str) -> str:
-    """A heading and what is below it; nothing where there is nothing to say."""
+    """A heading and paragraphs; empty without paragraphs."""
     said = [each for each in paragraphs if each]
     return "\n\n".join([f"## {title}", *said]) if said else ""
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are Markdown; nothing without rows."""
+    """A Markdown table; empty without rows."""
     if not rows:
         return ""
     lines = [heading, ["---"] * len(heading), *rows]
@@ -70,12 +70,12 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pairs(rows: Mapping[str, str]) -> str:
-    """A table of names and values, without those that are empty."""
+    """A table of names and values, without empty values."""
     return table(("", ""), [(name, value) for name, value in rows.items() if value])
 
 
 def adapter_told(config: Mapping[str, Any]) -> str:
-    """What an adapter_config.json asks for: the kind, its size, and the layers."""
+    """Describe an adapter_config.json: adapter type, rank, and target modules."""
     said = f"{_kind(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
     if any(config.get(each) for each in ("rank_pattern", "alpha_pattern")):
         said += ", others for some layers"
@@ -96,12 +96,12 @@ def _kind(config: Mapping[str, Any]) -> str:
 
 
 def use_of_model(prompting: Prompting) -> str:
-    """How transformers loads the folder, as a snippet."""
+    """Snippet that loads the folder with transformers."""
     return _snippet(_MODEL, prompting)
 
 
 def use_of_adapter(prompting: Prompting, tokenizer: Literal["here", "of the base", "in hf"]) -> str:
-    """How peft loads the folder, as a snippet; `tokenizer` says what holds its tokenizer."""
+    """Snippet that loads the folder with peft; `tokenizer` says which folder has the tokenizer."""
     places = {"here": "name", "of the base": _BASE_NAMED, "in hf": '"../hf"'}
     return _snippet(_ADAPTER.format(tokenizer=places[tokenizer]), prompting)
 

@@ -1,4 +1,4 @@
-"""What a model card tells of the data: counts of each source, and what was left out of them."""
+"""Data section of a model card: sample counts per source, and dropped samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ HEADING = ("source", "used for", "samples", "tokens", "trained on", "licence")
 
 
 def data_section(lineage: Lineage) -> str:
-    """The section; empty where nothing is known."""
+    """The section; empty if nothing is known."""
     prepared = lineage.prepared
     return section(
         "Data",

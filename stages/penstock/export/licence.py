@@ -1,4 +1,4 @@
-"""Under which licence others have put what a model was made of, as far as they say."""
+"""License detection for base models and data sets."""
 
 import shutil
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ from penstock.core.files import atomic_write
 
 CARD = "README.md"
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*")
-"""Files that licences ask to be passed on."""
+"""License files that must be redistributed."""
 
 SAID_BY = {
     "apache-2.0": "apache license version 2.0",
     "mit": "permission is hereby granted, free of charge, to any person obtaining a copy",
 }
-"""How the text of a licence is known: what stands within its first sentences, in lower case."""
+"""Phrases in the first sentences of a license text that identify it, in lower case."""
 
 OPENING = 600
-"""Characters of a text that are looked at."""
+"""Number of characters of a text that are searched."""
 
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence by its name on the hub; `other` has a name and a link of its own."""
+    """A license by its Hub id; `other` has its own name and link."""
 
     id: str
     name: str | None = None
@@ -37,24 +37,24 @@ class Licence:
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """The fields of a card's metadata."""
+        """The front matter fields of a card."""
         return {"license": self.id, "license_name": self.name, "license_link": self.link}
 
     @property
     def spoken(self) -> str:
-        """What people call it."""
+        """The name shown to users."""
         return self.name or self.id
 
 
 def licence_in(folder: Path) -> Licence | None:
-    """The licence of the model in `folder`: what its card says, else what its text is known by.
+    """The license of the model in `folder`: from its card, else from its license text.
 
-    None where it has neither, or a card that cannot be read and no text.
+    None if there is neither, or an unreadable card and no text.
     """
     texts = licence_texts(folder)
     said = _said_by(folder / CARD)
     if said and said.link and not said.link.startswith(("https://", "http://")):
-        # A link within its repository leads nowhere but to a text that is passed on.
+        # A relative link is only valid if it points to a license text that is copied, too.
         here = said.link in {path.name for path in texts}
         said = Licence(said.id, said.name, said.link if here else None)
     if said:
@@ -66,12 +66,12 @@ def licence_in(folder: Path) -> Licence | None:
 
 
 def licence_texts(folder: Path) -> list[Path]:
-    """The files in `folder` that go along with the model, sorted by name."""
+    """The license files in `folder`, sorted by name."""
     return sorted({path for each in TEXTS for path in folder.glob(each) if path.is_file()})
 
 
 def pass_on(folder: Path, out: Path) -> None:
-    """Copy the texts in `folder` to `out`, but for those of which there is one already."""
+    """Copy the license files in `folder` to `out`, except those that exist there."""
     for path in licence_texts(folder):
         if not (out / path.name).is_file():
             with atomic_write(out / path.name) as part:
@@ -79,8 +79,8 @@ def pass_on(folder: Path, out: Path) -> None:
 
 
 def licence_of_dataset(repo: str, commit: str) -> Licence | None:
-    """What the card of a data set on the hub says at that commit; None where it says nothing, or
-    where there is neither a network nor a copy of it here."""
+    """The license in the card of a Hub data set at that commit; None if it names none, or if the
+    card is neither reachable nor cached."""
     try:
         card = hf_hub_download(
             repo, CARD, repo_type="dataset", revision=commit, token=env.hub_token()
@@ -93,7 +93,7 @@ def licence_of_dataset(repo: str, commit: str) -> Licence | None:
 def _said_by(card: Path) -> Licence | None:
     try:
         said: Mapping[str, Any] = metadata_load(card) or {}
-    except (OSError, ValueError, YAMLError):  # ValueError: no text, or no mapping
+    except (OSError, ValueError, YAMLError):  # ValueError: no text, or not a mapping
         return None
     value = said.get("license")
     if isinstance(value, list):

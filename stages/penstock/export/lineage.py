@@ -1,5 +1,5 @@
-"""What is known of how a run came about, from what its own folder keeps: its manifest, and facts of
-the data, which may be gone by now."""
+"""Run lineage, from the run's own folder: its manifest, and facts of the data, which may have been
+deleted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from penstock.core.cache.stage import Artifact
 Record = dict[str, Any]
 
 ROLES = {"train": ("training", "data"), "validation": ("held out", "test")}
-"""What a source is for, and what the prepare stage calls its inputs of that kind."""
+"""The use of a source, and the prepare stage's input names of that kind."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Lineage:
     """Records of the stages before the export; each may be empty."""
 
     keys: dict[str, str]
-    """By stage, in order."""
+    """Cache keys by stage, in order."""
     train: Record
     """The manifest of the train stage."""
     packed: Record
@@ -29,11 +29,11 @@ class Lineage:
     prepared: Record
     """Facts of the prepared data."""
     pins: Record
-    """By input of the prepare stage: what a source was pinned to."""
+    """Source pins by input name of the prepare stage."""
 
     @classmethod
     def of(cls, trained: Artifact) -> "Lineage":
-        """That of a sealed run."""
+        """The lineage of a complete run."""
         manifest, data = trained.manifest, kept_data_facts(trained.path) or {}
         made: Record = data.get("made", {})
         prepare, pack = made.get("prepare", {}), made.get("pack", {})
@@ -53,7 +53,7 @@ class Lineage:
 
     @property
     def sources(self) -> list[Record]:
-        """Facts of each source that gave samples; `use` says for what, `pin` where it was."""
+        """Facts of each source that contributed samples, with `use` and `pin`."""
         return [
             {**each, "use": ROLES[each["role"]][0], "pin": self._pin(each)}
             for each in self.prepared.get("sources", [])
@@ -62,7 +62,7 @@ class Lineage:
 
     @property
     def datasets(self) -> list[str]:
-        """The hub's names of the data sets trained on, each once, sorted."""
+        """Hub names of the training data sets, unique and sorted."""
         pins = [each["pin"] for each in self.sources if each["role"] == "train"]
         return sorted({pin["repo"] for pin in pins if pin.get("kind") == "hub"})
 
@@ -71,7 +71,7 @@ class Lineage:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer in the folder knows how messages are written."""
+    """Whether the tokenizer in the folder has a chat template."""
     config = folder / "tokenizer_config.json"
     said_within = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
     return said_within or any(folder.glob("chat_template.*"))

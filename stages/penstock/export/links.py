@@ -1,7 +1,7 @@
-"""Names beside a run's results that lead to what was exported of it last.
+"""Symbolic links in a run folder to its latest export.
 
-Beside the export, in `.links/<key>/`, lies a note of every such name, so that an export that a run
-leads to is not pruned, wherever that run's folder is.
+A note of every link is stored beside the export in `.links/<key>/`, so that an export with links
+from run folders, wherever they are, is not pruned.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ NOTES = ".links"
 
 
 def link_exported(outcome: StageResult, run: RunConfig) -> None:
-    """Let `<output_dir>/hf` (and `adapter`) lead to what was exported last."""
+    """Point `<output_dir>/hf` (and `adapter`) at the latest export."""
     for name in NAMES:
         link = local_cache_dir(run.train.output_dir) / name
         target = outcome.path / name
@@ -40,12 +40,12 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
 
 
 def links_to(export: Path) -> list[Path]:
-    """The names of runs that lead to the export in `export` now, sorted."""
+    """The links of runs that currently point at the export in `export`, sorted."""
     return sorted({link for link in _noted(export) if _leads_to(link, export)})
 
 
 def forget_links(export: Path) -> None:
-    """Remove the notes about an export that is deleted."""
+    """Delete the notes about a deleted export."""
     remove(_notes_of(export))
 
 

@@ -1,7 +1,8 @@
-"""A base model and an adapter to one model, file by file: `penstock merge`.
+"""Merge a LoRA adapter into a base model, file by file: `penstock merge`.
 
-What is not adapted is copied from file to file, and what is adapted passes through a stretch of
-rows at a time, so that memory does not grow with the model. Files keep the base model's layout.
+Tensors without an adapter are copied from file to file. Tensors with an adapter are merged in
+blocks of rows, so memory use does not grow with the model. The shard layout of the base model is
+kept.
 """
 
 import errno
@@ -23,14 +24,14 @@ from penstock.export.merged_card import write_merged_card
 CONFIG = "config.json"
 WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
 NOT_COPIED = {INDEX, CARD, "adapter_config.json", "training_args.bin"}
-"""Files that would say of the merged model what is true of the base model alone."""
+"""Files that describe only the base model."""
 
 
 def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     """Write to `out` the model in the folder `base` with the PEFT adapter in `adapter` merged.
 
-    `out` appears whole or not at all. Returns facts of it. Raises ConfigError for an `out` that
-    holds something, CapabilityError for folders that cannot be merged, StageError for a full disk.
+    `out` is created atomically. Returns facts. Raises ConfigError if `out` is not empty,
+    CapabilityError for folders that cannot be merged, StageError for a full disk.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already.\n  Name another folder with -o.")
@@ -87,7 +88,7 @@ def _config_of(base: Path) -> dict[str, Any]:
 def _write_config(
     out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: AdapterMerge
 ) -> None:
-    """config.json and the index, as true of what was written."""
+    """Write config.json and the index for the merged files."""
     for name in changes.targets():
         replacement = changes.replacement(name)
         if replacement and name.endswith("embed_tokens.weight"):
@@ -105,8 +106,8 @@ def _write_config(
 
 
 def _copy_rest(base: Path, adapter: Path, out: Path) -> None:
-    """What else loads the model: the base model's files, and the adapter's tokenizer if it has one,
-    since that is what it was trained with."""
+    """Copy the other files: those of the base model, and the adapter's tokenizer if it has one,
+    because the adapter was trained with it."""
     own_tokenizer = any(
         (adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     )

@@ -1,6 +1,6 @@
-"""One file of a merged model: what is not adapted is copied, what is passes through in stretches.
+"""Merge one safetensors file: copy tensors without an adapter, merge the others in blocks of rows.
 
-Where each tensor comes to lie is known before any is computed, so several are written at once.
+The offset of every tensor is known in advance, so several tensors are written concurrently.
 """
 
 import errno
@@ -21,20 +21,20 @@ from penstock.engine.hf.safetensors_writer import file_layout, put
 from penstock.engine.peft.merge_adapter import AdapterMerge
 
 STRETCH = 32 << 20
-"""Bytes of the rows, in fp32, that are computed at once by one thread."""
+"""Bytes in fp32 of the rows that one thread merges at a time."""
 
 THREADS = 4
-"""At most: each has a stretch in memory, and the disk is what is waited for."""
+"""Maximum number of threads: each has a block in memory, and the disk is the bottleneck."""
 
 NO_COPYING = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""What systems say that do not copy between these two files by themselves."""
+"""Errors of systems without copy_file_range between these two files."""
 
 MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A tensor of the file that is written."""
+    """A tensor of the output file."""
 
     name: str
     old: Stored
@@ -44,9 +44,9 @@ class _Placed:
 def write_file(
     weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path, target: Path
 ) -> None:
-    """Write to `target` the tensors `names` of the file `source`, with `changes` made.
+    """Write the tensors `names` of the file `source` to `target`, with `changes` applied.
 
-    Raises CapabilityError for a change that does not fit its tensor, and OSError of the disk.
+    Raises CapabilityError for a change that does not match its tensor, and OSError for disk errors.
     """
     header, placed, size = _laid_out(weights, changes, names, source)
     with source.open("rb") as old, target.open("w+b") as new:
@@ -62,7 +62,7 @@ def write_file(
 def _laid_out(
     weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path
 ) -> tuple[bytes, list[_Placed], int]:
-    """The header, where each tensor comes to lie, and the size of the file."""
+    """The header, the offset of each tensor, and the file size."""
     old = {name: weights.stored(name) for name in names}
     shapes = {name: merged_shape(name, weights, changes) for name in names}
     if all(shapes[name] == was.shape for name, was in old.items()):
@@ -99,7 +99,7 @@ def _copy(one: _Placed, old: int, new: int) -> None:
 
 
 def _copied(old: int, new: int, left: int, source: int, target: int) -> int:
-    """Bytes that the system copied for us; where it does not, those of a stretch that we did."""
+    """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
     try:
         return os.copy_file_range(old, new, left, source, target)
     except OSError as error:
@@ -109,7 +109,7 @@ def _copied(old: int, new: int, left: int, source: int, target: int) -> int:
 
 
 def _change(one: _Placed, weights: SafetensorsFolder, changes: AdapterMerge, new: int) -> None:
-    """Read, change and write a tensor, as many rows at once as memory is set aside for."""
+    """Read, merge and write a tensor, in blocks of as many rows as fit the memory limit."""
     if one.new.dtype not in MERGED_DTYPES:
         raise CapabilityError(f"{one.name} is of {one.new.dtype}, into which nothing is merged.")
     replaced = changes.replacement(one.name)
@@ -136,7 +136,7 @@ def _changed(
     one: _Placed,
     changes: AdapterMerge,
 ) -> torch.Tensor:
-    """The stretch, as rows of one matrix; matrices of several experts are below each other."""
+    """Merge a block, given as rows of one matrix; the matrices of several experts are stacked."""
     if change is None:
         return stretch
     shape = one.new.shape if len(one.new.shape) > 1 else (*one.new.shape, 1)

@@ -1,4 +1,4 @@
-"""The model card of what `penstock merge` writes: which adapter was merged into which model."""
+"""Model card of `penstock merge`: base model and merged adapter."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ from penstock.export.lineage import has_chat_template
 def write_merged_card(
     out: Path, base: Path, adapter: Path, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Write README.md into `out`, which holds the model in `base` with the one in `adapter`.
+    """Write README.md to `out`, the model in `base` merged with the adapter in `adapter`.
 
-    `config` is the adapter_config.json, `facts` are those of the merging. The texts of both
-    licences are put beside it; of two by one name, the base model's.
+    `config` is the adapter_config.json, `facts` are those of the merge. The license texts of both
+    are copied; if names collide, the base model's is used.
     """
     start, merged = base_in(base), base_in(adapter)
     body = [

@@ -1,4 +1,4 @@
-"""The export stage: a checkpoint to folders that transformers and peft load."""
+"""The export stage: converts a checkpoint to folders for transformers and peft."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,31 +14,32 @@ from penstock.engine.model_source import DType, ExportFormat, ModelSource, Schem
 
 
 class ExportSettings(Settings):
-    """What the exported files hold."""
+    """Settings that determine the exported files."""
 
     format: Literal["hf"] = "hf"
-    """A folder that transformers loads."""
+    """A folder for transformers."""
 
     dtype: DType = "auto"
-    """Precision of the weights. `auto`: what the base model's config declares, float32 for a model
-    that started at random; an adapter that stays apart keeps the precision it was trained in."""
+    """The dtype of the weights. `auto`: as in the base model's config, float32 for a randomly
+    initialized model; a separate adapter keeps its training dtype."""
 
     max_shard_bytes: int = Field(default=5_000_000_000, gt=0)
-    """Largest weight file; a tensor that is larger by itself gets a file of its own."""
+    """Maximum size of a weight file; a larger tensor gets its own file."""
 
     merge_lora: bool = True
-    """Whether an adapter is also merged into the model."""
+    """Whether the adapter is also merged into the model."""
 
     quantise: SchemeName | None = None
-    """What the linear layers in `hf/` are rounded to, in the layout of compressed-tensors."""
+    """Quantization scheme of the linear layers in `hf/`, in compressed-tensors format."""
 
     model_card: bool = True
-    """Whether `hf/` and `adapter/` have a README.md that says what they are."""
+    """Whether `hf/` and `adapter/` get a model card."""
 
 
 @dataclass(frozen=True)
 class Export(Stage):
-    """A checkpoint in, `hf/` and with adapters `adapter/` out; `base/` where nobody else has it."""
+    """Converts a checkpoint to `hf/` and, with adapters, `adapter/`; also `base/` if the base model
+    exists nowhere else."""
 
     name: ClassVar[str] = "export"
     version: ClassVar[int] = 1
@@ -47,11 +48,11 @@ class Export(Stage):
     settings: ExportSettings
     trained: Artifact
     origin: ModelSource
-    """Of which the sources are identity; the key of `trained` holds the rest."""
+    """Only its sources are part of the identity; the key of `trained` covers the rest."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The trained model, and what is put beside its weights."""
+        """The trained model, and the files that are copied beside its weights."""
         found: dict[str, Input] = {
             "trained": self.trained,
             "config": self.origin.config,
@@ -62,9 +63,9 @@ class Export(Stage):
         return found
 
     def run(self, out: Path) -> Facts:
-        """Write the folders, keeping the weight files that an earlier attempt finished.
+        """Write the folders; weight files completed by an earlier attempt are kept.
 
-        Raises ArtifactError when the checkpoint is not complete or not of this model.
+        Raises ArtifactError if the checkpoint is incomplete or belongs to another model.
         """
         from penstock.engine.hf.export import write_folders
         from penstock.engine.hf.save_model import bytes_in

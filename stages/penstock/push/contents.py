@@ -1,7 +1,6 @@
-"""What of an export is sent, under which names, and which files at the target it supersedes.
+"""Contents of a push: the files to upload, their names at the target, and obsolete files to delete.
 
-Only files that the export's manifest lists are ever sent, and only after their bytes were found to
-be those the manifest vouches for.
+Only files listed in the export's manifest are uploaded, after their digests have been verified.
 """
 
 import re
@@ -15,10 +14,10 @@ from penstock.core.cache.verify import NAMED, damaged_files
 from penstock.core.errors import ArtifactError
 
 ADAPTER_FOLDER = "adapter"
-"""Where an adapter goes at the target when a whole model is sent with it."""
+"""Folder of an adapter at the target if a full model is pushed with it."""
 
-# Names by which loaders find weights. One of these left over from an earlier push would be loaded
-# instead of, or on top of, what is sent now.
+# Weight file names that loaders recognize. One left over from an earlier push would be loaded
+# instead of, or in addition to, the new files.
 _LOADED_BY_NAME = re.compile(
     r"(model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model.*\.bin(\.index\.json)?|adapter_model\.(safetensors|bin)|adapter_config\.json)"
@@ -27,7 +26,7 @@ _LOADED_BY_NAME = re.compile(
 
 @dataclass(frozen=True)
 class SentFile:
-    """One file: where it lies here, what it is called there, and what it must contain."""
+    """A file: its local path, its name at the target, and its expected content."""
 
     name: str
     path: Path
@@ -36,16 +35,16 @@ class SentFile:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """The file as plain JSON, without where it lies here."""
+        """The file as plain JSON, without its local path."""
         return {"path": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
 def list_contents(exported: Artifact) -> list[SentFile]:
-    """The files to send, sorted by their name at the target.
+    """The files to upload, sorted by their name at the target.
 
-    A model goes to the root of the target and its adapter below `adapter/`; an adapter that comes
-    alone goes to the root. Raises ArtifactError when the manifest names a file outside the export,
-    or when a file is missing or is not what the manifest says.
+    A model goes to the root of the target and its adapter to `adapter/`; an adapter alone goes to
+    the root. Raises ArtifactError if the manifest names a file outside the export, or if a file is
+    missing or differs from the manifest.
     """
     manifest = exported.manifest
     folders: dict[str, str] = manifest["facts"]["folders"]
@@ -68,9 +67,9 @@ def list_contents(exported: Artifact) -> list[SentFile]:
 
 
 def superseded(present: Iterable[str], sent: Iterable[SentFile]) -> list[str]:
-    """Files at the target that loaders would take for weights and that are not sent now, sorted.
+    """Weight files at the target that are not part of this push, sorted.
 
-    Only the folders that something is sent to are looked at; no other file is ever removed.
+    Only folders that receive files are searched; no other file is ever deleted.
     """
     names = {file.name for file in sent}
     folders = {PurePosixPath(name).parent for name in names}
@@ -110,7 +109,7 @@ def _inside(root: Path, listed: PurePosixPath) -> Path:
 
 
 def _check_content(folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ArtifactError unless all files have the bytes that were sealed."""
+    """Raise ArtifactError unless all files match the manifest."""
     if damaged := damaged_files(folder, files, "changed"):
         raise ArtifactError(
             f"the export in {folder} has changed since it was exported; nothing was sent:\n  "

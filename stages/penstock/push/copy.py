@@ -1,8 +1,7 @@
-"""Copying files to any URL that fsspec can write to, and only what differs.
+"""Push to any writable fsspec URL; only files that differ are copied.
 
-Beside the files lies an index of their digests, so that a later push need not read them back. It
-never vouches for a file that is being replaced: the entry goes before the file is touched and comes
-back when the file is whole.
+An index of digests is stored beside the files, so that a later push need not read them back. An
+entry is removed before its file is written and restored once the file is complete.
 """
 
 import json
@@ -27,19 +26,19 @@ from penstock.push.contents import SentFile, superseded
 INDEX = "penstock-push.json"
 
 UNDIGESTED_INDEX = frozenset({"format", "files"})
-"""Fields of indexes that were written before records had a digest."""
+"""Fields of indexes that predate record digests."""
 
 Entries = dict[str, dict[str, Any]]
 
 _CHUNK = 8 << 20
 
-# A file of these appears whole or not at all, and renaming one copies it.
+# Writes to these stores are atomic, and renaming a file would copy it.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
 
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A folder on some file system."""
+    """A folder on an fsspec file system."""
 
     url: str
     system: fsspec.AbstractFileSystem
@@ -47,7 +46,7 @@ class CopyTarget:
 
     @classmethod
     def open(cls, url: str) -> "CopyTarget":
-        """Find the file system of the URL. Raises CapabilityError when there is none for it."""
+        """Open the file system of the URL. Raises CapabilityError if there is none."""
         try:
             system, root = url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -58,7 +57,7 @@ class CopyTarget:
         return cls(url, system, root.rstrip("/"))
 
     def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
-        """Names of files that the target lacks or holds otherwise, and names to remove."""
+        """Names of files that are missing or differ at the target, and names to delete."""
         with self._speaking():
             known = self._read_index()
             sizes = self._sizes()
@@ -70,9 +69,9 @@ class CopyTarget:
             return send, superseded(sizes, files)
 
     def send(self, files: Sequence[SentFile]) -> None:
-        """Write what differs, each file whole or not at all, then the index.
+        """Write the files that differ, each atomically, then the index.
 
-        Raises CapabilityError when the target may not be written, StageError when it fails.
+        Raises CapabilityError if the target is not writable, StageError on failure.
         """
         send, remove = self.difference(files)
         if not send and not remove:
@@ -93,7 +92,7 @@ class CopyTarget:
         return posixpath.join(self.root, name)
 
     def _sizes(self) -> dict[str, int]:
-        """Every file below the root by its name there, with its size in bytes."""
+        """Every file below the root by relative name, with its size in bytes."""
         self.system.invalidate_cache()
         try:
             found: Any = self.system.find(self.root, detail=True)
@@ -113,8 +112,8 @@ class CopyTarget:
 
     @contextmanager
     def _written(self, name: str) -> Iterator[Any]:
-        """A stream to a file that appears under its name only when the block ends well. Of this
-        machine's own, what the index vouches for has reached the disk."""
+        """A stream to a file that is created only if the block succeeds. Local files are fsynced
+        before they are added to the index."""
         final = self._at(name)
         self.system.makedirs(posixpath.dirname(final), exist_ok=True)
         protocols = self.system.protocol
@@ -132,7 +131,7 @@ class CopyTarget:
             fsync(Path(final).parent)
 
     def _read_index(self) -> Entries:
-        """The digests a push left here; none where there is no index or one that cannot be read."""
+        """The digests of an earlier push; empty if there is no readable index."""
         try:
             content: Any = self.system.cat_file(self._at(INDEX))
             record = parse_record(content, INDEX, UNDIGESTED_INDEX, "Push again.")

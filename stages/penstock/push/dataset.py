@@ -1,7 +1,7 @@
-"""Prepared data to a private data set on the hub, one configuration for each key.
+"""Push prepared data to a private Hub data set, with one configuration per key.
 
-`load_dataset(repo, key)` gives the samples back. A key that is there already is left as it is, as
-are all other configurations; everything of one key appears in one commit or not at all.
+`load_dataset(repo, key)` returns the samples. An existing key and all other configurations are left
+unchanged; all files of a key are committed atomically.
 """
 
 import json
@@ -23,9 +23,9 @@ from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
 
 FIELD = "data.push_dataset_to_hub"
 RECORD = "penstock.json"
-"""Beside the data of a key: how it was made. Its presence says that all of the key is there."""
+"""Provenance file of a key. Its presence marks the key as complete."""
 TRIES = 5
-"""How often a card is merged anew because somebody else has committed meanwhile."""
+"""Number of tries to update the card after concurrent commits."""
 PRECONDITION_FAILED = 412
 
 
@@ -36,11 +36,11 @@ def push_dataset(
     endpoint: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> dict[str, Any]:
-    """Send sealed prepared data to the data set `repo`, and say where it is.
+    """Push complete prepared data to the data set `repo`; return its location.
 
-    Raises CapabilityError without a token, without the right to write, or when the repository is
-    public or holds data that its card does not name; ArtifactError when the data has changed since
-    it was sealed; StageError when the hub fails.
+    Raises CapabilityError without a token or write permission, or if the repository is public or
+    has data that its card does not name; ArtifactError if the data does not match its manifest;
+    StageError for errors of the Hub.
     """
     target = DatasetTarget(HubRepo.with_token(repo, FIELD, endpoint=endpoint), short(prepared.key))
     info = target.open()
@@ -60,13 +60,13 @@ Sent = tuple[ParquetFile, CommitOperationAdd]
 
 @dataclass(frozen=True)
 class DatasetTarget:
-    """One configuration of a data set on the hub."""
+    """One configuration of a Hub data set."""
 
     hub: HubRepo
     config: str
 
     def open(self) -> DatasetInfo:
-        """Find or make the repository. Raises CapabilityError for one that is not fit for this."""
+        """Open or create the repository. Raises CapabilityError if it is unsuitable."""
         with self.hub.speaking("open"):
             self.hub.api.create_repo(
                 self.hub.repo, repo_type="dataset", private=True, exist_ok=True
@@ -85,11 +85,11 @@ class DatasetTarget:
         return info
 
     def holds(self, info: DatasetInfo) -> bool:
-        """Whether this configuration is there, which is whole if it is."""
+        """Whether this configuration exists; it is then complete."""
         return f"{self.config}/{RECORD}" in _names(info)
 
     def send(self, file: ParquetFile, folder: Path) -> Sent:
-        """Write and upload one file, which is in no commit yet, and free the disk of it."""
+        """Write and upload one file without committing it, and delete the local copy."""
         local = folder / file.name
         file.write(local)
         addition = CommitOperationAdd(f"{self.config}/{file.name}", local)
@@ -97,12 +97,12 @@ class DatasetTarget:
             self.hub.api.preupload_lfs_files(
                 self.hub.repo, additions=[addition], repo_type="dataset"
             )
-        if addition.path_or_fileobj == b"":  # uploaded; small files may go with the commit instead
+        if addition.path_or_fileobj == b"":  # already uploaded
             local.unlink()
         return file, addition
 
     def commit(self, sent: list[Sent], record: bytes, info: DatasetInfo) -> str:
-        """Make what was sent appear, with the card that names it; the commit's name."""
+        """Commit the uploaded files with the card that names them; return the commit."""
         for _ in range(TRIES):
             card = self._card(info)
             _add_config(card, self.config, sent)
@@ -147,7 +147,7 @@ class DatasetTarget:
         return self.hub.api.dataset_info(self.hub.repo, revision=revision)
 
     def _card(self, info: DatasetInfo) -> DatasetCard:
-        """The repository's card as it is in that commit, or a new one."""
+        """The repository's card at that commit, or a new one."""
         if "README.md" not in _names(info):
             return DatasetCard(_NEW_CARD.format(name=self.hub.repo.rpartition("/")[2]))
         with self.hub.speaking("read"):
@@ -192,7 +192,7 @@ def _data_of_its_own(info: DatasetInfo) -> bool:
 
 
 def _record_of(prepared: Artifact) -> bytes:
-    """How the data was made: the manifest without what tells of the machine or quotes the data."""
+    """The provenance: the manifest without machine-specific fields and quoted data."""
     manifest: Mapping[str, Any] = prepared.manifest
     facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}
     kept = {

@@ -1,6 +1,6 @@
-"""Sending files to a repository on the Hugging Face hub, in one commit, and only what differs.
+"""Push to a Hugging Face Hub repository in one commit; only files that differ are uploaded.
 
-Large files go the way huggingface_hub chooses (Xet where `hf_xet` is installed, else LFS).
+huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS).
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from penstock.push.stage import PushSettings
 
 @dataclass(frozen=True)
 class HubTarget:
-    """A model repository at one revision, with the right to write to it."""
+    """A Hub model repository at one revision, with write permission."""
 
     hub: HubRepo
     settings: PushSettings
 
     @classmethod
     def open(cls, settings: PushSettings, *, endpoint: str | None = None) -> "HubTarget":
-        """Find or make the repository and its branch.
+        """Open or create the repository and its branch.
 
-        Raises CapabilityError without a token, without the right to write, or offline.
+        Raises CapabilityError without a token or write permission, or offline.
         """
         hub = HubRepo.with_token(settings.repo_id or "", "push.repo_id", endpoint=endpoint)
         target = cls(hub, settings)
@@ -40,15 +40,16 @@ class HubTarget:
         return target
 
     def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
-        """Names of files that the repository lacks or holds otherwise, and names to remove."""
+        """Names of files that are missing or differ in the repository, and names to delete."""
         with self.hub.speaking("read"):
             return self._difference(files, self._base)
 
     def send(self, files: Sequence[SentFile], *, title: str) -> dict[str, Any]:
-        """Commit what differs and return the commit; without a difference, the newest commit there.
+        """Commit the files that differ and return the commit; without a difference, the latest
+        commit.
 
-        With `create_pr`, a pull request of the same title that is still open is continued rather
-        than opened twice. Raises StageError when the hub fails or does not keep a file.
+        With `create_pr`, an open pull request of the same title is updated. Raises StageError if
+        the Hub fails or does not store a file.
         """
         with self.hub.speaking("send to"):
             revision = self._base
@@ -78,7 +79,7 @@ class HubTarget:
 
     @property
     def api(self) -> HfApi:
-        """The hub's client, with the token."""
+        """The Hub client with the token."""
         return self.hub.api
 
     @property
@@ -101,7 +102,7 @@ class HubTarget:
     def _tree(self, revision: str) -> dict[str, RepoFile]:
         try:
             found = list(self.api.list_repo_tree(self._repo, recursive=True, revision=revision))
-        except EntryNotFoundError:  # a repository without any commit has no tree
+        except EntryNotFoundError:  # A repository without commits has no tree.
             return {}
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
@@ -132,7 +133,7 @@ def _is_same(file: SentFile, there: RepoFile | None) -> bool:
 
 
 def _git_blob_id(file: SentFile) -> str:
-    """The name git gives to the content: SHA-1 of a header with the size, then the bytes."""
+    """The git blob id: SHA-1 of a header with the size, then the bytes."""
     digest = hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)
     with file.path.open("rb") as stream:
         while chunk := stream.read(1 << 20):

@@ -1,7 +1,7 @@
-"""What the hub's client raises, as errors that a user can act on.
+"""Hugging Face Hub errors as user-facing errors.
 
-The client's own errors are not chained: they quote addresses that carry signatures, and the log of
-a failed attempt holds every chained text.
+The client's exceptions are not chained: they contain signed URLs, and a failed attempt's log
+contains every chained message.
 """
 
 import re
@@ -21,7 +21,7 @@ _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository on the hub, spoken to with a token; `field` is what the user wrote it as."""
+    """A Hub repository accessed with a token; `field` is the setting that names it."""
 
     api: HfApi
     repo: str
@@ -29,9 +29,9 @@ class HubRepo:
 
     @classmethod
     def with_token(cls, repo: str, field: str, *, endpoint: str | None = None) -> "HubRepo":
-        """Speak with the token of the environment or of a login. Raises CapabilityError for none.
+        """Use the token of the environment or of a login. Raises CapabilityError if there is none.
 
-        The token is handed to the hub's client and kept nowhere else.
+        The token is only passed to the Hub client and not stored elsewhere.
         """
         token = env.hub_token() or get_token()
         if not token:
@@ -43,7 +43,7 @@ class HubRepo:
 
     @contextmanager
     def speaking(self, doing: str) -> Iterator[None]:
-        """Turn what the client raises while `doing` something to the repository into our errors."""
+        """Translate the client's exceptions while `doing` something with the repository."""
         try:
             yield
         except PenstockError:
@@ -80,14 +80,14 @@ class HubRepo:
         return failure
 
     def _printable(self, error: BaseException) -> str:
-        """What the client says and its cause, without signatures and without the token."""
+        """The client's message and its cause, without signatures and the token."""
         said = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
         text = _QUERY.sub(r"\1", " ".join(said.split()))[:500]
         return text.replace(str(self.api.token), "<token>")
 
 
 def http_status(error: BaseException | None) -> int | None:
-    """The HTTP status behind an error; the client wraps the errors of its upload threads."""
+    """The HTTP status of an error; the client wraps errors of its upload threads."""
     while error is not None:
         if isinstance(error, HfHubHTTPError) and error.response is not None:
             return error.response.status_code

@@ -1,4 +1,4 @@
-"""Prepared samples as parquet files, as the hub shows them and `datasets` loads them."""
+"""Parquet files of prepared samples, for the Hub's data viewer and `datasets`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from penstock.rows.reader import map_batches
 from penstock.rows.schema import SPLITS
 
 FILE_BYTES = 512 << 20
-"""Bytes of samples, before compression, that one parquet file holds at most, in whole batches."""
+"""Maximum bytes of samples per parquet file before compression, in whole batches."""
 
 
 @dataclass(frozen=True)
 class ParquetFile:
-    """One file to be: the batches of `split` that go into it, under a name for its place."""
+    """A file to write: the batches of `split` that it contains, and its numbered name."""
 
     split: str
     name: str
     batches: tuple[pa.RecordBatch, ...]
 
     def write(self, target: Path) -> None:
-        """Write the file. The same samples give the same bytes."""
+        """Write the file. Deterministic."""
         schema = _plain(self.batches[0].schema)
         with pq.ParquetWriter(target, schema, compression="zstd") as writer:
             for batch in self.batches:
@@ -37,9 +37,9 @@ class ParquetFile:
 
 
 def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterator[ParquetFile]:
-    """The samples of every split in the order they are stored; a split without any has no file.
+    """The samples of every split in storage order; an empty split has no file.
 
-    Raises ArtifactError when a file is not what the manifest says.
+    Raises ArtifactError if a file differs from the manifest.
     """
     vouched = _vouched(prepared)
     plan: dict[str, Any] = read_json(prepared.path / PLAN)
@@ -58,7 +58,7 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
 
 def _vouched(prepared: Artifact) -> set[str]:
-    """The data files that the manifest lists, all of which are there as they were sealed."""
+    """The data files in the manifest, after verification."""
     files = prepared.manifest["files"]
     root = prepared.path.resolve()
     outside = [
@@ -90,7 +90,8 @@ def _runs(batches: list[pa.RecordBatch], file_bytes: int) -> Iterator[tuple[pa.R
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema without dictionaries, which parquet makes by itself and `datasets` has none of."""
+    """The schema without dictionary types: parquet applies dictionary encoding itself, and
+    `datasets` does not support them."""
     return pa.schema(
         [
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

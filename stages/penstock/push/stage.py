@@ -1,8 +1,8 @@
-"""The push stage: an exported model to a hub repository or to any file system with a URL.
+"""The push stage: uploads an exported model to a Hub repository or an fsspec URL.
 
-A push is idempotent: what is at the target already, byte for byte, is not sent again, and when
-nothing differs nothing is changed there. A dry run is another identity than a push, so that one
-never passes for the other.
+A push is idempotent: files that are identical at the target are not uploaded again, and if nothing
+differs, nothing changes. A dry run has a different cache key from a push, so that its result is not
+reused for a push.
 """
 
 import re
@@ -20,10 +20,10 @@ from penstock.core.cache.stage import Artifact, Facts, Stage, short
 from penstock.push.contents import SentFile, list_contents
 
 PLAN = "plan.json"
-"""What this push found to differ when it first looked; a resumed push tells the same."""
+"""The differences found by the first attempt; a resumed push reports the same."""
 
 UNDIGESTED_PLAN = frozenset({"sent", "unchanged", "removed"})
-"""Fields of plans that were written before records had a digest."""
+"""Fields of plans that predate record digests."""
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -31,7 +31,7 @@ _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 class PushSettings(Settings):
     """Where an export is sent. Holds no credential: those come from the environment or a login."""
 
-    # A mistyped URL may carry a password; it must not come back in the text of the fault.
+    # An invalid URL may contain a password, which must not appear in the error message.
     model_config = ConfigDict(hide_input_in_errors=True)
 
     repo_id: str | None = None
@@ -79,7 +79,7 @@ class PushSettings(Settings):
 
 @dataclass(frozen=True)
 class Push(Stage):
-    """An export in, its files at the target."""
+    """Uploads the files of an export to a target."""
 
     name: ClassVar[str] = "push"
     version: ClassVar[int] = 1
@@ -87,18 +87,19 @@ class Push(Stage):
     settings: PushSettings
     exported: Artifact
     endpoint: str | None = None
-    """How: the hub's address where it is not the one huggingface_hub is set to (HF_ENDPOINT)."""
+    """Not part of the identity: the Hub endpoint, if not huggingface_hub's default
+    (HF_ENDPOINT)."""
 
     @property
     def inputs(self) -> Mapping[str, Artifact]:
-        """The export, and through its key all that made it."""
+        """The export, whose key covers everything that it was made from."""
         return {"exported": self.exported}
 
     def run(self, out: Path) -> Facts:
-        """Send what differs. A push that was cut off sends what is still missing.
+        """Upload the files that differ. A resumed push uploads the remaining files.
 
-        Raises CapabilityError without credentials or without a driver for the URL, ArtifactError
-        when the export is not what its manifest says, StageError when the target fails.
+        Raises CapabilityError without credentials or without an fsspec driver for the URL,
+        ArtifactError if the export does not match its manifest, StageError if the target fails.
         """
         files = list_contents(self.exported)
         facts: dict[str, Any] = {
@@ -130,7 +131,7 @@ class Push(Stage):
 
 
 def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
-    """Send sealed prepared data to a private data set on the hub; see `penstock.push.dataset`."""
+    """Push complete prepared data to a private Hub data set; see `penstock.push.dataset`."""
     from penstock.push.dataset import push_dataset
 
     return push_dataset(prepared, repo)
@@ -139,7 +140,7 @@ def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
 def _planned(
     out: Path, difference: tuple[list[str], list[str]], files: list[SentFile]
 ) -> dict[str, Any]:
-    """What the first attempt found to do, as facts; written down before anything is sent."""
+    """The facts of the planned changes, stored before anything is uploaded."""
     if not (out / PLAN).is_file():
         send, remove = difference
         unchanged = sorted({file.name for file in files} - set(send))

@@ -1,4 +1,4 @@
-"""Where the server's processes listen, and how they are reached."""
+"""Bind and connect addresses of the server's processes."""
 
 import ipaddress
 import socket
@@ -8,11 +8,11 @@ from penstock.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "::1", "*": LOOPBACK}
-"""Hosts that mean every address of a machine, and how one reaches them from itself."""
+"""Wildcard hosts, and the local address that reaches them."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -22,17 +22,17 @@ def is_loopback(host: str) -> bool:
 
 
 def near(host: str) -> str:
-    """The host as this machine itself reaches it."""
+    """The host as reached from this machine."""
     return EVERYWHERE.get(host, host)
 
 
 def tcp(host: str, port: int) -> str:
-    """`tcp://host:port`, with the brackets that an IPv6 address needs."""
+    """`tcp://host:port`, with brackets for an IPv6 address."""
     return f"tcp://{in_url(host)}:{port}"
 
 
 def in_url(host: str) -> str:
-    """The host with the brackets that an IPv6 address needs."""
+    """The host, with brackets for an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -47,9 +47,9 @@ def parse_port(address: str) -> int:
 
 
 def free_port(host: str, port: int, field: str) -> int:
-    """That port of the host, or one that is free for 0.
+    """The given port of the host, or a free one for 0.
 
-    Raises ConfigError where nothing can listen there; `field` is the setting that says so.
+    Raises ConfigError if the address cannot be bound; `field` is its setting.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
@@ -66,8 +66,8 @@ def free_port(host: str, port: int, field: str) -> int:
 
 
 def workers_bind(config: ServerConfig, *, alone: bool) -> str:
-    """Where rank 0 is to listen: as written, or at a free port unless it is `alone`, where others
-    must know the port."""
+    """The bind address of rank 0: as configured, or with a free port, unless it is `alone` and
+    others must know the port."""
     if config.worker_bind_address != "auto":
         written = config.worker_bind_address
         if parse_port(written):
@@ -76,7 +76,7 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
         return tcp(host, free_port(host, 0, "worker_bind_address"))
     host = config.worker_bind_host
     if config.node_rank:
-        # Rank 0 listens on another machine.
+        # Rank 0 runs on another machine.
         return tcp(host, config.worker_bind_port)
     is_written = alone or "worker_bind_port" in config.model_fields_set
     port = config.worker_bind_port if is_written else 0
@@ -84,5 +84,5 @@ def workers_bind(config: ServerConfig, *, alone: bool) -> str:
 
 
 def workers_address(config: ServerConfig, bind: str) -> str:
-    """How the engine reaches what listens at `bind`."""
+    """The address by which the scheduler reaches `bind`."""
     return tcp(config.engine_connect_host or near(parse_host(bind)), parse_port(bind))

@@ -1,7 +1,7 @@
-"""One process of the server that is not a worker: it ends with the launcher, and tells of itself.
+"""Entry point of a server process other than a worker: dies with the launcher, and sets up logging.
 
 `python -m penstock.server.launch.child_main PARENT_PID NAME MODULE JOB` runs `python -m MODULE JOB`
-so, and calls it NAME in what it tells.
+with the log name NAME.
 """
 
 import logging

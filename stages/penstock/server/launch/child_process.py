@@ -1,4 +1,4 @@
-"""A process of the server as its launcher sees it: started, looked at, started again, ended."""
+"""Managed child process: start, monitor, restart, stop."""
 
 import os
 import signal
@@ -12,41 +12,41 @@ from penstock.core import env
 from penstock.server.launch.multi_node import MultiNode, SingleNode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a process is started again; each pause doubles the one before."""
+"""First and maximum seconds before a restart; each pause doubles the previous one."""
 SETTLED_SECONDS = 60.0
-"""A process that has lived so long has started well: its earlier deaths do not count any more."""
+"""A process that has run for so many seconds counts as healthy: its restart counter is reset."""
 
 
 @dataclass
 class ManagedProcess:
-    """One process and what it starts; all of it is one group."""
+    """A process and its children, in one process group."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
-    """What it gets beside what any process does; secrets among it."""
+    """Its environment variables besides the common ones, including secrets."""
     say: Callable[[str], None]
     most_deaths: int | None = None
-    """In a row, after which it is not started again; None: always again."""
+    """Consecutive deaths after which it is not restarted; None: always restarted."""
     stop_seconds: float = 10.0
-    """How long it may take to end when it is asked to."""
+    """Seconds to exit after a stop request before it is killed."""
     settled_seconds: float = SETTLED_SECONDS
     pass_env: Sequence[str] = ()
-    """Variables of the launcher that it gets besides."""
+    """Further variables of the launcher to pass on."""
     together: MultiNode = field(default_factory=SingleNode)
-    """With what other machines it starts and ends."""
+    """Coordination of restarts with other machines."""
     deaths: int = 0
-    """In a row."""
+    """Consecutive deaths."""
     is_given_up: bool = False
     ended_well: bool = False
-    """When it was asked to end: by itself, with status 0."""
+    """Whether it exited with status 0 after a stop request."""
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
     _is_ending: bool = False
     _began: float = 0.0
     _again_at: float = 0.0
 
     def start(self) -> None:
-        """Start it; in a group of its own, so that a Ctrl-C reaches the launcher alone."""
+        """Start it in its own process group, so that Ctrl-C only reaches the launcher."""
         self.together.started()
         self._began, self._is_ending = time.monotonic(), False
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class ManagedProcess:
         self.say(f"{self.name} started (pid {self._process.pid})")
 
     def look(self) -> None:
-        """Note a death, and start it again once its pause is over."""
+        """Poll for its death, and restart it once the pause is over."""
         if self.is_given_up:
             return
         now = time.monotonic()
@@ -92,17 +92,18 @@ class ManagedProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its first process is there."""
+        """Whether its main process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def ask_to_end(self) -> None:
-        """Ask it to end; it is not started again."""
+        """Request it to stop; it is not restarted."""
         self.is_given_up = True
         if self._process is not None and self.is_alive:
             self._process.terminate()
 
     def end(self, *, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has ended, and kill it after `stop_seconds`, or when `at_once` says so."""
+        """Wait until it has exited; kill it after `stop_seconds`, or when `at_once` returns
+        True."""
         if self._process is None:
             return
         deadline = time.monotonic() + self.stop_seconds
@@ -117,7 +118,7 @@ class ManagedProcess:
         self._process = None
 
     def _kill_group(self) -> None:
-        """What it has started and left behind must not hold its port or its devices."""
+        """Orphaned children must not keep its port or its devices."""
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What one start of the server is told, as a file that all of its processes read. No torch.
+"""Server job file, read by all server processes. No torch.
 
-There is no secret in it: those are handed on in the environment (`penstock.core.env`).
+It contains no secrets; those are passed in the environment (`penstock.core.env`).
 """
 
 import json
@@ -12,50 +12,50 @@ from penstock.config.server.config import ServerConfig
 from penstock.core.files import atomic_write, read_json
 
 FOLDER = "server"
-"""In the output folder: what the server's processes keep of themselves."""
+"""State folder of the server processes in the output folder."""
 JOB = "job.json"
 GIVEN_UP = "workers-given-up"
-"""A file that is there while the launcher starts workers no more."""
+"""File that exists while the launcher no longer restarts workers."""
 
 Mode = Literal["auto", "connect", "workers"]
-"""Whether the launcher starts all processes, none of the workers, or the workers alone."""
+"""auto: the launcher starts all processes; connect: all but the workers; workers: only workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerJob:
-    """The settings, what of them lies where on this machine, and who listens where."""
+    """The config, local paths, and addresses."""
 
     config: ServerConfig
     mode: Mode
     output_dir: Path
-    """`config.output_dir` as a whole path."""
+    """`config.output_dir` as an absolute path."""
     config_path: str
-    """A folder with the model's config.json on this machine, or `builtin:<name>`."""
+    """A local folder with the model's config.json, or `builtin:<name>`."""
     weights: Path | None
-    """A folder of safetensors on this machine; None starts from the seed."""
+    """A local folder of safetensors; None initializes from the seed."""
     tokenizer: str
-    """A folder on this machine, or `builtin:<name>`."""
+    """A local folder, or `builtin:<name>`."""
     api_host: str
     api_port: int
-    """Where the API listens; never 0."""
+    """The port of the API; never 0."""
     engine_address: str
-    """`tcp://...`: the engine binds it (ROUTER), the API connects to it."""
+    """`tcp://...`: bound by the scheduler (ROUTER); the API connects to it."""
     workers_bind: str
-    """`tcp://...`: rank 0 binds it (ROUTER)."""
+    """`tcp://...`: bound by rank 0 (ROUTER)."""
     workers_address: str
-    """`tcp://...`: the same as the engine connects to it."""
+    """`tcp://...`: the same address as reached by the scheduler."""
     launch: str
-    """Names this start of the launcher."""
+    """Unique id of this start of the launcher."""
     requires_keys: bool = False
-    """Whether clients of the API have keys."""
+    """Whether clients of the API need keys."""
 
     @property
     def folder(self) -> Path:
-        """Where the engine keeps what it knows, one file for each thing."""
+        """The scheduler's state folder."""
         return self.output_dir / FOLDER
 
     def write(self, name: str = JOB) -> Path:
-        """Publish the job as a file that its owner alone may read; return that."""
+        """Write the job file, readable only by its owner; return its path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         with atomic_write(path) as part:
@@ -66,7 +66,7 @@ class ServerJob:
 
     @classmethod
     def read(cls, path: Path) -> "ServerJob":
-        """The job in `path`."""
+        """Read the job in `path`."""
         record: dict[str, Any] = read_json(path)
         return cls(
             **{
@@ -81,7 +81,7 @@ class ServerJob:
 def _text(job: ServerJob) -> str:
     record = {
         **asdict(job),
-        # Only what was written: a reader must be able to tell a wish from a default.
+        # Only explicitly set fields: a reader must distinguish user settings from defaults.
         "config": job.config.model_dump(mode="json", exclude_unset=True),
         "output_dir": str(job.output_dir),
         "weights": str(job.weights) if job.weights else None,

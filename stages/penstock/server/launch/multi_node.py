@@ -1,8 +1,8 @@
-"""Workers of several machines start and end together, by files in the folder that all share.
+"""Multi-node workers: start and stop together, coordinated by files in the shared folder.
 
-Ranks that lost one another cannot go on, and torchrun of one machine must not join others that are
-about to end. So the first machine names each start, and the others take part in a named start once;
-whoever sees its workers die says so, and the rest end theirs.
+Ranks that lost a peer cannot continue, and torchrun must not join nodes that are about to stop. So
+the first node assigns an id to each start, and the others join each start once; a node whose
+workers die records that, and the others stop theirs.
 """
 
 import time
@@ -13,52 +13,52 @@ from typing import Protocol
 from penstock.core.files import atomic_write
 
 LOOK_SECONDS = 0.5
-"""Between two looks at the shared folder."""
+"""Seconds between polls of the shared folder."""
 
 START = "start"
 ENDED = "ended-"
 
 
 class MultiNode(Protocol):
-    """What one machine knows of the others."""
+    """One node's view of the others."""
 
     def may_start(self) -> bool:
-        """Whether the workers of this machine may start now."""
+        """Whether this node's workers may start now."""
         ...
 
     def started(self) -> None:
-        """Note that they are about to."""
+        """Record that they are about to start."""
         ...
 
     def died(self) -> None:
-        """Say that they ended."""
+        """Record that they died."""
         ...
 
     def must_end(self) -> bool:
-        """Whether the workers of another machine ended, so that these cannot go on."""
+        """Whether workers of another node died, so that these must stop."""
         ...
 
 
 class SingleNode:
-    """There is one machine."""
+    """A single node."""
 
     def may_start(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def started(self) -> None:
-        """Nobody else needs to know."""
+        """Nothing to record."""
 
     def died(self) -> None:
-        """Nobody else needs to know."""
+        """Nothing to record."""
 
     def must_end(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
 
 class First:
-    """The machine of rank 0, which names each start."""
+    """The node of rank 0, which assigns an id to each start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,11 +66,11 @@ class First:
         self._looked = 0.0
 
     def may_start(self) -> bool:
-        """Whenever its own workers have ended."""
+        """True once its own workers have stopped."""
         return True
 
     def started(self) -> None:
-        """Name a new start."""
+        """Assign a new id."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob(f"{ENDED}*"):
             old.unlink(missing_ok=True)
@@ -79,10 +79,10 @@ class First:
             part.write_text(self._name, encoding="ascii")
 
     def died(self) -> None:
-        """The next start says it."""
+        """The next start implies it."""
 
     def must_end(self) -> bool:
-        """Whether another machine says that this start has ended there."""
+        """Whether another node recorded that this start died there."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
@@ -90,7 +90,7 @@ class First:
 
 
 class Other:
-    """Any other machine."""
+    """Any other node."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -98,19 +98,19 @@ class Other:
         self._looked = 0.0
 
     def may_start(self) -> bool:
-        """Once there is a start that this machine has not taken part in."""
+        """Whether there is a start that this node has not joined."""
         return self._named() not in ("", self._joined)
 
     def started(self) -> None:
-        """Take part in the start that is named now."""
+        """Join the current start."""
         self._joined = self._named()
 
     def died(self) -> None:
-        """Say that it has ended here."""
+        """Record that it died here."""
         (self._folder / f"{ENDED}{self._joined}").touch()
 
     def must_end(self) -> bool:
-        """Whether the first machine has started anew."""
+        """Whether the first node has restarted."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()

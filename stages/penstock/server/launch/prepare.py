@@ -1,4 +1,4 @@
-"""What must be settled before any process of the server starts: its job, and its secrets."""
+"""Launch preparation: the job file, ports and secrets of all server processes."""
 
 import re
 import socket
@@ -42,11 +42,11 @@ PACKAGES = {
     "zmq": "pyzmq",
     "zstandard": "zstandard",
 }
-"""Modules, and the packages that bring them."""
+"""Modules and the packages that provide them."""
 
 
 def require_packages() -> None:
-    """Raises CapabilityError naming every package that is not installed."""
+    """Raise CapabilityError naming every package that is not installed."""
     lacking = [package for module, package in PACKAGES.items() if not _is_there(module)]
     if lacking:
         raise CapabilityError(
@@ -65,13 +65,13 @@ def _is_there(module: str) -> bool:
 
 WORKERS_SECRET = "workers.secret"
 WORKERS_ADDRESS = "workers.address"
-"""Files of workers that were started by themselves, for the engine that connects to them."""
+"""Files of separately started workers, for the scheduler that connects to them."""
 ADDRESS = re.compile(r"tcp://.+:\d{1,5}")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the launcher starts its processes with."""
+    """Everything the launcher needs to start its processes."""
 
     job: ServerJob
     keys: tuple[str, ...]
@@ -80,21 +80,21 @@ class Prepared:
 
     @property
     def serves(self) -> bool:
-        """Whether clients come to this machine."""
+        """Whether this machine runs the API."""
         return _serves(self.job.config, self.job.mode)
 
     @property
     def file(self) -> Path:
-        """Where the job is published."""
+        """The path of the job file."""
         return self.job.folder / f"job-{self._name}.json"
 
     @property
     def lock(self) -> Path:
-        """The file that one launcher at a time holds."""
+        """The lock file of the launcher."""
         return self.job.folder / f".{self._name}.lock"
 
     def publish(self) -> None:
-        """Write the job, and where workers that are started by themselves can be reached."""
+        """Write the job file, and the address of separately started workers."""
         self.job.write(self.file.name)
         if self.job.mode == "workers" and self.job.config.node_rank == 0:
             address = _from_elsewhere(self.job)
@@ -103,12 +103,13 @@ class Prepared:
 
     @property
     def _name(self) -> str:
-        """Two servers must not have one folder; workers beside a server, and others' may."""
+        """Two servers must not share a folder; workers may share one with a server or other
+        workers."""
         return "serving" if self.serves else f"workers-{self.job.config.node_rank}"
 
     @property
     def secrets(self) -> dict[str, dict[str, str]]:
-        """What each process has in its environment; none knows more than it needs."""
+        """Secrets by process: each gets only the ones that it needs."""
         engine = {env.ENGINE_SECRET: self.engine_secret}
         workers = {env.WORKERS_SECRET: self.workers_secret}
         keys = {env.SERVER_KEYS: ",".join(self.keys)} if self.keys else {}
@@ -116,10 +117,10 @@ class Prepared:
 
 
 def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> Prepared:
-    """Find the model, free ports and secrets. Nothing that another server reads is written.
+    """Resolve the model, free ports and secrets. Writes nothing that another server reads.
 
-    `worker_address`: where workers are that were started by themselves. Raises ConfigError for what
-    cannot be, and CapabilityError for a model that cannot be fetched.
+    `worker_address`: the address of separately started workers. Raises ConfigError for invalid
+    settings, and CapabilityError for a model that cannot be downloaded.
     """
     to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
@@ -157,14 +158,14 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         workers_bind=bind,
         workers_address=address,
         launch=uuid.uuid4().hex,
-        # Workers that are started by themselves know no keys, and yet whether there are some.
+        # Separately started workers do not know the keys, but must know whether there are any.
         requires_keys=bool(keys or config.api_keys_file),
     )
     return Prepared(job, keys, new_secret(), secret)
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The API's keys. Raises ConfigError where there must be some and are none."""
+    """The API keys. Raises ConfigError if they are required and missing."""
     keys = env.server_keys()
     if config.api_keys_file is not None:
         path = Path(config.api_keys_file).expanduser()
@@ -188,7 +189,7 @@ def _serves(config: ServerConfig, mode: Mode) -> bool:
 
 
 def _require_address(address: str, mode: Mode) -> None:
-    """Raises ConfigError for one that nothing can be reached at, or that nobody asks for."""
+    """Raise ConfigError for an unreachable or unused address."""
     if mode != "connect":
         raise ConfigError(
             f"--worker-address is where workers are that were started by themselves, and --mode is"
@@ -201,8 +202,8 @@ def _require_address(address: str, mode: Mode) -> None:
 
 
 def _kept_secret(folder: Path) -> str:
-    """That of workers which were here before, where there were: an engine that is connected knows
-    it, and no other."""
+    """The secret of workers that ran here before, if any: a connected scheduler knows only that
+    one."""
     path = folder / WORKERS_SECRET
     return read_secret(path) if path.is_file() else new_secret()
 
@@ -222,7 +223,7 @@ def _written(path: Path, config: ServerConfig) -> str:
 
 
 def _from_elsewhere(job: ServerJob) -> str:
-    """The workers' address as other machines may reach it."""
+    """The workers' address as reached from other machines."""
     is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
     if is_everywhere and job.config.engine_connect_host is None:
         return tcp(socket.getfqdn(), parse_port(job.workers_bind))
@@ -245,7 +246,8 @@ def _weights(typed: str) -> Path | None:
     here = Path(typed).expanduser()
     if is_url(typed) or not here.exists():
         return local_folder(typed, pin_model(typed)).resolve()
-    # Their content is nobody's key, so that it need not be read before the workers read it.
+    # Weights are not part of a cache key here, so they need not be read before the workers read
+    # them.
     if not any(here.glob("*.safetensors")):
         raise ConfigError(
             f"model_path {typed} holds no *.safetensors.\n"

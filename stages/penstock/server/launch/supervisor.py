@@ -1,7 +1,7 @@
-"""The parent of a training server's processes: it starts them, and starts again what dies.
+"""Server supervisor: the parent process, which starts all server processes and restarts dead ones.
 
-It knows nothing of what they say to one another; that the server answers is all it looks at, and
-that it starts workers no more is all it tells.
+It does not read their messages; it only polls the health endpoint, and records when it stops
+restarting workers.
 """
 
 import http.client
@@ -28,20 +28,22 @@ from penstock.server.launch.torchrun import torchrun_words, workers_environment
 
 LOOK_SECONDS = 0.1
 HEALTH_SECONDS = 0.5
-"""Between two looks at whether the server answers."""
+"""Seconds between health checks."""
 MARGIN_SECONDS = 4.0
-"""How much longer the agent may take than the ranks, which it kills, before it is killed itself."""
+"""Seconds that the torchrun agent gets beyond the ranks' time, after which it kills them, before it
+is killed itself."""
 ENGINE_MARGIN_SECONDS = 15.0
-"""How much longer the engine may take than it has for saving: it waits for others to end."""
+"""Seconds that the scheduler gets beyond its time for saving, because it waits for other
+processes."""
 LEAVING_SECONDS = 10.0
-"""That workers have to end by themselves after an engine that told them to."""
+"""Seconds for the workers to exit after the scheduler has told them to."""
 MACHINES = "machines"
-"""In the server's folder: what machines tell one another of starts."""
+"""Coordination folder of the nodes, in the server's folder."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def managed_processes(prepared: Prepared, say: Callable[[str], None]) -> list[ManagedProcess]:
-    """The processes that this launcher starts, in the order in which they are asked to end."""
+    """The processes that this launcher starts, in stop order."""
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
     found: list[ManagedProcess] = []
     if prepared.serves:
@@ -81,8 +83,8 @@ def _together(prepared: Prepared) -> MultiNode:
 def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
     """Run the server until it is asked to stop.
 
-    `say` is told one line of each event. Raises StageError where the workers never come up, and
-    ConfigError where another server has the same folder.
+    `say` is called with one line per event. Raises StageError if the workers never come up, and
+    ConfigError if another server uses the same folder.
     """
     job = prepared.job
     api = (job.api_host, job.api_port) if prepared.serves else None
@@ -95,7 +97,7 @@ def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _alone(prepared: Prepared) -> Generator[None]:
-    """Two servers that kept their models in one folder would overwrite what each other knows."""
+    """Lock the folder: two servers would overwrite each other's state."""
     lock = FileLock(prepared.lock)
     try:
         lock.acquire(blocking=False)
@@ -112,21 +114,21 @@ def _alone(prepared: Prepared) -> Generator[None]:
 
 @dataclass
 class Launcher:
-    """Looks after processes until it is asked to stop."""
+    """Monitors the processes until asked to stop."""
 
     children: Sequence[ManagedProcess]
     say: Callable[[str], None]
     api: tuple[str, int] | None
-    """Where the API listens, if it is one of them."""
+    """Address of the API, if this launcher runs it."""
     given_up: Path | None = None
-    """A file that tells the engine that no workers come any more."""
+    """File that tells the scheduler that workers are no longer restarted."""
     is_ready: bool = False
     _asked: list[int] = field(default_factory=list[int])
     _looked: float = 0.0
 
     def run(self) -> None:
-        """Start all, look after them, and end them when SIGINT or SIGTERM comes; a second one kills
-        them."""
+        """Start all processes, monitor them, and stop them on SIGINT or SIGTERM; a second signal
+        kills them."""
         with self._hearing():
             try:
                 while not self._asked:
@@ -135,7 +137,7 @@ class Launcher:
                     self._require_some()
                     self._look_at_health()
                     time.sleep(LOOK_SECONDS)
-                # Workers that came just now are told to leave as others are.
+                # Workers that have just started are also told to exit.
                 self._looked = 0.0
                 self._look_at_health()
                 self.say(f"stopping ({signal.Signals(self._asked[0]).name})")
@@ -143,7 +145,8 @@ class Launcher:
                 self._end()
 
     def _end(self) -> None:
-        """The API first, so that nothing new comes; workers last, for the engine saves yet."""
+        """The API stops first, so that no new requests arrive; workers last, because the scheduler
+        still saves."""
         serving = [child for child in self.children if child.name != "workers"]
         workers = [child for child in self.children if child.name == "workers"]
         self._end_together(serving)
@@ -159,8 +162,8 @@ class Launcher:
     def _let_leave(
         self, serving: Sequence[ManagedProcess], workers: Sequence[ManagedProcess]
     ) -> None:
-        """An engine that ended well has told them to end, and torchrun takes a signal for a
-        fault. One on another machine may still save what they hold."""
+        """After a clean exit of the scheduler, the workers exit themselves, and torchrun would
+        treat a signal as a failure. A scheduler on another machine may still be saving."""
         seconds = 0.0
         if self.is_ready and any(each.name == "engine" and each.ended_well for each in serving):
             seconds = LEAVING_SECONDS
@@ -173,7 +176,7 @@ class Launcher:
             time.sleep(LOOK_SECONDS)
 
     def _require_some(self) -> None:
-        """Workers that die before they ever served have a fault that will not pass by itself."""
+        """Workers that die before they have ever served have a permanent error."""
         for child in self.children:
             if child.is_given_up and self.is_ready and self.api is not None:
                 if self.given_up is not None and not self.given_up.exists():
@@ -209,7 +212,7 @@ class Launcher:
 
 
 def answers(host: str, port: int) -> bool:
-    """Whether the server can do works: it is there, and so are its workers."""
+    """Whether the server is ready, including its workers."""
     connection = http.client.HTTPConnection(host, port, timeout=1.0)
     try:
         connection.request("GET", "/health")

@@ -1,4 +1,4 @@
-"""How torchrun starts the workers of this machine."""
+"""torchrun command line and environment of this machine's workers."""
 
 import math
 import os
@@ -11,27 +11,28 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND
 from penstock.server.launch.addresses import in_url
 
 FAILING_SECONDS = 10.0
-"""How long ranks have to end when one of them has died; what they computed is lost anyhow."""
+"""Seconds for the other ranks to exit after one has died; their results are lost anyway."""
 DEATHS = "deaths.json"
 
 
 def num_local_workers(config: ServerConfig) -> int:
-    """Workers of this machine."""
+    """Number of workers on this machine."""
     count = config.num_workers
     return max(1, env.num_gpus()) if count == "auto" else count
 
 
 def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
-    """What follows `python -m`: the agent, which ends with this process, and torchrun's arguments.
+    """The arguments after `python -m`: the agent, which dies with this process, and torchrun's
+    options.
 
-    `folder`: where the agent lists ranks that a signal has ended.
+    `folder`: where the agent lists ranks that were killed by a signal.
     """
     count = num_local_workers(config)
     failing = math.ceil(min(FAILING_SECONDS, config.stop_timeout))
     common = ["--nproc-per-node", str(count), "--shutdown-timeout", str(failing)]
     where = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
-        # Ranks are numbered by machine, so that rank 0 is beside the engine.
+        # Static node ranks, so that rank 0 runs beside the scheduler.
         where += [
             *("--node-rank", str(config.node_rank)),
             *("--rdzv-endpoint", f"{in_url(str(config.master_addr))}:{config.master_port}"),
@@ -42,15 +43,15 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
 
 
 def workers_environment(config: ServerConfig) -> dict[str, str]:
-    """What is set for torchrun and the workers beside what is there."""
+    """Variables that are set for torchrun and the workers."""
     threads = max(1, env.num_processors() // num_local_workers(config))
     wished = {"OMP_NUM_THREADS": str(threads), **env.openmp_waiting()}
     if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
-        # Gloo by itself listens at the interface of the host's name.
+        # By default gloo listens on the interface of the host name.
         wished["GLOO_SOCKET_IFNAME"] = interface
     return {
         **env.unless_set(wished),
-        # Never let a rank import our folders by their bare names.
+        # Keep our folders off sys.path, so that ranks cannot import them by bare name.
         "PYTHONSAFEPATH": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,36 +1,36 @@
-"""Messages to frames of bytes and back: msgpack, checked against the types. Never pickle."""
+"""Message codec: msgpack with schema validation. Never pickle."""
 
 from typing import Any, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
 import msgspec
 
 MAX_BYTES = 1 << 30
-"""Of one frame."""
+"""Maximum frame size in bytes."""
 
 M = TypeVar("M")
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """A message that another process has encoded: it is sent as it is."""
+    """A message encoded by another process, sent as is."""
 
     frame: bytes | bytearray | memoryview
 
 
 class FrameError(ValueError):
-    """A frame that is no message of the kind that is read here."""
+    """A frame that is not a valid message of this direction."""
 
 
 class Codec(Generic[M]):
-    """The messages of one direction of one channel."""
+    """The message types of one direction of one channel."""
 
     def __init__(self, messages: Any) -> None:
-        """`messages`: the union of their types."""
+        """`messages`: the union of the message types."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(messages)
 
     def encode(self, message: M) -> bytes:
-        """Raises FrameError for one of more than MAX_BYTES, or with a number or a text that msgpack
-        does not hold."""
+        """Raises FrameError for a message larger than MAX_BYTES, or with a number or string that
+        msgpack cannot encode."""
         try:
             frame = self._encoder.encode(message)
         except (OverflowError, UnicodeEncodeError) as error:
@@ -39,14 +39,14 @@ class Codec(Generic[M]):
         return frame
 
     def frame_of(self, message: M | Encoded) -> bytes | bytearray | memoryview:
-        """The same, and of a message that is encoded already its bytes. Raises FrameError."""
+        """The same, and the bytes of an already encoded message. Raises FrameError."""
         if isinstance(message, Encoded):
             _require_fits(message.frame)
             return message.frame
         return self.encode(message)
 
     def decode(self, frame: bytes | bytearray | memoryview) -> M:
-        """Raises FrameError for what is no such message."""
+        """Raises FrameError for an invalid message."""
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -66,32 +66,33 @@ Heard_co = TypeVar("Heard_co", covariant=True)
 
 
 class PeerLostError(ConnectionError):
-    """The process at the other end is gone. It may come again: the channel stays open."""
+    """The peer process is gone. It may return: the channel stays open."""
 
 
 class Channel(Protocol[Sent_contra, Heard_co]):
-    """One end. Messages arrive in order, or the loss of the peer is heard of between them."""
+    """One end of a channel. Messages arrive in order; the loss of the peer is reported between
+    them."""
 
     async def send(self, message: Sent_contra) -> None:
-        """Hand the message over; it is lost where the peer is."""
+        """Send the message; it is lost if the peer is gone."""
         ...
 
     async def receive(self) -> Heard_co:
-        """The next message. Raises PeerLostError once whenever the peer is gone."""
+        """Receive the next message. Raises PeerLostError once per loss of the peer."""
         ...
 
     def close(self) -> None:
-        """Nothing is sent or heard any more."""
+        """Close the channel."""
         ...
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """One that travels by itself, or within another: its name goes with it."""
+    """A message, or a tagged part of one."""
 
 
 Category = Literal["user", "server", "unknown"]
-"""Who can do something about a failure."""
+"""Who can resolve an error."""
 
 Code = Literal[
     "invalid",  # 400
@@ -99,19 +100,19 @@ Code = Literal[
     "exists",  # 409
     "gone",  # 410
     "busy",  # 429
-    "storage_limit",  # 507
+    "storage_limit",  # non-finite computed values
     "not_finite",  # of numbers that were computed
     "cancelled",
-    "lost",  # the processes that did it died
+    "lost",  # The processes that ran it died.
     "unavailable",  # 503
     "internal",  # 500
 ]
-"""What kind of failure it is; with the HTTP status of calls that are answered at once."""
+"""The error code; with the HTTP status of calls that return their result directly."""
 
 OURS: frozenset[Code] = frozenset({"lost", "unavailable", "internal"})
-"""Kinds of failure that no client can do anything about."""
+"""Error codes that no client can resolve."""
 
 
 def error_category(code: Code) -> Category:
-    """Who can do something about it."""
+    """Who can resolve the error."""
     return "server" if code in OURS else "user"

@@ -1,4 +1,4 @@
-"""What the API and the engine say to each other: works that are asked for, and how they ended."""
+"""Messages between API and scheduler: requests and their outcome."""
 
 from typing import Literal
 
@@ -8,24 +8,24 @@ from penstock.server.protocol.results import Result
 
 
 class Request(Message):
-    """A work to do."""
+    """A request."""
 
     id: str
     owner: str
-    """Whose key it came with, as `api.keys` names it; others' things are not found."""
+    """Owner of the API key, as in `api.middleware.auth`; objects of others are not found."""
     work: Work
     seq: int | None = None
-    """Its number among those of its model; None: after those that came before it."""
+    """Sequence number within its model; None: after the requests that arrived before it."""
 
 
 class Cancel(Message):
-    """Do not begin the work of this ask, if it has not begun."""
+    """Cancel a request unless it has started."""
 
     id: str
 
 
 class Hello(Message):
-    """First word of an API process. What another one asked for before is not begun any more."""
+    """First message of an API process. Pending requests of an earlier one are dropped."""
 
     instance: str
 
@@ -34,31 +34,31 @@ ToEngine = Hello | Request | Cancel
 
 
 class Answer(Message):
-    """The end of an ask."""
+    """The result of a request."""
 
     id: str
     result: Result
 
 
 class Failure(Message):
-    """Its other end."""
+    """The error of a request."""
 
     id: str
     error: str
-    """The fault with its numbers, and the next step."""
+    """The message with its numbers, and what to do."""
     category: Category
     code: Code
 
 
 class Status(Message):
-    """How the engine is; told when it changes, and once a second."""
+    """The scheduler's status; sent on changes, and once a second."""
 
     workers: Literal["starting", "ready", "down", "failed"]
-    """`down`: they died and are started again; `failed`: they are not any more."""
+    """`down`: they died and are being restarted; `failed`: they are not restarted any more."""
     reason: str = ""
     queued: int = 0
     running: str = ""
-    """The id of the ask that the workers are at."""
+    """The id of the request that the workers are running."""
 
 
 FromEngine = Answer | Failure | Status

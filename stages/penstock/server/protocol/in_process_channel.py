@@ -1,7 +1,7 @@
-"""Both ends of a channel in one process, for servers of one process and for tests.
+"""In-process channel, for single-process servers and tests.
 
-Messages are encoded and decoded on their way, as between processes: what one end changes afterwards
-the other never sees, and what no process could hear raises FrameError where it is sent.
+Messages are encoded and decoded as between processes, so the receiver never sees later changes, and
+an invalid message raises FrameError at the sender.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ class MemoryEnd(Generic[Sent, Heard]):
     """One end of a pair."""
 
     def __init__(self, heard: Any, kind: Literal["connects", "listens"]) -> None:
-        """`heard`: the union of the messages that arrive here. One that connects keeps what it
-        sends while nobody is there, as the one of ZeroMQ does; one that listens drops it."""
+        """`heard`: the union of the received message types. The connecting end buffers messages
+        while there is no peer, as ZeroMQ does; the listening end drops them."""
         self._codec: Codec[Any] = Codec(heard)
         self._keeps = kind == "connects"
         self._kept: list[Any] = []
@@ -27,14 +27,14 @@ class MemoryEnd(Generic[Sent, Heard]):
         self._other: MemoryEnd[Any, Any] | None = None
 
     async def send(self, message: Sent) -> None:
-        """Hand the message over; it is lost where the other end was dropped."""
+        """Send the message; it is lost if the other end was dropped."""
         if self._other is not None:
             self._other._put(message)
         elif self._keeps and not self._unheard:
             self._kept.append(message)
 
     async def receive(self) -> Heard:
-        """The next message. Raises PeerLostError once after the peer was dropped."""
+        """Receive the next message. Raises PeerLostError once after the peer was dropped."""
         frame = await self._arrived.get()
         if frame is None:
             self._unheard -= 1
@@ -42,7 +42,7 @@ class MemoryEnd(Generic[Sent, Heard]):
         return self._codec.decode(frame)
 
     def join(self, other: "MemoryEnd[Any, Any]") -> None:
-        """Have that one for a peer, which is another process in place of those before."""
+        """Connect to a new peer, which replaces the previous one."""
         for one in (self, other):
             one.drop()
         self._other, other._other = other, self
@@ -52,8 +52,8 @@ class MemoryEnd(Generic[Sent, Heard]):
                 peer._put(message)
 
     def drop(self) -> None:
-        """Be a process that dies: the peer hears of it, and so does this end, where somebody goes
-        on with it as if the other had died."""
+        """Simulate the death of this process: the peer is notified, and so is this end, if it is
+        used further, as if the peer had died."""
         peer, self._other = self._other, None
         if peer is not None:
             peer._other = None
@@ -62,7 +62,7 @@ class MemoryEnd(Generic[Sent, Heard]):
                 one._arrived.put_nowait(None)
 
     def close(self) -> None:
-        """Be dropped."""
+        """Drop this end."""
         self.drop()
 
     def _put(self, message: Any) -> None:
@@ -72,8 +72,8 @@ class MemoryEnd(Generic[Sent, Heard]):
 
 
 def memory_pair(ours: Any, theirs: Any) -> tuple[MemoryEnd[Any, Any], MemoryEnd[Any, Any]]:
-    """Two ends: the first, which connects, sends messages of the union `ours` and hears those of
-    `theirs`; the second listens."""
+    """Two ends: the first one connects, sends messages of the union `ours` and receives those of
+    `theirs`; the second one listens."""
     first: MemoryEnd[Any, Any] = MemoryEnd(theirs, "connects")
     second: MemoryEnd[Any, Any] = MemoryEnd(ours, "listens")
     first.join(second)

@@ -1,17 +1,17 @@
-"""What clients may say of each loss: inputs of every token, and numbers for all. No torch."""
+"""Loss inputs and parameters that clients may set: per-token inputs, and scalars. No torch."""
 
 from collections.abc import Mapping
 
 from penstock.server.protocol.types import Loss
 
 TARGETS = "target_tokens"
-"""The input that every loss takes."""
+"""The input of every loss."""
 
 FACTORS = ("weights", "mask")
-"""Inputs that a token's loss is multiplied by, wherever they are given."""
+"""Inputs that a token's loss is multiplied by, if given."""
 
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
-"""Numbers for all tokens, or inputs of each one."""
+"""Scalars, or per-token inputs."""
 
 REQUIRED: Mapping[Loss, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -22,7 +22,7 @@ REQUIRED: Mapping[Loss, tuple[str, ...]] = {
     "gspo": ("logprobs", "advantages"),
     "drgrpo": ("logprobs", "advantages"),
 }
-"""Inputs besides the targets without which a loss is not computed."""
+"""Required inputs besides the targets."""
 
 OPTIONAL: Mapping[Loss, tuple[str, ...]] = {
     "cross_entropy": FACTORS,
@@ -33,14 +33,14 @@ OPTIONAL: Mapping[Loss, tuple[str, ...]] = {
     "gspo": FACTORS,
     "drgrpo": (*FACTORS, *CLIPS, "ref_logprobs"),
 }
-"""Other inputs that it takes. `ref_logprobs` are those of the model that the penalty keeps close
-to; without them it is the one that `logprobs` are of."""
+"""Optional inputs. `ref_logprobs` are those of the reference model of the KL penalty; without them
+it is the model of `logprobs`."""
 
 SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
-"""Losses that are the sum of those of several targets of a token: distillation of the likeliest."""
+"""Losses that sum over several targets per token, for top-k distillation."""
 
 MAX_TARGETS = 1024
-"""Targets of a token: they are laid out for every token of the rows that it shares."""
+"""Maximum targets per token; every token of a row is padded to the row's maximum."""
 
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},
@@ -51,5 +51,5 @@ PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "drgrpo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "kl_beta": 0.0},
 }
-"""Numbers that it takes, with what they are unless they are given. `eps_clip_c` above 1 bounds what
-a token of negative advantage costs (Ye et al. 2020, "dual clip"); 0: nothing does."""
+"""Parameters and their defaults. `eps_clip_c` above 1 bounds the loss of a token with negative
+advantage (Ye et al. 2020, "dual clip"); 0 disables it."""

@@ -1,6 +1,6 @@
-"""What clients ask for, as the API puts it to the engine.
+"""Requests from the API to the scheduler.
 
-Those that name a `model` are done in the order of their sequence numbers; all others at once.
+Requests with a `model` run in the order of their sequence numbers; all others run immediately.
 """
 
 from typing import Literal
@@ -22,56 +22,57 @@ from penstock.server.protocol.types import (
     Secret,
 )
 
-# Works of sessions, answered at once.
+# Session requests, answered immediately.
 
 
 class CreateSession(Message):
-    """Begin a session: what a client's models and samplers belong to."""
+    """Create a session, which owns a client's models and samplers."""
 
     session: str | None = None
-    """None: the engine names it."""
+    """None: the scheduler chooses a name."""
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
 class Heartbeat(Message):
-    """Clients of these sessions live."""
+    """Heartbeats of these sessions."""
 
     sessions: tuple[str, ...]
 
 
 class EndSession(Message):
-    """Unload all that belongs to a session, saved before."""
+    """Save and unload everything in a session."""
 
     session: str
 
 
 class ListSessions(Message):
-    """Of the owner."""
+    """List the owner's sessions."""
 
 
 class SessionOf(Message):
-    """What belongs to a session."""
+    """List the models and samplers of a session."""
 
     session: str
 
 
 class Capabilities(Message):
-    """What can be trained here."""
+    """The served model and its limits."""
 
 
-# Works of models, in the order of their sequence numbers.
+# Model requests, run in the order of their sequence numbers.
 
 
 class CreateModel(Message):
-    """Train anew, or from the checkpoint at `path` (with the optimizer's states if `optimizer`)."""
+    """Create a model, optionally from the checkpoint at `path` (with optimizer state if
+    `optimizer`)."""
 
     session: str
     model: str
     base_model: str | None
     """None: the server's, or that of the checkpoint."""
     lora: Lora | None
-    """None: as the checkpoint was, or the server's file says."""
+    """None: as in the checkpoint, or the server config."""
     optimizer_config: Optimizer = Optimizer()
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     path: str | None = None
@@ -79,14 +80,14 @@ class CreateModel(Message):
 
 
 class UnloadModel(Message):
-    """Free what a model takes, saved before if `save`."""
+    """Unload a model, saving it first if `save`."""
 
     model: str
     save: bool = True
 
 
 class Pass(Message):
-    """Forward, and backward unless `forward_only`: gradients add up until a step."""
+    """Forward, and backward unless `forward_only`: gradients accumulate until a step."""
 
     model: str
     data: tuple[Datum, ...]
@@ -97,22 +98,22 @@ class Pass(Message):
 
 
 class Step(Message):
-    """One step of the optimizer along the gathered gradients, which are gone then."""
+    """One optimizer step with the accumulated gradients, which are then zeroed."""
 
     model: str
     adam: Adam
     sync: "SyncWeights | None" = None
-    """Send the weights that it made to the owner's inference servers, where there are any."""
+    """Sync the new weights to the owner's inference servers, if there are any."""
 
 
 class DropGradients(Message):
-    """Forget the gradients that were gathered since the last step."""
+    """Zero the gradients accumulated since the last step."""
 
     model: str
 
 
 class SaveState(Message):
-    """Save what training goes on from; `name` None: named by the time."""
+    """Save a checkpoint for resuming training; `name` None: named by timestamp."""
 
     model: str
     name: str | None = None
@@ -122,7 +123,7 @@ class SaveState(Message):
 
 
 class LoadState(Message):
-    """Go on from the checkpoint at `path`, with the optimizer's states if `optimizer`."""
+    """Load the checkpoint at `path`, with optimizer state if `optimizer`."""
 
     model: str
     path: str
@@ -130,9 +131,8 @@ class LoadState(Message):
 
 
 class SaveSampler(Message):
-    """Save what is sampled from, as a folder of PEFT's, or a whole model where all weights are
-    trained. `session` and `number` given: make a sampler of it, too. `keep` False: it need not
-    outlive the sampler."""
+    """Save weights for sampling: a PEFT folder, or a full model for full fine-tuning. With
+    `session` and `number`, also creates a sampler. `keep` False: it is deleted with the sampler."""
 
     model: str
     name: str | None = None
@@ -144,7 +144,7 @@ class SaveSampler(Message):
 
 
 class SyncWeights(Message):
-    """Send the model's weights to the endpoints of `pools` (all, where there are none)."""
+    """Sync the model's weights to the endpoints of `pools` (all, if empty)."""
 
     model: str
     master_address: str = ""
@@ -158,11 +158,11 @@ class SyncWeights(Message):
     pools: tuple[str, ...] = ()
 
 
-# Works of samplers, in the order that they come, when no model waits longer.
+# Sampling requests, run in arrival order, when no model has waited longer.
 
 
 class CreateSampler(Message):
-    """Name what is sampled from: the checkpoint at `path`, or the base model."""
+    """Create a sampler of the checkpoint at `path`, or of the base model."""
 
     session: str
     number: int
@@ -171,13 +171,13 @@ class CreateSampler(Message):
 
 
 class SamplerOf(Message):
-    """What a sampler samples from."""
+    """The model of a sampler."""
 
     sampler: str
 
 
 class Sample(Message):
-    """Draw after a prompt; `sampler` or `path` or neither (the base model) say from what."""
+    """Sample completions of a prompt; from `sampler`, `path`, or neither (the base model)."""
 
     prompt: Array
     """int32 [T]."""
@@ -190,73 +190,73 @@ class Sample(Message):
     topk_sample_logprobs: int = 0
 
 
-# Works of what is kept, answered at once.
+# Checkpoint requests, answered immediately.
 
 
 class ModelOf(Message):
-    """What there is to tell of a model."""
+    """Metadata of a model."""
 
     model: str
 
 
 class ListRuns(Message):
-    """A page of the owner's models, the newest first."""
+    """A page of the owner's models, newest first."""
 
     limit: int = 20
     offset: int = 0
 
 
 class ListCheckpoints(Message):
-    """Of one model, or of all that the owner has."""
+    """List checkpoints of one model, or of all of the owner's."""
 
     model: str | None = None
 
 
 class DeleteCheckpoint(Message):
-    """Delete what was saved of a model by this name, as in Checkpoint."""
+    """Delete a model's checkpoint by name, as in Checkpoint."""
 
     model: str
     name: str
 
 
 class KeepCheckpoint(Message):
-    """Change until when it is kept (None: for ever), or whether others may read it."""
+    """Change the expiry time (None: never) or visibility of a checkpoint."""
 
     model: str
     name: str
     ttl_seconds: float | None = None
     public: bool | None = None
-    """None: as it is, and `ttl_seconds` counts; else `ttl_seconds` does not."""
+    """None: unchanged, and `ttl_seconds` applies; else `ttl_seconds` is ignored."""
 
 
 class WeightsOf(Message):
-    """What the checkpoint at a path is of."""
+    """Metadata of the checkpoint at a path."""
 
     path: str
 
 
-# Works of inference endpoints.
+# Inference endpoint requests.
 
 
 class AddEndpoint(Message):
-    """Name an inference server that weights are sent to. It is asked how many ranks it has."""
+    """Register an inference server for weight sync. It is asked for its number of ranks."""
 
     endpoint: Endpoint
     is_sized: bool = True
-    """Whether a client said `world_size`; if not, what the server says of itself counts."""
+    """Whether the client set `world_size`; if not, the server's own value is used."""
     api_key: Secret | None = None
-    """What the server asks of its own clients."""
+    """The API key of the inference server."""
 
 
 class RemoveEndpoint(Message):
-    """Send it no more weights."""
+    """Unregister an inference server."""
 
     host: str
     port: int
 
 
 class ListEndpoints(Message):
-    """Those that weights are sent to."""
+    """List the registered inference servers."""
 
 
 Ordered = (
@@ -270,7 +270,7 @@ Ordered = (
     | SaveSampler
     | SyncWeights
 )
-"""Works of one model."""
+"""Model requests."""
 
 Immediate = (
     CreateSession
@@ -290,6 +290,6 @@ Immediate = (
     | RemoveEndpoint
     | ListEndpoints
 )
-"""Works that no worker is needed for."""
+"""Requests that need no worker."""
 
 Work = Ordered | Immediate | Sample | AddEndpoint

@@ -1,4 +1,4 @@
-"""What two processes know and no other: with it they encrypt what they say. Needs no ZeroMQ."""
+"""Shared secrets of two processes, for encrypting their channel. Needs no ZeroMQ."""
 
 import re
 import secrets
@@ -11,12 +11,12 @@ SECRET = re.compile(r"[0-9a-f]{64}")
 
 
 def new_secret() -> str:
-    """Drawn at random: 64 hex digits."""
+    """A random secret of 64 hex digits."""
     return secrets.token_hex(32)
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Publish a secret as a file that its owner alone may read."""
+    """Write a secret to a file that only its owner can read."""
     with atomic_write(path) as part:
         part.unlink(missing_ok=True)
         part.touch(mode=0o600)
@@ -24,7 +24,7 @@ def write_secret(path: Path, secret: str) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file. Raises ConfigError where it is none, or others may read it."""
+    """Read a secret. Raises ConfigError if it is invalid or others can read it."""
     require_private(path)
     text = path.read_text(encoding="ascii", errors="replace").strip()
     if not SECRET.fullmatch(text):
@@ -35,7 +35,7 @@ def read_secret(path: Path) -> str:
 
 
 def require_private(path: Path) -> None:
-    """Raises ConfigError for a file that is not there, or that others may read."""
+    """Raise ConfigError for a file that is missing or that others can read."""
     if not path.is_file():
         raise ConfigError(f"{path} does not exist.\n  Name a file that does.")
     mode = path.stat().st_mode & 0o777

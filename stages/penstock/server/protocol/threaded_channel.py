@@ -1,7 +1,7 @@
-"""A channel for a process whose main thread computes: another thread speaks and listens.
+"""Channel with its own I/O thread, for a process whose main thread computes.
 
-While the main thread is at a command, that thread takes in what arrives, and says once a second
-that the process lives.
+While the main thread runs a command, the I/O thread receives messages and sends a heartbeat every
+second.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from penstock.server.protocol.codec import Channel, PeerLostError
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the thread that sends still lives."""
+"""Seconds between checks that the I/O thread is alive."""
 CLOSE_SECONDS = 5.0
-"""How long a closing end waits for messages on their way out."""
+"""Seconds that a closing end waits for outgoing messages."""
 
 Sent = TypeVar("Sent")
 Heard = TypeVar("Heard")
 
 
 class ThreadedEnd(Generic[Sent, Heard]):
-    """One end of a channel, for threads. To be closed."""
+    """One end of a channel, usable from several threads. Must be closed."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class ThreadedEnd(Generic[Sent, Heard]):
         beat: Callable[[], Sent] | None = None,
         seconds: float = BEAT_SECONDS,
     ) -> None:
-        """`begin` makes the channel, in the thread of its own; `beat` says what is told every so
-        many `seconds`. Raises what `begin` raises."""
+        """`begin` creates the channel in the I/O thread; `beat` returns the heartbeat sent every
+        `seconds`. Raises the errors of `begin`."""
         self._begin = begin
         self._beat = beat
         self._seconds = seconds
@@ -52,9 +52,9 @@ class ThreadedEnd(Generic[Sent, Heard]):
             raise self._fault
 
     def receive(self, timeout: float | None = None) -> Heard | None:
-        """The next message; None where none came in `timeout` seconds.
+        """Receive the next message; None if there is none within `timeout` seconds.
 
-        Raises PeerLostError once whenever the peer is gone.
+        Raises PeerLostError once per loss of the peer.
         """
         try:
             got = self._arrived.get(timeout=timeout)
@@ -65,9 +65,9 @@ class ThreadedEnd(Generic[Sent, Heard]):
         return got
 
     def send(self, message: Sent) -> None:
-        """Hand the message over, from any thread; waits while the peer is behind.
+        """Send the message, from any thread; blocks while the peer is behind.
 
-        Raises FrameError for one that is too large.
+        Raises FrameError for a message that is too large.
         """
         if self._channel is None or self._leaving.is_set() or not self._thread.is_alive():
             return
@@ -79,7 +79,7 @@ class ThreadedEnd(Generic[Sent, Heard]):
                 going.result()
 
     def close(self) -> None:
-        """Close the channel, and end the thread."""
+        """Close the channel and stop the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._leaving.set)
             self._thread.join(CLOSE_SECONDS)
@@ -105,7 +105,7 @@ class ThreadedEnd(Generic[Sent, Heard]):
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
-                # Whoever waits for a message must not wait for ever.
+                # Otherwise a waiting receiver would block forever.
                 self._arrived.put(outcome)
         self._channel.close()
 

@@ -1,4 +1,4 @@
-"""What the messages of the server are made of. No torch, and nothing of HTTP."""
+"""Common types of the server's messages. No torch and no HTTP."""
 
 from typing import Literal, dataclass_transform
 
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 DType = Literal["float32", "int64", "int32"]
-"""Of what numbers travel in, as numpy names them; little-endian."""
+"""Wire dtype, by numpy name; little-endian."""
 
 Loss = Literal[
     "cross_entropy",
@@ -18,11 +18,11 @@ Loss = Literal[
     "gspo",
     "drgrpo",
 ]
-"""What a pass computes of each token's log-probability."""
+"""The loss of a forward-backward pass."""
 
 Per = Literal["sum", "token"]
-"""Whether gradients are of the sum of losses, or the optimizer's step divides them by the number of
-trained tokens that they were gathered over."""
+"""Gradient normalization: of the summed loss, or divided at the optimizer step by the number of
+trained tokens."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -31,7 +31,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Array(Value):
-    """Numbers and their shape."""
+    """Values and their shape."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -39,21 +39,21 @@ class Array(Value):
 
     @classmethod
     def of(cls, numbers: npt.ArrayLike, dtype: DType) -> "Array":
-        """A copy of the numbers, in this type."""
+        """Copy the values with this dtype."""
         array = np.ascontiguousarray(numbers, dtype=np.dtype(dtype).newbyteorder("<"))
         return cls(dtype=dtype, shape=array.shape, data=array.tobytes())
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """The numbers, read-only. Raises ValueError where they do not fill the shape."""
+        """The values, read-only. Raises ValueError if they do not match the shape."""
         return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
 
 
 class Datum(Value):
-    """One sample of a client's: T tokens, and for each of them what the loss takes.
+    """A client's sample: T tokens, and per-token loss inputs.
 
-    `inputs` are [T] each: `target_tokens` (already shifted: the target of token t stands at t),
-    and by the loss `weights`, `logprobs`, `advantages`, `mask`. Where tokens have K targets each,
-    which losses of SEVERAL_TARGETS take, all of them are [T, K].
+    `inputs` are [T] each: `target_tokens` (already shifted: the target of token t is at t), and
+    depending on the loss `weights`, `logprobs`, `advantages`, `mask`. With K targets per token, for
+    losses in SEVERAL_TARGETS, all of them are [T, K].
     """
 
     tokens: Array
@@ -61,30 +61,30 @@ class Datum(Value):
 
 
 class Lora(Value):
-    """What a session asks for its adapter."""
+    """LoRA config of a model."""
 
     rank: int
     alpha: float | None = None
-    """None: what the server's file says."""
+    """None: as in the server config."""
     seed: int | None = None
     train_attn: bool | None = None
     train_mlp: bool | None = None
     train_unembed: bool | None = None
-    """Whether layers of these kinds learn; None: where the server's file has them bear adapters.
-    True where none of a kind does is refused."""
+    """Whether layers of these kinds are trained; None: if the server config has adapters for them.
+    True is rejected if none of a kind has adapters."""
 
 
 class Optimizer(Value):
-    """What steps a session's weights; None: what the server's file says."""
+    """Optimizer of a model; None: as in the server config."""
 
     kind: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
     dtype: Literal["fp32", "bf16"] | None = None
-    """Of its states, where it keeps them in another than the weights'."""
+    """The dtype of its states, if different from the weights'."""
     kwargs: dict[str, float | bool | str] = {}
 
 
 class Adam(Value):
-    """The numbers of one step."""
+    """Adam parameters of one step."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -92,45 +92,45 @@ class Adam(Value):
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-    """0: nothing is clipped."""
+    """0: no gradient clipping."""
 
 
 class Sampling(Value):
-    """How tokens are drawn."""
+    """Sampling parameters."""
 
     max_tokens: int | None = None
-    """None: until the model's context is full."""
+    """None: until the context length is reached."""
     temperature: float = 1.0
     top_k: int = -1
-    """-1: all of the vocabulary."""
+    """-1: the whole vocabulary."""
     top_p: float = 1.0
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
-    """Decoded by the worker's tokenizer."""
+    """Stop strings, compared with text decoded by the worker's tokenizer."""
     ignore_eos: bool = False
-    """Whether also the tokens that end a text of the model's stop nothing."""
+    """Whether end-of-sequence tokens do not stop generation."""
 
 
 class Sequence(Value):
-    """What was drawn after one prompt."""
+    """A completion of one prompt."""
 
     stop_reason: Literal["stop", "length"]
     tokens: Array
-    """int32 [n], the token that stopped it included."""
+    """int32 [n], including the token that stopped it."""
     logprobs: Array
-    """float32 [n]: of each token as the model has it, at temperature 1."""
+    """float32 [n]: logprobs of each token at temperature 1."""
     topk_tokens: Array | None = None
-    """int32 [n, k]: the likeliest in the place of each token."""
+    """int32 [n, k]: the top-k tokens at each position."""
     topk_logprobs: Array | None = None
     """float32 [n, k]."""
 
 
 class Checkpoint(Value):
-    """One that is kept."""
+    """A stored checkpoint."""
 
     name: str
-    """`weights/<name>` or `sampler_weights/<name>`, within its model."""
+    """`weights/<name>` or `sampler_weights/<name>`, relative to its model."""
     model: str
     kind: Literal["training", "sampler"]
     time: float
@@ -144,36 +144,36 @@ class Checkpoint(Value):
 
 
 class Run(Value):
-    """A model that is trained, or was."""
+    """A model that is or was trained."""
 
     model: str
     session: str
     base_model: str
     rank: int | None
-    """None: all weights are trained."""
+    """LoRA rank; None: full fine-tuning."""
     last_request: float
     """Seconds since the epoch."""
     is_open: bool = True
-    """Whether it can be trained now; otherwise it was unloaded."""
+    """Whether it is loaded; otherwise it was unloaded."""
     corrupted: bool = False
-    """Whether what a client last saw of it was lost with the workers."""
+    """Whether state that a client has seen was lost with the workers."""
     user_metadata: dict[str, str] = {}
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
 
 
 class Endpoint(Value):
-    """An inference server that is sent weights."""
+    """An inference server that receives weights."""
 
     host: str
     port: int
     world_size: int = 1
-    """Ranks that receive: its tensor-parallel size."""
+    """Number of receiving ranks: its tensor parallel size."""
     pool: str = "default"
 
 
 class Secret(Value):
-    """What no log, error or answer may show."""
+    """A value that must not appear in logs, errors and responses."""
 
     text: str
 
@@ -182,4 +182,4 @@ class Secret(Value):
 
 
 Quantization = dict[str, str | int | float | bool | tuple[int, ...]]
-"""The form that weights are sent in, in the words of a checkpoint's `quantization_config`."""
+"""Weight format, with the keys of a checkpoint's `quantization_config`."""

@@ -1,7 +1,7 @@
-"""What the engine tells the workers to do, one command at a time, and what they reply.
+"""Commands from the scheduler to the workers, one at a time, and their replies.
 
-The workers know models by name and nothing of sessions, owners or paths of clients: folders are
-whole paths that the engine has checked.
+The workers know model names, but no sessions, owners or client paths: folders are absolute paths
+that the scheduler has checked.
 """
 
 from typing import Literal
@@ -34,7 +34,7 @@ from penstock.server.protocol.types import (
 
 
 class Open(Message):
-    """Make a model, as it starts. The reply is Opened."""
+    """Create a model. The reply is Opened."""
 
     model: str
     lora: Lora | None
@@ -42,16 +42,16 @@ class Open(Message):
 
 
 class Close(Message):
-    """Free what a model takes."""
+    """Unload a model."""
 
     model: str
 
 
 class ForwardBackwardCommand(Message):
-    """A pass over packed samples.
+    """A forward-backward pass over packed samples.
 
-    `rows` say which samples lie in each row, in order; a row has no more tokens than
-    `sample_packing_sequence_len`. Workers deal rows out to replicas, and fill up with padding.
+    `rows` are the indices of the samples in each row, in order; a row has at most
+    `sample_packing_sequence_len` tokens. Workers distribute rows over replicas and pad.
     """
 
     model: str
@@ -64,29 +64,29 @@ class ForwardBackwardCommand(Message):
 
 
 class OptimStepCommand(Message):
-    """One step of a model's optimizer."""
+    """One optimizer step of a model."""
 
     model: str
     adam: Adam
 
 
 class ZeroGradCommand(Message):
-    """Drop the gathered gradients."""
+    """Zero the accumulated gradients."""
 
     model: str
 
 
 class Save(Message):
-    """Weights and the optimizer's states to a folder that is there complete or not at all."""
+    """Save weights and optimizer state to a folder, atomically."""
 
     model: str
     folder: str
     facts: dict[str, str | int | float | bool | None]
-    """Written beside them."""
+    """Metadata stored with them."""
 
 
 class Load(Message):
-    """Raises as not found or invalid where the folder does not hold what the model is."""
+    """Load a checkpoint. Fails as not found or invalid if the folder does not match the model."""
 
     model: str
     folder: str
@@ -94,19 +94,19 @@ class Load(Message):
 
 
 class Export(Message):
-    """The model for others to sample from: a folder of PEFT's, or a whole model."""
+    """Export the model for sampling: a PEFT folder, or a full model."""
 
     model: str
     folder: str
     dtype: Literal["bfloat16", "float32"] | None = None
-    """None: adapters as they are trained, so that samples are of the very model; whole models in
-    bfloat16."""
+    """None: adapters in their training dtype, so that samples come from exactly that model; full
+    models in bfloat16."""
 
 
 class Generate(Message):
-    """Draw after prompts: `prompts` int32 [T] each, each `counts` times.
+    """Sample completions: `prompts` int32 [T] each, each `counts` times.
 
-    `adapter`: a folder that Export wrote; None: the base model. `settings` one for each prompt.
+    `adapter`: a folder written by Export; None: the base model. `settings`: one per prompt.
     """
 
     prompts: tuple[Array, ...]
@@ -119,7 +119,7 @@ class Generate(Message):
 
 
 class WeightSyncCommand(Message):
-    """Send weights to inference servers."""
+    """Sync weights to inference servers."""
 
     model: str
     endpoints: tuple[Endpoint, ...]
@@ -132,7 +132,7 @@ class WeightSyncCommand(Message):
     weight_version: str | None
     quantization: Quantization | None
     api_keys: tuple[Secret | None, ...] = ()
-    """One for each endpoint, or none at all."""
+    """One per endpoint, or none at all."""
 
 
 Order = (
@@ -150,76 +150,76 @@ Order = (
 
 
 class Command(Message):
-    """An order and its number."""
+    """A command and its number."""
 
     id: str
     order: Order
 
 
 class Hello(Message):
-    """First word of the engine. The workers answer Ready."""
+    """First message of the scheduler. The workers reply with Ready."""
 
     engine: str
 
 
 class Shutdown(Message):
-    """End the workers."""
+    """Stop the workers."""
 
 
 ToWorkers = Hello | Command | Shutdown
 
 
 class Ready(Message):
-    """What the workers are."""
+    """The workers' state."""
 
     instance: str
-    """Another one after each start: what an earlier one held is lost."""
+    """Unique id of each start: the state of earlier instances is lost."""
     served: Served
     models: tuple[str, ...]
-    """Those that are open."""
+    """Loaded models."""
     steps: dict[str, int] = field(default_factory=dict[str, int])
-    """How many steps each of them has made."""
+    """Number of optimizer steps of each loaded model."""
     gathering: tuple[str, ...] = ()
-    """Those of them that have gathered gradients since their last step."""
+    """Loaded models with accumulated gradients."""
     replicas: int = 1
-    """How many rows are computed at the same time: what packing balances rows for."""
+    """Number of data-parallel replicas, for balanced packing."""
 
 
 class Opened(Message):
-    """Of Open: how much the model will write."""
+    """Reply to Open: the model's checkpoint sizes."""
 
     state_bytes: int
-    """Of a Save, the optimizer's states included, also where no step has made them yet."""
+    """Bytes of a Save, including optimizer state that is only created by the first step."""
     export_bytes: int
-    """Of an Export."""
+    """Bytes of an Export."""
 
 
 class Generated(Message):
-    """One for each prompt of Generate."""
+    """Completions, one per prompt of Generate."""
 
     sampled: tuple[Sampled, ...]
 
 
 class Reply(Message):
-    """A command was done."""
+    """A command succeeded."""
 
     id: str
     result: Done | Opened | Passed | Stepped | Saved | Loaded | Generated | Synced
 
 
 class Fault(Message):
-    """The command was not done, and changed nothing but what `lost` says."""
+    """A command failed, and changed nothing except as `lost` says."""
 
     id: str
     error: str
     category: Category
     code: Code
     ends: bool = False
-    """Whether nobody knows what the ranks hold, so that they end, and are started again."""
+    """Whether the ranks' state is undefined, so that they exit and are restarted."""
 
 
 class Beat(Message):
-    """The workers live. Told once a second, also while they compute."""
+    """Heartbeat of the workers. Sent every second, also while they compute."""
 
     instance: str
     running: str

@@ -1,12 +1,11 @@
-"""Channels between processes, over ZeroMQ.
+"""Interprocess channels over ZeroMQ.
 
-One end listens (ROUTER) and speaks with one peer at a time, the last that said something; the other
-connects (DEALER), again and again. A frame that is no message is dropped with a line in the log.
-With a secret both ends are encrypted (CURVE), and who does not know it is not heard.
+One end listens (ROUTER) and talks to one peer at a time, the last one that sent a message; the
+other end connects (DEALER) and reconnects. Invalid frames are dropped and logged. With a secret,
+both ends encrypt (CURVE) and reject peers without the secret.
 
-Messages that are sent before the loss of the peer is heard of are lost with it. The end that
-connects keeps those that are sent later for the next peer; the end that listens has nobody to send
-them to, and drops them.
+Messages sent before the loss of the peer is detected are lost. Messages sent later are buffered for
+the next peer by the connecting end, and dropped by the listening end.
 """
 
 import asyncio
@@ -26,19 +25,19 @@ from penstock.server.protocol.codec import MAX_BYTES, Codec, FrameError, PeerLos
 LOG = logging.getLogger(__name__)
 
 HIGH_WATER = 128
-"""Messages that wait in a socket before its sender does."""
+"""High-water mark: messages queued in a socket before send blocks."""
 OVERHEAD = 1024
-"""Bytes that encryption may add to a frame."""
+"""Maximum bytes that encryption adds to a frame."""
 LINGER_MS = 500
-"""How long a closed end still sends what it was handed."""
+"""Milliseconds that a closed end continues to send."""
 RETRY_MS, LONGEST_RETRY_MS = 50, 1000
 PING_MS, DEAD_AFTER_MS = 2000, 10_000
-"""How often a peer that is silent is asked whether it lives, and how long it may leave that
-unanswered: of one that dies the system tells at once, of a machine that is cut off it does not."""
+"""Heartbeat interval and timeout in milliseconds. The operating system reports a dead process at
+once, but not an unreachable machine."""
 FULL_SECONDS = 0.01
-"""Between two tries to send to a peer that is behind."""
+"""Seconds between tries to send to a peer that is behind."""
 LARGE = 1 << 22
-"""Bytes of a frame from which on it is not copied."""
+"""Frames of at least so many bytes are sent without a copy."""
 
 WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -53,10 +52,11 @@ Heard = TypeVar("Heard")
 
 
 class ZmqChannel(Generic[Sent, Heard]):
-    """One end; `listening` and `connecting` make it. To be made and used in one event loop."""
+    """One end; created by `listening` and `connecting`. To be created and used in one event
+    loop."""
 
     def __init__(self, socket: "zmq.asyncio.Socket", heard: Any) -> None:
-        """`heard`: the union of the messages that arrive here."""
+        """`heard`: the union of the received message types."""
         self._socket = socket
         self._heard: Codec[Heard] = Codec(heard)
         self._sent: Codec[Sent] = Codec(Any)
@@ -75,11 +75,11 @@ class ZmqChannel(Generic[Sent, Heard]):
 
     @property
     def address(self) -> str:
-        """Where the socket is bound, or connects to, with the port that it has."""
+        """The address that the socket is bound or connected to, with its actual port."""
         return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def begin(self, *, bind: str | None = None, connect: str | None = None) -> None:
-        """Listen there, or connect to there. Raises StageError where nobody can listen."""
+        """Bind or connect. Raises StageError if the address cannot be bound."""
         self._watching = asyncio.create_task(self._watch())
         try:
             if bind is not None:
@@ -94,7 +94,7 @@ class ZmqChannel(Generic[Sent, Heard]):
             ) from error
 
     async def send(self, message: Sent) -> None:
-        """Hand the message over; waits while the peer is behind."""
+        """Send the message; waits while the peer is behind."""
         frame = self._sent.frame_of(message)
         lost = self._lost
         if lost != self._lost_and_heard_of:
@@ -118,8 +118,8 @@ class ZmqChannel(Generic[Sent, Heard]):
                 return
 
     async def _hand_over(self, parts: list[Any], *, is_large: bool) -> None:
-        """To the socket. A large frame is not copied, and is waited for until it is sent, so that
-        whoever sends many of them does not hold them all."""
+        """Pass the frames to the socket. A large frame is not copied and is awaited, so that the
+        sender does not hold many of them in memory."""
         if not is_large:
             await self._socket.send_multipart(parts, zmq.NOBLOCK)
             return
@@ -128,7 +128,7 @@ class ZmqChannel(Generic[Sent, Heard]):
             await asyncio.sleep(FULL_SECONDS)
 
     async def receive(self) -> Heard:
-        """The next message. Raises PeerLostError once whenever the peer is gone."""
+        """Receive the next message. Raises PeerLostError once per loss of the peer."""
         while True:
             parts = await self._arrived()
             if parts is None:
@@ -140,7 +140,7 @@ class ZmqChannel(Generic[Sent, Heard]):
                 return message
 
     def close(self) -> None:
-        """Close the socket; what it was handed is sent for a moment yet."""
+        """Close the socket; queued messages are sent within LINGER_MS."""
         if self._closed:
             return
         self._closed = True
@@ -152,8 +152,8 @@ class ZmqChannel(Generic[Sent, Heard]):
         self._socket.close(linger=LINGER_MS)
 
     async def _arrived(self) -> list[zmq.Frame] | None:
-        """The next frames, or None for a loss that was not heard of yet: what a peer said before it
-        died comes first."""
+        """The next frames, or None for a newly detected loss; messages that the peer sent before it
+        died come first."""
         while True:
             self._news.clear()
             with suppress(zmq.Again):
@@ -179,7 +179,7 @@ class ZmqChannel(Generic[Sent, Heard]):
             LOG.warning("dropped a frame of %d bytes: %s", len(body.buffer), error)
             return None
         if self._routes:
-            # Any process may say nonsense; the one that knows the language is answered.
+            # Accept only a peer that sends valid messages; the last one is the peer.
             self._peer, self._descriptor = parts[0].bytes, int(body.get(zmq.SRCFD))
             if self._descriptor in self._left:
                 self._lose()
@@ -191,8 +191,8 @@ class ZmqChannel(Generic[Sent, Heard]):
             await self._take_notes()
 
     async def _take_notes(self) -> None:
-        """Note all that has happened, so that a message is not taken for that of a process which
-        had its descriptor before. Nothing else reads what happens, or it would be noted in another
+        """Process all socket monitor events, so that a message is not attributed to a process that
+        used the same descriptor before. Nothing else reads the events, which would change their
         order."""
         with suppress(zmq.Again):
             while True:
@@ -221,9 +221,9 @@ class ZmqChannel(Generic[Sent, Heard]):
 
 
 def listening(heard: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The end that others connect to; `tcp://127.0.0.1:*` takes a free port.
+    """The listening end; `tcp://127.0.0.1:*` binds a free port.
 
-    `heard`: the union of the messages that arrive. Raises StageError where the address is taken.
+    `heard`: the union of the received message types. Raises StageError if the address is in use.
     """
     socket = _socket(zmq.ROUTER, address)
     socket.router_mandatory = True
@@ -236,15 +236,15 @@ def listening(heard: Any, address: str, secret: str | None = None) -> "ZmqChanne
 
 
 def connecting(heard: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The end that connects to another, whenever that is there.
+    """The connecting end; the listener need not exist yet.
 
-    `heard`: the union of the messages that arrive.
+    `heard`: the union of the received message types.
     """
     socket = _socket(zmq.DEALER, address)
     socket.immediate = True
     socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, LONGEST_RETRY_MS
     if secret is not None:
-        # What the listener's key is, only those know who know the secret: that admits them.
+        # The server key is derived from the secret, so knowing it authenticates the peer.
         socket.curve_serverkey = _keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     channel: ZmqChannel[Any, Any] = ZmqChannel(socket, heard)
@@ -262,7 +262,6 @@ def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
-    """The listener's secret key and its public one, which only those can tell who know the
-    first."""
+    """The listener's secret and public keys, derived from the secret."""
     key = z85.encode(bytes.fromhex(secret))
     return key, zmq.curve_public(key)

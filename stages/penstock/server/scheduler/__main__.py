@@ -1,4 +1,4 @@
-"""The engine process: `python -m penstock.server.scheduler JOB`. Between the API and workers."""
+"""Scheduler process: `python -m penstock.server.scheduler JOB`. Between the API and the workers."""
 
 import asyncio
 import os
@@ -16,13 +16,13 @@ from penstock.server.scheduler.settings import EngineSettings
 
 
 def main(job_path: Path) -> None:
-    """Serve until a signal says to stop; then what is unsaved is saved first."""
+    """Serve until a signal; then save unsaved models and exit."""
     asyncio.run(serve(ServerJob.read(job_path)))
 
 
 async def serve(job: ServerJob) -> None:
-    """Serve this job. Raises StageError where its address is taken, and RegistryError where what
-    an earlier process knew cannot be read."""
+    """Serve this job. Raises StageError if its address is in use, and RegistryError if the state of
+    an earlier process cannot be read."""
     api = listening(ToEngine, job.engine_address, env.engine_secret())
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:
@@ -35,8 +35,8 @@ async def serve(job: ServerJob) -> None:
 
 
 def _hear_signals(engine: Scheduler) -> None:
-    """Have the engine stop when it is asked to. Without its launcher it ends at once: another
-    may have been started in its place."""
+    """Stop the scheduler on a signal. If the launcher is dead, exit at once: another scheduler may
+    have been started."""
     launcher, loop = os.getppid(), asyncio.get_running_loop()
 
     def ask_to_stop() -> None:
@@ -49,7 +49,7 @@ def _hear_signals(engine: Scheduler) -> None:
 
 
 def read_settings(job: ServerJob) -> EngineSettings:
-    """What of the server's settings is read here."""
+    """The scheduler settings of a server config."""
     config = job.config
     return EngineSettings(
         output_dir=job.output_dir,

@@ -1,4 +1,4 @@
-"""Whether a work is let into the queue: it is its owner's to ask for, and can be done."""
+"""Admission control: whether a request may enter the queue (ownership, validity, limits)."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from penstock.server.scheduler.validate_request import check, check_base
 
 
 class Admission:
-    """The door of the queue."""
+    """Admission checks of the queue."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Admission:
         base_names: Callable[[], list[str]],
         settings: EngineSettings,
     ) -> None:
-        """`served`: what is known of the workers; None while that is nothing."""
+        """`served`: information about the workers; None while unknown."""
         self._queue = queue
         self._sessions = sessions
         self._models = models
@@ -37,12 +37,12 @@ class Admission:
         self._base_names = base_names
         self._settings = settings
         self._coming: dict[str, Task] = {}
-        """Models that are to be made."""
+        """Models that are being created."""
         self.untouched: dict[str, CreateModel] = {}
-        """Models that were made as this says, and not asked of since."""
+        """Models that received no request since their creation."""
 
     def put(self, ask: Request, work: Ordered | Sample) -> Outcome | None:
-        """Let an ask in; how its work ended, if it has before. Raises RefusedError."""
+        """Admit a request; returns its outcome if it already has one. Raises RequestError."""
         if isinstance(work, Sample):
             errand = Task(work, ask.owner, None, asks=[ask.id])
             self.check(errand)
@@ -57,13 +57,13 @@ class Admission:
         return self._in_order(ask, work)
 
     def check(self, errand: Task) -> None:
-        """Whether it can be done, unless that was found before. What the workers are is not known
-        before they were there; then it is looked at again. Raises RefusedError."""
+        """Validate a request, unless already done. If the workers' limits were unknown on arrival,
+        it is validated again later. Raises RequestError."""
         work = errand.work
         if errand.is_checked:
             return
         if isinstance(work, Pass):
-            # Whether shapes are what they should be is looked at next.
+            # Shapes are validated next.
             lengths = (math.prod(datum.tokens.shape) for datum in work.data)
             check_lengths(lengths, self._settings.sample_packing_sequence_len)
         served = self._served()
@@ -75,7 +75,7 @@ class Admission:
         errand.is_checked = True
 
     def ended(self, errand: Task) -> None:
-        """It is not waiting, nor under way, any more, however it ended."""
+        """The request has ended in any way."""
         work = errand.work
         if isinstance(work, CreateModel):
             self._coming.pop(work.model, None)
@@ -88,7 +88,7 @@ class Admission:
             self.untouched.pop(errand.model, None)
             self._queue.forget(errand.model)
         elif not errand.is_ours:
-            # A long work is no reason to take its client for gone.
+            # A session does not expire because a request takes long.
             self._sessions.touch(record.session)
 
     def _in_order(self, ask: Request, work: Ordered) -> Outcome | None:
@@ -97,8 +97,8 @@ class Admission:
             self.check(errand)
             self._queue.put(errand)
             return None
-        # By its number it may be known, and have ended; else the number is used up, whatever the
-        # work is.
+        # A known sequence number may already have an outcome; otherwise it is used up, whatever the
+        # request is.
         found = self._queue.put(errand)
         if not isinstance(found, Task):
             return found
@@ -134,8 +134,8 @@ class Admission:
         return None
 
     def _is_there(self, work: CreateModel, owner: str) -> bool:
-        """Whether this very model was made, and nothing was done with it. Raises RefusedError
-        where the name is another's."""
+        """Whether this very model exists and has received no request. Raises RequestError if
+        another owner has the name."""
         record = self._models.known(work.model)
         taken = record is not None and (record.owner != owner or record.is_open)
         if not taken and work.model not in self._coming:
@@ -149,7 +149,8 @@ class Admission:
         )
 
     def _check_room(self, work: CreateModel, owner: str) -> None:
-        """Raises RefusedError where no further model may be: of all weights, one is trained."""
+        """Raises RequestError if no further model may be created. With full fine-tuning there is
+        one model."""
         coming = {model: errand.owner for model, errand in self._coming.items()}
         owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
         served, settings = self._served(), self._settings

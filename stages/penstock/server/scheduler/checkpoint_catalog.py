@@ -1,6 +1,6 @@
-"""Checkpoints as clients see them: who may read one, until when it is kept, and what it is of.
+"""Checkpoint catalog: visibility, expiry and metadata of checkpoints.
 
-Saving is elsewhere (`saving`); here is what needs no workers.
+Saving is in `save_checkpoint`; nothing here needs workers.
 """
 
 import logging
@@ -20,17 +20,17 @@ LOG = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Those of all models."""
+    """The checkpoints of all models."""
 
     def __init__(self, registry: Registry, storage: Storage) -> None:
-        """Bring what is known and what is there to agree."""
+        """Reconcile the records with the files on disk."""
         self._registry = registry
         self._storage = storage
         storage.tidy()
         self._agree()
 
     def read(self, path: str, owner: str) -> tuple[CheckpointRef, CheckpointRecord]:
-        """What lies at a path, if this owner may read it. Raises RefusedError."""
+        """The checkpoint at a path, if this owner may read it. Raises RequestError."""
         spot = parse_checkpoint_path(path)
         record = self._registry.models.get(spot.model)
         kept = record.checkpoints.get(spot.within) if record else None
@@ -41,11 +41,11 @@ class Checkpoints:
         return spot, kept
 
     def folder(self, spot: CheckpointRef) -> Path:
-        """Where it lies. Raises RefusedError where a link leads elsewhere."""
+        """Its folder. Raises RequestError if a symbolic link points outside."""
         return self._storage.folder(spot)
 
     def holds(self, start: Start) -> bool:
-        """Whether what a model goes on from is there, and not another under its name."""
+        """Whether the checkpoint that a model resumes from exists and was not replaced."""
         spot = parse_checkpoint_path(start.path)
         record = self._registry.models.get(spot.model)
         kept = record.checkpoints.get(spot.within) if record else None
@@ -53,7 +53,7 @@ class Checkpoints:
         return not is_another and self._is_there(spot)
 
     def newest(self, record: ModelRecord) -> Start | None:
-        """The last that was saved of a model as it is now."""
+        """The newest checkpoint of a model's current configuration."""
         found = [
             (kept.time, name)
             for name, kept in record.checkpoints.items()
@@ -66,21 +66,21 @@ class Checkpoints:
         return Start(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
     def _is_there(self, spot: CheckpointRef) -> bool:
-        """A link that leads elsewhere is not what was saved."""
+        """A symbolic link that points outside is not a checkpoint."""
         try:
             return self._storage.holds(spot)
         except RequestError:
             return False
 
     def of_model(self, record: ModelRecord) -> list[Checkpoint]:
-        """All of one model, in the order of their times."""
+        """All checkpoints of one model, by time."""
         found = [told(record.model, name, kept) for name, kept in record.checkpoints.items()]
         return sorted(found, key=lambda checkpoint: checkpoint.time)
 
     def delete(self, record: ModelRecord, within: str) -> Path:
-        """It is gone from where it was found; where it is now is to be discarded.
+        """Remove a checkpoint from the catalog; returns its new path, to be deleted.
 
-        Raises RefusedError.
+        Raises RequestError.
         """
         spot = self._own(record, within)
         gone = self._storage.take_out(spot)
@@ -90,7 +90,7 @@ class Checkpoints:
     def keep(
         self, record: ModelRecord, within: str, ttl_seconds: float | None, public: bool | None
     ) -> None:
-        """Change how it is kept; see KeepCheckpoint. Raises RefusedError."""
+        """Change expiry or visibility; see KeepCheckpoint. Raises RequestError."""
         spot = self._own(record, within)
         kept = record.checkpoints[spot.within]
         if public is not None:
@@ -102,18 +102,18 @@ class Checkpoints:
         self._registry.keep_model(record)
 
     def expire(self, now: float) -> list[Path]:
-        """Drop those whose time is over at `now`, in seconds since the epoch; what is to be
-        discarded."""
+        """Remove checkpoints that are expired at `now`, in seconds since the epoch; returns the
+        folders to delete."""
         return self._delete_where(lambda kept: kept.expires is not None and kept.expires <= now)
 
     def drop_samplers(self, is_there: Callable[[str], bool]) -> list[Path]:
-        """Drop what was saved for samplers alone that are not there; what is to be discarded."""
+        """Remove checkpoints of samplers that no longer exist; returns the folders to delete."""
         return self._delete_where(
             lambda kept: kept.sampler is not None and not is_there(kept.sampler)
         )
 
     def run(self, record: ModelRecord) -> Run:
-        """A model, as clients are told of it."""
+        """A model as reported to clients."""
         found = self.of_model(record)
         of_training = [each for each in found if each.kind == "training"]
         of_samplers = [each for each in found if each.kind == "sampler"]
@@ -139,7 +139,7 @@ class Checkpoints:
                 try:
                     gone.append(self.delete(record, within))
                 except RequestError as error:
-                    # Somebody has put a link in its place.
+                    # Another process replaced it with a symbolic link.
                     LOG.warning("%s of model %s stays: %s", within, record.model, error)
         return gone
 
@@ -154,12 +154,12 @@ class Checkpoints:
         self._registry.keep_model(record)
         for other in self._registry.models.values():
             if other.start is not None and other.start.path == str(spot) and not other.is_unsaved:
-                # What it goes on from is kept nowhere but in the workers now.
+                # Its state now only exists in the workers.
                 other.is_unsaved = True
                 self._registry.keep_model(other)
 
     def _agree(self) -> None:
-        """What a process that died had saved is known; what somebody deleted is not any more."""
+        """Add checkpoints that a dead process has saved; drop records of deleted ones."""
         there = set(self._storage.spots())
         for record in list(self._registry.models.values()):
             known = {spot_in(record.model, within) for within in record.checkpoints}
@@ -176,7 +176,7 @@ class Checkpoints:
 
 
 def told(model: str, within: str, kept: CheckpointRecord) -> Checkpoint:
-    """A checkpoint, as clients are told of it."""
+    """A checkpoint as reported to clients."""
     return Checkpoint(
         name=within,
         model=model,

@@ -1,6 +1,6 @@
-"""Names that clients give or are given, and where below `output_dir` they lead.
+"""Names of models, sessions and checkpoints, and their paths below `output_dir`.
 
-A name is checked here, whoever sent it, before it becomes part of a path.
+Every name is validated here before it becomes part of a path.
 """
 
 import re
@@ -13,18 +13,18 @@ MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 Room = Literal["weights", "sampler_weights"]
-"""Folders of what training goes on from, and of what is sampled from."""
+"""Folders of training checkpoints and of sampler weights."""
 
 INITIAL = "000000"
-"""Name of what is saved of every model as it starts."""
+"""Name of the initial checkpoint of every model."""
 
 SAMPLER = ":sample:"
-"""Between a session and the number of one of its samplers."""
+"""Separator of a session and a sampler number."""
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointRef:
-    """One checkpoint of one model."""
+    """A checkpoint of a model."""
 
     model: str
     room: Room
@@ -35,31 +35,31 @@ class CheckpointRef:
 
     @property
     def within(self) -> str:
-        """Its name within its model."""
+        """Its name relative to its model."""
         return f"{self.room}/{self.name}"
 
 
 def model_name(name: str) -> str:
-    """The name, if it is one of a model or of a session. Raises RefusedError."""
+    """Validate a name of a model or session. Raises RequestError."""
     return _checked(MODEL, name, "a model or a session", "_ . : -")
 
 
 def checkpoint_name(name: str) -> str:
-    """The name, if it is one of a checkpoint. Raises RefusedError."""
+    """Validate a name of a checkpoint. Raises RequestError."""
     return _checked(CHECKPOINT, name, "a checkpoint", "_ . -")
 
 
 def parse_checkpoint_path(path: str) -> CheckpointRef:
-    """What `<model>/weights/<name>` or `<model>/sampler_weights/<name>` names.
+    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`.
 
-    Raises RefusedError for all else.
+    Raises RequestError for anything else.
     """
     model, _, within = path.partition("/")
     return spot_in(model, within)
 
 
 def spot_in(model: str, within: str) -> CheckpointRef:
-    """What `weights/<name>` or `sampler_weights/<name>` names of a model. Raises RefusedError."""
+    """Parse `weights/<name>` or `sampler_weights/<name>` of a model. Raises RequestError."""
     room, _, name = within.partition("/")
     if room != "weights" and room != "sampler_weights":
         written = f"{model}/{within}"[:200]

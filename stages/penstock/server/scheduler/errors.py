@@ -1,4 +1,4 @@
-"""How a work is refused: what becomes the failure of its ask."""
+"""Request errors of the scheduler."""
 
 import logging
 
@@ -9,7 +9,7 @@ LOG = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """A work that is not done. Its text is the fault with its numbers, and the next step."""
+    """A rejected or failed request. The message has its numbers, and what to do."""
 
     def __init__(self, code: Code, error: str, category: Category | None = None) -> None:
         super().__init__(error)
@@ -17,35 +17,35 @@ class RequestError(Exception):
         self.category: Category = category or error_category(code)
 
     def failure(self, ask: str) -> Failure:
-        """What the ask of this id is told."""
+        """The error message for the request of this id."""
         return Failure(id=ask, error=str(self), category=self.category, code=self.code)
 
 
 class StorageLimitError(RequestError):
-    """What is to be saved does not fit below `storage_limit`. Nothing of it has been written."""
+    """A checkpoint would exceed `storage_limit`. Nothing has been written."""
 
     def __init__(self, error: str) -> None:
         super().__init__("storage_limit", error)
 
 
 class WorkersLostError(RequestError):
-    """The workers died while they were at it."""
+    """The workers died during the request."""
 
     def __init__(self, error: str) -> None:
         super().__init__("lost", error)
 
 
 class OperationTimeoutError(WorkersLostError):
-    """They were given up, for they took too long over it; so they would again."""
+    """The workers were restarted because the request timed out; a retry would time out, too."""
 
 
 def not_found(what: str) -> RequestError:
-    """There is no such thing, or it is another owner's: which of them is not told."""
+    """The object does not exist or belongs to another owner; the message does not say which."""
     return RequestError("not_found", f"there is no {what} of yours")
 
 
 def internal_error(error: Exception) -> RequestError:
-    """What is told of an exception that none should be; the log says the rest."""
+    """The error for an unexpected exception; the details are logged."""
     LOG.error("an ask failed by a fault of the engine", exc_info=error)
     what = f": {error}" if isinstance(error, OSError) else ""
     return RequestError("internal", f"the engine failed{what}; its log says why")

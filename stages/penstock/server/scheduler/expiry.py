@@ -1,6 +1,6 @@
-"""What goes with time: sessions whose clients are gone, and checkpoints that are kept no longer.
+"""Expiry of idle sessions and of checkpoints.
 
-Models of a session are saved before they are unloaded; one that cannot be saved stays.
+Models of a session are saved before they are unloaded; a model that cannot be saved stays loaded.
 """
 
 import time
@@ -17,15 +17,16 @@ from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
 from penstock.server.scheduler.task import Task
 
 LONGEST_INTERVAL = 30.0
-"""Seconds between two looks, at most."""
+"""Maximum seconds between checks."""
 TOLD_SECONDS = 24 * 3600.0
-"""For which a client is told that its session has ended, and why; then it is not known."""
+"""Seconds during which a client is told that and why its session has ended; later the session is
+unknown."""
 RETRY_SECONDS = 60.0
-"""Before a model that could not be unloaded is tried again."""
+"""Seconds before unloading a model is retried."""
 
 
 class Expiry:
-    """Looks for what is over."""
+    """Checks for expired sessions and checkpoints."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class Expiry:
         checkpoints: Checkpoints,
         discard: Callable[[list[Path]], None],
     ) -> None:
-        """`discard` deletes folders by and by."""
+        """`discard` deletes folders in the background."""
         self._timeout = settings.idle_session_timeout
         self._queue = queue
         self._sessions = sessions
@@ -45,10 +46,10 @@ class Expiry:
         self._discard = discard
         self._tried: dict[str, float] = {}
         self.interval = min(LONGEST_INTERVAL, self._timeout / 10)
-        """Seconds between two looks."""
+        """Seconds between checks."""
 
     def look(self) -> None:
-        """Have unloaded what is over, and end the sessions of which nothing is left."""
+        """Unload models of expired sessions, and end sessions that have no model left."""
         for session in self._sessions.open():
             if self._is_idle(session) and not self._open_models(session):
                 self.end(session, f"nothing was heard of its client for {self._timeout:g} s")
@@ -56,18 +57,18 @@ class Expiry:
         now = time.time()
         self._sessions.forget(now - TOLD_SECONDS)
         self._discard(self._checkpoints.expire(now))
-        # A session may have ended while a sampler of it was saved.
+        # A session may have ended while one of its samplers was being saved.
         self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
 
     def end(self, session: SessionRecord, why: str) -> None:
-        """It is over; what it has open is unloaded by and by, and what was kept for its samplers
-        alone goes with them."""
+        """End a session; its models are unloaded in the background, and its sampler-only
+        checkpoints are deleted."""
         self._sessions.end(session, why)
         self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
         self._unload_unwanted()
 
     def is_to_go(self, model: str) -> bool:
-        """Whether an open model is to be unloaded, as its session is over."""
+        """Whether a loaded model is to be unloaded because its session has ended."""
         record = self._models.known(model)
         if record is None or not record.is_open:
             return False

@@ -1,6 +1,6 @@
-"""Works that no worker is needed for: what is known, and what is to be kept for how long.
+"""Immediate requests, which need no worker: sessions, listings, checkpoint metadata.
 
-Each is done as it arrives.
+Each is handled on arrival.
 """
 
 from collections.abc import Callable, Collection
@@ -51,11 +51,11 @@ from penstock.server.scheduler.task import Outcome
 from penstock.server.scheduler.validate_request import check_base, check_ttl
 
 MAX_PAGE = 1000
-"""Models that one page of them holds."""
+"""Maximum models per page."""
 
 
 class ImmediateRequests:
-    """Answers at once."""
+    """Handles immediate requests."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class ImmediateRequests:
         end: Callable[[SessionRecord, str], None],
         allowed_hosts: Collection[str],
     ) -> None:
-        """`served` raises RefusedError while it is not known; `pending` counts the asks of a model;
-        `discard` deletes folders by and by; `end` ends a session, for a reason; `allowed_hosts`:
-        where inference servers may be."""
+        """`served` raises RequestError while the workers are unknown; `pending` counts the requests
+        of a model; `discard` deletes folders in the background; `end` ends a session for a reason;
+        `allowed_hosts`: allowed inference servers."""
         self._registry = registry
         self._sessions = sessions
         self._models = models
@@ -86,7 +86,7 @@ class ImmediateRequests:
         self._destinations = Destinations(registry, allowed_hosts)
 
     def do(self, work: Immediate, owner: str) -> Result:
-        """Do it. Raises RefusedError."""
+        """Handle a request. Raises RequestError."""
         match work:
             case CreateSession() | Heartbeat() | EndSession() | ListSessions() | SessionOf():
                 return self._session(work, owner)
@@ -102,7 +102,8 @@ class ImmediateRequests:
                 return self._destinations.do(work, owner)
 
     def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
-        """Of all that is done at once this alone waits for somebody else; `end` is told of it."""
+        """Add an endpoint: the only immediate request that waits for another server; `end` receives
+        its outcome."""
         self._destinations.add(work, owner, end)
 
     def _notice(self) -> str:

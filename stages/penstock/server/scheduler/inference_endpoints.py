@@ -1,4 +1,4 @@
-"""Inference servers that weights are sent to: who they are, and the keys that they ask for."""
+"""Inference endpoints of weight sync, and their API keys."""
 
 import asyncio
 import logging
@@ -26,27 +26,27 @@ from penstock.server.weight_sync.sglang_client import (
 LOG = logging.getLogger(__name__)
 
 HEADER = re.compile(r"[!-~]+")
-"""Characters that a key may have."""
+"""Characters allowed in a key."""
 MAX_OWNER_ENDPOINTS = 64
-"""Of one owner, those that are being added included."""
+"""Maximum endpoints per owner, including those being added."""
 ASK_SECONDS = 3.0
-"""In which a server that is added says how it is laid out; it may not be there yet."""
+"""Seconds for a new server to report its parallelism; it may not be running yet."""
 
 
 class Destinations:
-    """Each is its owner's, with the key that came along."""
+    """The endpoints of all owners, with their keys."""
 
     def __init__(self, registry: Registry, allowed_hosts: Collection[str]) -> None:
-        """`allowed_hosts`: where they may be."""
+        """`allowed_hosts`: the hosts that endpoints may have."""
         self._registry = registry
         self._allowed_hosts = allowed_hosts
         self._adding: dict[asyncio.Task[None], str] = {}
-        """Owners by what is being added."""
+        """Owners of the endpoints that are being added."""
 
     def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
-        """Know one more, in place of one at the same address; `end` is told how that went, for the
-        server is asked first whether weights can be sent there. Raises RefusedError where the owner
-        has as many as may be."""
+        """Register an endpoint, replacing one at the same address; `end` receives the outcome,
+        because the server is first asked whether weights can be sent to it. Raises RequestError if
+        the owner has the maximum number."""
         self._require_room(work.endpoint, owner)
         task = asyncio.create_task(self._add(work, owner, end))
         self._adding[task] = owner
@@ -99,7 +99,7 @@ class Destinations:
         return self._all(owner)
 
     def do(self, work: RemoveEndpoint | ListEndpoints, owner: str) -> Endpoints:
-        """Those that are left, or that there are. Raises RefusedError for one that is not known."""
+        """The remaining or registered endpoints. Raises RequestError for an unknown one."""
         if isinstance(work, RemoveEndpoint):
             others = self._others(owner, work.host, work.port)
             if len(others) == len(self._registry.destinations):
@@ -119,7 +119,7 @@ class Destinations:
 def list_endpoints(
     registry: Registry, owner: str, pools: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
-    """Those of the owner in these pools, or all of them, each with what it asks of its clients."""
+    """The owner's endpoints in these pools, or all of them, with their keys."""
     return tuple(
         (_endpoint(record), Secret(text=record.api_key) if record.api_key else None)
         for record in registry.destinations
@@ -130,8 +130,7 @@ def list_endpoints(
 def target_endpoints(
     registry: Registry, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
-    """The same. Raises RefusedError where there are none, and for one that is not allowed any
-    more."""
+    """The same. Raises RequestError if there are none, or if one is no longer allowed."""
     found = list_endpoints(registry, owner, pools)
     if not found:
         where = f" in {', '.join(pools)[:200]}" if pools else ""
@@ -145,8 +144,8 @@ def target_endpoints(
 def resume_inference_servers(
     sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str
 ) -> None:
-    """Have servers generate again which workers that are gone may have left paused. Nobody waits
-    for it."""
+    """Resume generation on servers that dead workers may have left paused. Runs in the
+    background."""
     for endpoint, key in sent:
         run_in_background(partial(_let_go_on, InferenceServer(endpoint, key), group_name))
 
@@ -166,7 +165,7 @@ def _endpoint(record: DestinationRecord) -> Endpoint:
 
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:
-    """What it says within ASK_SECONDS."""
+    """The server's parallelism, if it responds within ASK_SECONDS."""
     asked: Future[EngineParallelism | None] = run_in_background(lambda: server.sizes(ASK_SECONDS))
     try:
         async with asyncio.timeout(ASK_SECONDS):

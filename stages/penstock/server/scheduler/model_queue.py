@@ -1,7 +1,7 @@
-"""The works of one model: which of them is next, and how those that are done ended.
+"""Request queue of one model: the next request, and outcomes of completed ones.
 
-Numbered works run by their numbers, each once. Works without a number run after those that came
-before them. Nothing is known here of time but what is told.
+Requests with sequence numbers run in that order, each once. Requests without one run after those
+that arrived before them. The clock is passed in.
 """
 
 import itertools
@@ -15,17 +15,17 @@ from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 from penstock.server.scheduler.task import Outcome, Task, outcome_num_bytes, to_outcome, told
 
 FIRST = 1
-"""Number of the first work of a model."""
+"""Sequence number of the first request of a model."""
 
 KEPT = 64
-"""Outcomes of a model that are kept for whoever asks again."""
+"""Outcomes kept per model for repeated requests."""
 
 KEPT_BYTES = 16 << 20
-"""The oldest of them are dropped beyond it."""
+"""Maximum bytes of outcomes; the oldest are dropped beyond it."""
 
 SETTLING = 1.0
-"""Seconds in which lower numbers may still come before the lowest that is there is taken as the
-next one, where it is not known which number that is."""
+"""Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
+as the next, if the next number is unknown."""
 
 _KINDS = {kind.__name__: kind for kind in get_args(Ordered)}
 
@@ -38,35 +38,35 @@ class _Kept:
 
 
 class ModelQueue:
-    """Works of one model."""
+    """The queue of one model."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.running: Task | None = None
         self.stalled_since: float | None = None
-        """Since when works wait for a number that has not come."""
+        """Since when requests wait for a missing sequence number."""
         self._next = FIRST
         self._is_sure = True
-        """Whether the next number must be `_next`; else lower ones than those that wait may have
-        been lost with who asked for them."""
+        """Whether the next number must be `_next`; otherwise requests with lower numbers may have
+        been lost with the API process."""
         self._numbered: dict[int, Task] = {}
         self._others: deque[Task] = deque()
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._kept_bytes = 0
 
     def __len__(self) -> int:
-        """How many works wait that are still to be done."""
+        """Number of waiting requests that are still to run."""
         return sum(1 for errand in self.waiting() if errand.outcome is None)
 
     def waiting(self) -> list[Task]:
-        """All that have not begun."""
+        """All requests that have not started."""
         return [*self._numbered.values(), *self._others]
 
     def put(self, errand: Task) -> Task | Outcome:
-        """Take a work in. Returns the errand that it is now part of, which is another where its
-        number is known; or how that one ended.
+        """Add a request. Returns its task, which is an existing one if the sequence number is
+        known; or the outcome of that.
 
-        Raises RefusedError for a number that is known for another work, or is forgotten.
+        Raises RequestError if the number belongs to another request, or its outcome was dropped.
         """
         seq = errand.seq
         if seq is None:
@@ -94,7 +94,7 @@ class ModelQueue:
         return errand
 
     def candidate(self) -> Task | None:
-        """The work that is next, if it may begin now."""
+        """The next request, if it may start now."""
         if self.running is not None:
             return None
         if self._others:
@@ -107,12 +107,13 @@ class ModelQueue:
         return self._numbered[lowest] if lowest <= self._next else None
 
     def begin(self, errand: Task) -> None:
-        """The candidate is under way."""
+        """The candidate has started."""
         self._remove(errand)
         self.running = errand
 
     def end(self, outcome: Outcome) -> None:
-        """What was under way has ended. What was lost may be asked for again by its number."""
+        """The running request has ended. If it was lost, it may be submitted again with its
+        number."""
         errand, self.running = self.running, None
         assert errand is not None
         if errand.seq is None:
@@ -124,7 +125,7 @@ class ModelQueue:
             self._pass(errand, outcome)
 
     def skip(self) -> list[Task]:
-        """Let works that are refused already give up their turns, and return them."""
+        """Skip requests that were already rejected, and return them."""
         skipped: list[Task] = []
         while (errand := self.candidate()) is not None and errand.outcome is not None:
             self._remove(errand)
@@ -134,17 +135,17 @@ class ModelQueue:
         return skipped
 
     def withdraw(self, errand: Task) -> None:
-        """Drop a work that has not begun, as if nobody had asked for it."""
+        """Drop a request that has not started, as if it had not arrived."""
         self._remove(errand)
 
     def unsettle(self) -> None:
-        """Whatever number comes first is the next one: those between may be lost."""
+        """Accept any next sequence number: those in between may be lost."""
         self._is_sure = False
 
     def overdue(self, now: float, gap: float) -> Task | None:
-        """The work that has waited `gap` seconds for a number before its own, which it gives up.
+        """The request that has waited `gap` seconds for a missing lower number, which fails.
 
-        Where no number is sure to come, the lowest there is has its turn instead.
+        If the next number is unknown, the lowest present one runs instead.
         """
         if self.running is not None or self.candidate() is not None or not self._numbered:
             self.stalled_since = None
@@ -170,8 +171,8 @@ class ModelQueue:
         return errand
 
     def left(self, room: int) -> QueueState:
-        """What the lane of a process to come is to know: the last outcomes, of up to `room` bytes,
-        and the last one in any case."""
+        """State for the next process: the last outcomes, of up to `room` bytes, and at least the
+        last one."""
         total = itertools.accumulate(kept.bytes for kept in reversed(self._kept.values()))
         count = max(1, sum(size <= room for size in total))
         ended = [
@@ -181,9 +182,9 @@ class ModelQueue:
         return QueueState(next=self._next, ended=tuple(ended))
 
     def go_on_from(self, left: QueueState) -> None:
-        """Know what another lane of this model had left; works that waited there may be lost."""
+        """Restore the state left by another process; requests waiting there may be lost."""
         for each in left.ended:
-            # Another version may have had others.
+            # Another version may have had other request types.
             if each.kind in _KINDS:
                 self._keep(each.seq, _KINDS[each.kind], to_outcome(each.end))
         self._next, self._is_sure = left.next, False
@@ -196,7 +197,7 @@ class ModelQueue:
             del self._numbered[errand.seq]
 
     def _pass(self, errand: Task, outcome: Outcome) -> None:
-        """Keep how a number ended, and go on to the next."""
+        """Record the outcome of a sequence number and advance."""
         assert errand.seq is not None
         self._keep(errand.seq, type(errand.work), outcome)
         self._next, self._is_sure = errand.seq + 1, True

@@ -1,4 +1,4 @@
-"""Models that are trained: which of them are open, and what would be lost with the workers."""
+"""Models: which ones are loaded in the workers, and what would be lost with the workers."""
 
 import time
 from collections.abc import Generator
@@ -12,32 +12,33 @@ from penstock.server.scheduler.state_store import ModelRecord, Registry, Start
 
 @dataclass
 class LoadedModelState:
-    """What is known of an open model beside its record, and goes with this process."""
+    """In-memory state of a loaded model, besides its record."""
 
     step: int = 0
-    """How many its optimizer has made."""
+    """Number of optimizer steps."""
     has_gradients: bool = False
-    """Whether gradients were gathered since its last step."""
+    """Whether there are accumulated gradients."""
     lost_gradients: bool = False
-    """Whether the gradients that its next step would take were lost."""
+    """Whether the accumulated gradients of the next step were lost."""
 
 
 class Models:
-    """All of them, by name."""
+    """All models by name."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._live: dict[str, LoadedModelState] = {}
 
     def find(self, model: str, owner: str) -> ModelRecord:
-        """Raises RefusedError where it is not there, or is not the owner's."""
+        """The owner's model. Raises RequestError if it does not exist or belongs to another
+        owner."""
         record = self._registry.models.get(model)
         if record is None or record.owner != owner:
             raise not_found(f"model {model[:200]!r}")
         return record
 
     def find_open(self, model: str, owner: str) -> ModelRecord:
-        """The same, and raises for one that was unloaded."""
+        """The same, and raises RequestError if it is unloaded."""
         record = self.find(model, owner)
         if not record.is_open:
             path = f" Its last checkpoint is {record.start.path}." if record.start else ""
@@ -47,34 +48,34 @@ class Models:
         return record
 
     def known(self, model: str) -> ModelRecord | None:
-        """Whoever's it is."""
+        """The model of any owner."""
         return self._registry.models.get(model)
 
     def is_open(self, model: str) -> bool:
-        """Whether workers hold it, or are to."""
+        """Whether it is or will be loaded in the workers."""
         record = self.known(model)
         return record is not None and record.is_open
 
     def open(self) -> list[ModelRecord]:
-        """Those that workers hold or are to hold, the one that was asked of last first."""
+        """Models that are or will be loaded, most recently requested first."""
         found = [record for record in self._registry.models.values() if record.is_open]
         return sorted(found, key=lambda record: -record.last_request)
 
     def live(self, record: ModelRecord) -> LoadedModelState:
-        """What this process knows of it."""
+        """The in-memory state of a model."""
         return self._live.setdefault(record.model, LoadedModelState(step=record.step))
 
     def found(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
-        """Workers that outlived an engine hold it like this."""
+        """Restore the state of a model in workers that outlived the previous scheduler."""
         self._live[record.model] = LoadedModelState(step, has_gradients)
 
     def of_owner(self, owner: str) -> list[ModelRecord]:
-        """Those of an owner, the newest first."""
+        """The owner's models, newest first."""
         found = [record for record in self._registry.models.values() if record.owner == owner]
         return sorted(found, key=lambda record: -record.created)
 
     def check_known(self, record: ModelRecord) -> None:
-        """Raises RefusedError, once, where what a client knows of the model was lost."""
+        """Raises RequestError, once, if state that the client has seen was lost."""
         if record.corrupted:
             record.corrupted = False
             self._registry.keep_model(record)
@@ -85,7 +86,7 @@ class Models:
             )
 
     def check_gradients(self, record: ModelRecord) -> None:
-        """Raises RefusedError where a step would take gradients that were lost."""
+        """Raises RequestError if a step would use lost gradients."""
         if self.live(record).lost_gradients:
             raise RequestError(
                 "lost",
@@ -95,13 +96,13 @@ class Models:
 
     @contextmanager
     def changing(self, record: ModelRecord) -> Generator[None]:
-        """Workers change it meanwhile. Whoever dies before the end, it is put back; who asked for
-        the change hears of that by its failure."""
+        """Context manager for a change by the workers. If they die, the model is restored; the
+        client learns that from the error of its request."""
         self._registry.begin(record.model)
         try:
             yield
         except RequestError as error:
-            # Of what was refused nothing was done. After other failures nobody knows.
+            # A rejected request changed nothing. After other errors the state is unknown.
             if error.code not in ("lost", "internal"):
                 self._registry.end()
             raise
@@ -111,14 +112,15 @@ class Models:
         self._registry.end()
 
     def goes_on_from(self, record: ModelRecord, start: Start | None, *, step: int) -> None:
-        """It is as it is at `start` (None: as it was made), gathered gradients apart."""
+        """The model's state is now that of `start` (None: initial), except for accumulated
+        gradients."""
         record.start, record.step = start, step
         record.is_unsaved = self.live(record).has_gradients
         record.last_request = time.time()
         self._registry.keep_model(record)
 
     def opened(self, record: ModelRecord, instance: str, sizes: Opened) -> None:
-        """Workers hold it, without gradients."""
+        """The workers have loaded it, without gradients."""
         record.is_open, record.instance, record.closing = True, instance, ""
         record.state_bytes, record.export_bytes = sizes.state_bytes, sizes.export_bytes
         self._live[record.model] = LoadedModelState(record.step)
@@ -132,14 +134,15 @@ class Models:
         *,
         was_changing: bool,
     ) -> None:
-        """Workers hold it again, as it is at its start. `was_changing`: when the others died."""
+        """The workers have restored it from its checkpoint. `was_changing`: when the previous
+        workers died."""
         record.corrupted = record.corrupted or record.is_unsaved
         record.is_unsaved = False
         self.opened(record, instance, sizes)
         self._live[record.model].lost_gradients = record.corrupted or was_changing
 
     def closed(self, record: ModelRecord, why: str) -> None:
-        """Workers do not hold it, and are not to."""
+        """It is unloaded and will not be restored."""
         record.is_open, record.is_unsaved, record.corrupted = False, False, False
         record.closing = why
         self._live.pop(record.model, None)

@@ -1,7 +1,7 @@
-"""Samples of a pass to rows of bounded length. Which tokens they hold does not matter here.
+"""Sample packing: samples of a pass into rows of bounded length.
 
-`sequential` keeps their order; `best_fit` needs few rows; `balanced_dp` makes as many for every
-replica, and all about as long.
+`sequential` keeps the order; `best_fit` minimizes the number of rows; `balanced_dp` makes an equal
+number of rows per replica, of about equal length.
 """
 
 import heapq
@@ -21,9 +21,9 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def pack(lengths: list[int], settings: EngineSettings, replicas: int) -> Rows:
-    """Which samples lie in which row, by their indices. Every sample lies in one.
+    """The sample indices of each row. Every sample is in exactly one row.
 
-    Lengths are of samples that fit (see `check_lengths`).
+    All lengths must fit (see `check_lengths`).
     """
     capacity = settings.sample_packing_sequence_len
     if not settings.enable_packing:
@@ -34,7 +34,7 @@ def pack(lengths: list[int], settings: EngineSettings, replicas: int) -> Rows:
 
 
 def check_lengths(lengths: Iterable[int], capacity: int) -> None:
-    """Raises RefusedError for a sample that no row can hold."""
+    """Raises RequestError for a sample longer than a row."""
     for index, length in enumerate(lengths):
         if length > capacity:
             raise RequestError(
@@ -60,14 +60,14 @@ def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
 
 
 def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
-    """The longest sample first, to the row that holds least (Graham 1969); more rows, as many for
-    every replica, until all fit."""
+    """Longest sample first, into the emptiest row (LPT, Graham 1969); adds rows, as many for every
+    replica, until all samples fit."""
     fewest = fewest_rows(count_values(lengths, capacity), capacity)
     order = np.argsort(-lengths, kind="stable").tolist()
     num_rows = -(-fewest // replicas) * replicas
     while True:
         rows: list[list[int]] = [[] for _ in range(num_rows)]
-        # Where the row that holds least has no room, no other has.
+        # If the emptiest row has no room, no other row has.
         held = [(0, row) for row in range(num_rows)]
         for sample in order:
             total, row = held[0]
@@ -76,7 +76,7 @@ def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
             rows[row].append(sample)
             heapq.heapreplace(held, (total + int(lengths[sample]), row))
         else:
-            # Rows are dealt to replicas in turn: the longest of each turn together.
+            # Rows are dealt to replicas round robin: rows of similar length run at the same time.
             filled = [sorted(row) for row in rows if row]
             return _rows(sorted(filled, key=lambda row: -int(lengths[row].sum())))
         num_rows += replicas

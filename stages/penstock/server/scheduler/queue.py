@@ -1,7 +1,7 @@
-"""What waits to be done, and what of it is next: no I/O, no clock, no knowledge of works.
+"""Request queue over all models. No I/O, no clock, no knowledge of request types.
 
-Works of one model run in their order (see `lane`). Across models, and among works of none, the one
-that came first runs first, so that nobody starves.
+Requests of one model run in their order (see `model_queue`). Across models, and for requests
+without model, the earliest arrival runs first, so that none starves.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,15 +13,15 @@ from penstock.server.scheduler.state_store import QueueState
 from penstock.server.scheduler.task import Outcome, Task
 
 LEFT_BYTES = 128 << 20
-"""Of outcomes that are left to the next process, in equal shares of the models; the last one of
-each in any case."""
+"""Bytes of outcomes left to the next process, shared equally between models; at least the last one
+of each."""
 
 
 class Queue:
-    """Errands that have not ended. One is under way at a time, or several of drawing."""
+    """Tasks that have not ended. One runs at a time, or several sampling tasks."""
 
     def __init__(self, gap: float) -> None:
-        """`gap`: seconds that a work waits for a number before its own."""
+        """`gap`: seconds that a request waits for a missing lower sequence number."""
         self._gap = gap
         self._lanes: dict[str, ModelQueue] = {}
         self._drawing: list[Task] = []
@@ -29,33 +29,33 @@ class Queue:
         self._arrived = 0
 
     def __len__(self) -> int:
-        """How many works wait."""
+        """Number of waiting requests."""
         return len(self._drawing) + sum(len(lane) for lane in self._lanes.values())
 
     @property
     def running(self) -> list[Task]:
-        """Those that are under way."""
+        """The running tasks."""
         return list(self._running)
 
     def waiting(self) -> list[Task]:
-        """Those that have not begun, those that were refused before their turn apart."""
+        """Tasks that have not started, without those that were rejected while waiting."""
         held = [errand for lane in self._lanes.values() for errand in lane.waiting()]
         return [errand for errand in [*held, *self._drawing] if errand.outcome is None]
 
     def awaits(self, model: str, kind: type) -> bool:
-        """Whether a work of this kind waits among those of this model."""
+        """Whether a request of this type waits in this model's queue."""
         lane = self._lanes.get(model)
         return lane is not None and any(
             errand.outcome is None and isinstance(errand.work, kind) for errand in lane.waiting()
         )
 
     def pending(self, model: str) -> int:
-        """How many works of this model have not ended."""
+        """Number of unfinished requests of this model."""
         lane = self._lanes.get(model)
         return len(lane) + (lane.running is not None) if lane else 0
 
     def pending_of_clients(self, model: str) -> int:
-        """The same, without what the engine asked for itself."""
+        """The same, without the scheduler's own requests."""
         lane = self._lanes.get(model)
         if lane is None:
             return 0
@@ -65,10 +65,10 @@ class Queue:
         )
 
     def put(self, errand: Task) -> Task | Outcome:
-        """Have it done in its turn. Returns the errand that it is now part of, which is another
-        where its number is known; or how that one ended.
+        """Enqueue a request. Returns its task, which is an existing one if the sequence number is
+        known; or the outcome of that.
 
-        Raises RefusedError where its number cannot be.
+        Raises RequestError if its number is invalid.
         """
         self._arrived += 1
         errand.arrived = self._arrived
@@ -78,7 +78,7 @@ class Queue:
         return self._lane(errand.model).put(errand)
 
     def take(self, may: Callable[[Task], bool] = lambda _: True) -> Task | None:
-        """The next that may begin, also by what `may` says, which is under way from now on."""
+        """Start the next request that `may` accepts."""
         for lane in self._lanes.values():
             lane.skip()
         ready = [found for lane in self._lanes.values() if (found := lane.candidate())]
@@ -89,9 +89,9 @@ class Queue:
         return first
 
     def take_alike(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
-        """Up to `most` more works of drawing that are alike, under way as well.
+        """Start up to `most` more sampling requests that can be batched with the running one.
 
-        Only while no other work has waited longer than they have.
+        Only if no other request has waited longer.
         """
         others = [found.arrived for lane in self._lanes.values() if (found := lane.candidate())]
         before = min(others, default=self._arrived + 1)
@@ -102,13 +102,13 @@ class Queue:
         return alike
 
     def end(self, errand: Task, outcome: Outcome) -> None:
-        """One that was under way has ended."""
+        """A running task has ended."""
         self._running.remove(errand)
         if errand.model is not None:
             self._lane(errand.model).end(outcome)
 
     def refuse(self, errand: Task, outcome: RequestError) -> None:
-        """One that waits will not be done; its number is given up in its turn."""
+        """Reject a waiting request; its sequence number is skipped in its turn."""
         if errand.model is None:
             self._drawing.remove(errand)
         elif errand.seq is None:
@@ -117,13 +117,12 @@ class Queue:
         errand.asks = []
 
     def is_waited_for(self, ask: str) -> bool:
-        """Whether somebody waits under this id for what has not begun."""
+        """Whether a client waits for a request of this id that has not started."""
         return any(ask in errand.asks for errand in self.waiting())
 
     def cancel(self, ask: str, outcome: RequestError) -> Task | None:
-        """Nobody waits under this id any more. The errand, if it has not begun and was refused, as
-        nobody at all waits for it.
-        """
+        """Cancel the request of this id. Returns its task, if it has not started and no other
+        client waits for it."""
         for errand in self.waiting():
             if ask in errand.asks:
                 errand.asks.remove(ask)
@@ -133,9 +132,9 @@ class Queue:
         return None
 
     def abandon(self) -> list[Task]:
-        """Drop what waits, but what the engine asked for itself.
+        """Drop waiting requests, except the scheduler's own.
 
-        It may be asked for again, in any order.
+        They may be submitted again, in any order.
         """
         dropped = [errand for errand in self.waiting() if not errand.is_ours]
         for errand in dropped:
@@ -148,31 +147,31 @@ class Queue:
         return dropped
 
     def overdue(self, now: float) -> Iterator[Task]:
-        """Works whose predecessors did not come in time; they have ended."""
+        """Requests whose predecessors did not arrive in time; they have failed."""
         for lane in self._lanes.values():
             if (errand := lane.overdue(now, self._gap)) is not None:
                 yield errand
 
     def begin_anew(self, model: str) -> None:
-        """The next numbered work of this model is its first. Nothing of it may be waiting."""
+        """Restart the sequence numbers of this model. None of its requests may be waiting."""
         assert not self.pending(model)
         self._lanes[model] = ModelQueue(model)
 
     def unsettle(self, model: str) -> None:
-        """Whatever number of this model comes first is the next one."""
+        """Accept any next sequence number of this model."""
         self._lane(model).unsettle()
 
     def left(self) -> dict[str, QueueState]:
-        """What the queue of a process to come is to know of each model."""
+        """State of each model's queue for the next process."""
         room = LEFT_BYTES // max(1, len(self._lanes))
         return {model: its.left(room) for model, its in self._lanes.items()}
 
     def go_on_from(self, model: str, left: QueueState) -> None:
-        """Know what another queue had left of this model."""
+        """Restore the state of this model's queue."""
         self._lane(model).go_on_from(left)
 
     def forget(self, model: str) -> None:
-        """Nothing more is known of this model, unless works of it are still to end."""
+        """Drop this model's queue once its requests have ended."""
         if not self.pending(model):
             self._lanes.pop(model, None)
 

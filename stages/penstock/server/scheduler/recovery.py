@@ -1,7 +1,7 @@
-"""After workers have come, or this process has: what they hold and what is known are made to agree.
+"""Recovery: reconciles the workers' models with the records after a restart of either side.
 
-Each model is opened again as its last checkpoint has it, or as it was made. A model that workers
-hold as it was left stays as it is.
+Each model is restored from its last checkpoint, or from its initial state. A model that the workers
+still hold unchanged is kept.
 """
 
 import logging
@@ -19,7 +19,7 @@ LOG = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Puts models back."""
+    """Restores models."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Recovery:
         self._checkpoints = checkpoints
 
     async def agree(self, ready: Ready) -> list[str]:
-        """Have these workers hold what they are to hold. The models that were put back.
+        """Restore the models in these workers; returns the restored ones.
 
-        Raises WorkersLostError where they die over it.
+        Raises WorkersLostError if they die during that.
         """
         interrupted = self._registry.interrupted()
         to_hold = {record.model: record for record in self._models.open()}
@@ -68,7 +68,7 @@ class Recovery:
             LOG.warning("model %s is not closed: %s", model, error)
 
     async def _open(self, record: ModelRecord, ready: Ready, *, was_changing: bool) -> None:
-        """A model that cannot be put back is closed, and says why."""
+        """Restore a model; if it cannot be restored, it is unloaded with the reason."""
         is_held = False
         try:
             check_base(record.base_model, [ready.served.base_model])
@@ -95,7 +95,7 @@ class Recovery:
     async def _load(self, record: ModelRecord) -> None:
         start = record.start
         if start is not None and not self._checkpoints.holds(start):
-            # It was deleted, or overwritten: the newest that there is comes nearest to it.
+            # Its checkpoint was deleted or overwritten: the newest existing one is closest to it.
             start = self._checkpoints.newest(record)
             record.start, record.is_unsaved = start, True
             record.step = self._step(record, start)

@@ -1,4 +1,4 @@
-"""Drawing: from what, and several asks for the same in one batch."""
+"""Sampling: resolves the model to sample from, and batches requests for the same one."""
 
 from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.results import Sampled
@@ -10,11 +10,11 @@ from penstock.server.scheduler.storage import Storage
 from penstock.server.scheduler.worker_client import Workers
 
 Drawn = Sampled | RequestError
-"""How one ask ended."""
+"""The outcome of one request."""
 
 
 class Sampling:
-    """What is drawn."""
+    """Runs sampling requests."""
 
     def __init__(
         self, workers: Workers, storage: Storage, sessions: Sessions, checkpoints: Checkpoints
@@ -25,13 +25,13 @@ class Sampling:
         self._checkpoints = checkpoints
 
     def path(self, work: Sample, owner: str) -> str | None:
-        """The path of what is drawn from; None: the base model. Raises RefusedError."""
+        """The checkpoint path to sample from; None: the base model. Raises RequestError."""
         if work.sampler is None:
             return work.path
         return self._sessions.sampler(work.sampler, owner).path
 
     def source(self, work: Sample, owner: str) -> str | None:
-        """The folder of what is drawn from; None: the base model. Raises RefusedError."""
+        """The folder to sample from; None: the base model. Raises RequestError."""
         path = self.path(work, owner)
         if path is None:
             return None
@@ -45,9 +45,9 @@ class Sampling:
         return str(self._storage.folder(spot))
 
     async def draw(self, works: list[tuple[Sample, str]]) -> list[Drawn]:
-        """How each of these works of owners ended, all drawn at once where they can be.
+        """The outcome of each request, batched where possible.
 
-        Raises WorkersLostError. A fault of one is not one of those that were drawn with it.
+        Raises WorkersLostError. An error of one request does not affect the others in the batch.
         """
         ended: list[Drawn | None] = [None] * len(works)
         groups: dict[str | None, list[int]] = {}

@@ -1,7 +1,6 @@
-"""Models to folders: what training goes on from, and what is sampled from.
+"""Save checkpoints: training checkpoints and sampler weights.
 
-Room is looked for before a byte is written. What is written has its name only when all of it is
-there.
+Free space is checked before writing. A checkpoint gets its name only when it is complete.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ NOTHING: Mapping[str, str] = {}
 
 
 class Saving:
-    """Saves of all models."""
+    """Saves checkpoints of all models."""
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class Saving:
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] = NOTHING,
     ) -> CheckpointRef:
-        """Save what training goes on from; it is where the model is put back to. Raises
-        RefusedError."""
+        """Save a training checkpoint, from which the model is restored if the workers die. Raises
+        RequestError."""
         live = self._models.live(record)
         spot = self._spot(record, "weights", name, overwrite)
         step = live.step
@@ -74,9 +73,9 @@ class Saving:
         user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
     ) -> CheckpointRef:
-        """Save what is sampled from; `only_for`: a sampler without which it need not be kept.
+        """Save sampler weights; `only_for`: a sampler with which they are deleted.
 
-        Raises RefusedError.
+        Raises RequestError.
         """
         live = self._models.live(record)
         spot = self._spot(record, "sampler_weights", name, overwrite=False)
@@ -103,8 +102,8 @@ class Saving:
         return next(spot for spot in spots if not self._is_taken(record, spot))
 
     async def _aside(self, spot: CheckpointRef, needed: int, what: str) -> Path:
-        """A folder that is not there, for `needed` bytes. Raises StorageLimitError."""
-        # What is deleted still counts.
+        """A new temporary folder for `needed` bytes. Raises StorageLimitError."""
+        # Folders being deleted still use space.
         await self._discarding.done()
         await asyncio.to_thread(self._storage.check_room, needed, what)
         aside = self._storage.aside(spot)

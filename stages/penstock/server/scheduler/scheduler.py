@@ -1,7 +1,7 @@
-"""The engine: takes asks from the API, has their works done in order, and answers.
+"""The scheduler: receives requests from the API, runs them in order, and replies.
 
-One event loop; everything that is known changes in it alone. Works that need workers are done one
-at a time; all others at once.
+Runs in one event loop, which makes all state changes. Requests that need workers run one at a time;
+all others run immediately.
 """
 
 import asyncio
@@ -59,14 +59,14 @@ from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 LOG = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
-"""Between two looks at works that wait for one that does not come."""
+"""Seconds between checks for requests that wait for a missing sequence number."""
 
 NEWS_SECONDS = 0.05
-"""Between two words of what has changed, however often that does."""
+"""Minimum seconds between status messages."""
 
 
 class Scheduler:
-    """All of it, between two channels."""
+    """The scheduler, between the API channel and the worker channel."""
 
     def __init__(
         self,
@@ -74,17 +74,17 @@ class Scheduler:
         api: Channel[FromEngine, ToEngine],
         workers: Channel[ToWorkers, FromWorkers],
     ) -> None:
-        """Read what an earlier process knew. Raises RegistryError where that cannot be read."""
+        """Restore the state of an earlier process. Raises RegistryError if it cannot be read."""
         self._settings = settings
         self._api = api
         self._wake = asyncio.Event()
         self._outbox: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._news = asyncio.Event()
         self._said: State | None = None
-        """How the workers were when that was told last."""
+        """The last reported state of the workers."""
         self._api_instance: str | None = None
         self._agreed: Ready | None = None
-        """The workers that hold what they are to hold."""
+        """The workers whose models are restored."""
         hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
         storage, discarding = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
         registry = Registry(storage.root)
@@ -136,7 +136,7 @@ class Scheduler:
         self._go_on()
 
     async def run(self) -> None:
-        """Serve until it is cancelled, or was stopped and all is saved that could be."""
+        """Serve until cancelled, or until stopped and everything is saved that could be."""
         serving: tuple[Coroutine[Any, Any, None], ...] = (
             self._hear(),
             self._speak(),
@@ -153,12 +153,12 @@ class Scheduler:
                 each.cancel()
 
     def stop(self) -> None:
-        """Have `run` end in order."""
+        """Request an orderly end of `run`."""
         self._stopping.ask()
         self._wake.set()
 
     def _go_on(self) -> None:
-        """From where the last process stopped, or died."""
+        """Continue from where the previous process stopped or died."""
         left = self._registry.take_left()
         self._admission.untouched.update(left.untouched)
         for record in self._models.open():
@@ -171,7 +171,7 @@ class Scheduler:
         except OSError as error:
             LOG.warning("what was done cannot be told to the next process: %s", error)
 
-    # Words to and from the API.
+    # Messages from and to the API.
 
     async def _hear(self) -> None:
         while True:
@@ -241,10 +241,10 @@ class Scheduler:
     def _end_ask(self, ask: str, outcome: Outcome) -> None:
         self._outbox.put_nowait(told(ask, outcome))
 
-    # Works, one after another.
+    # The request loop.
 
     async def _work(self) -> None:
-        """Until it is stopped, and nothing may begin any more."""
+        """Run requests until stopped and none may start any more."""
         while True:
             ready = self._workers.ready
             if ready is not None and ready is not self._agreed:
@@ -278,7 +278,7 @@ class Scheduler:
             return False
 
     async def _do(self, errand: Task) -> None:
-        """Do it, and again where the workers died over it and the model is then as it was."""
+        """Run a task; retry if the workers died and the model is then as before."""
         self._changed()
         retries = self._settings.worker_max_retries
         errands, outcomes = await self._tried(errand, [errand])
@@ -293,7 +293,7 @@ class Scheduler:
         self._changed()
 
     def _may_retry(self, errand: Task, outcomes: list[Outcome]) -> bool:
-        """Whether it was lost with the workers, and can be done as if it had not been tried."""
+        """Whether it was lost with the workers and can be retried safely."""
         lost = all(isinstance(outcome, WorkersLostError) for outcome in outcomes)
         if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
             return False
@@ -303,7 +303,7 @@ class Scheduler:
         )
 
     async def _workers_are_back(self) -> bool:
-        """Wait for workers that hold what they are to hold; whether they came."""
+        """Wait for restored workers; returns whether they came back."""
         while not self._stopping.is_asked and self._workers.state != "failed":
             ready = self._workers.ready
             if ready is None:
@@ -316,7 +316,7 @@ class Scheduler:
         return False
 
     async def _tried(self, errand: Task, errands: list[Task]) -> tuple[list[Task], list[Outcome]]:
-        """What came of it, and of what was done together with it."""
+        """Run a task and those batched with it; returns the outcomes."""
         outcomes: list[Outcome]
         try:
             if isinstance(errand.work, Sample):
@@ -366,7 +366,7 @@ class Scheduler:
         for ask in errand.asks:
             self._end_ask(ask, outcome)
 
-    # What passes with time.
+    # Periodic tasks.
 
     async def _look(self) -> None:
         next_retiring = 0.0
@@ -387,14 +387,14 @@ class Scheduler:
         try:
             self._retiring.look()
         except Exception:
-            # Of a disk that is full, or a folder that somebody has replaced: serving goes on.
+            # For example a full disk or a replaced folder: continue to serve.
             LOG.exception("what is over could not be looked for")
         self._changed()
 
     async def _tell(self) -> None:
         interval = self._settings.status_interval
         while True:
-            # An API that is behind needs no news of how things were.
+            # Skip the status if the API is behind.
             if self._outbox.empty():
                 self._say()
             with suppress(TimeoutError):
@@ -416,7 +416,7 @@ class Scheduler:
         self._outbox.put_nowait(self._status())
 
     def _give_up(self) -> None:
-        """Nobody is left to do what waits."""
+        """The workers have failed permanently: fail all waiting requests."""
         error = RequestError("unavailable", self._workers.reason)
         for errand in self._queue.abandon():
             self._admission.ended(errand)
@@ -433,7 +433,7 @@ class Scheduler:
             running=asks[0] if asks else "",
         )
 
-    # What the workers are.
+    # Worker state.
 
     def _served(self) -> Served | None:
         return self._workers.last.served if self._workers.last else None

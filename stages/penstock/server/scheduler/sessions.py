@@ -1,6 +1,6 @@
-"""Sessions of clients and what belongs to them: who owns it, and whether its client lives.
+"""Client sessions: ownership, liveness, and their models and samplers.
 
-Nothing is done here that workers are needed for.
+Nothing here needs workers.
 """
 
 import time
@@ -18,22 +18,23 @@ from penstock.server.scheduler.state_store import (
 )
 
 MAX_METADATA = 64 << 10
-"""Characters of tags and metadata that a session or a model may bear."""
+"""Maximum characters of tags and metadata of a session or model."""
 
 
 class Sessions:
-    """Those that are known, and when they were heard of."""
+    """Known sessions and the times of their last heartbeats."""
 
     def __init__(self, registry: Registry, settings: EngineSettings) -> None:
         self._registry = registry
         self._most, self._most_of_owner = settings.max_sessions, settings.max_owner_sessions
-        # Nobody was heard while nobody listened: all have their time anew.
+        # No heartbeats were received during the restart, so all idle times start at zero.
         self._heard = dict.fromkeys(registry.sessions, time.monotonic())
 
     def create(self, work: CreateSession, owner: str) -> SessionRecord:
-        """A new one; or the one of that name, if it is the owner's and has not ended.
+        """Create a session; or return the one of that name, if it belongs to the owner and has not
+        ended.
 
-        Raises RefusedError.
+        Raises RequestError.
         """
         name = model_name(work.session) if work.session is not None else uuid.uuid4().hex
         known = self._registry.sessions.get(name)
@@ -61,7 +62,8 @@ class Sessions:
         return known
 
     def find(self, session: str, owner: str) -> SessionRecord:
-        """Raises RefusedError where it is not there, not the owner's, or has ended."""
+        """The owner's session. Raises RequestError if it does not exist, belongs to another owner,
+        or has ended."""
         record = self._registry.sessions.get(session)
         if record is None or record.owner != owner:
             raise not_found(f"session {session[:200]!r}")
@@ -69,15 +71,15 @@ class Sessions:
         return record
 
     def known(self, session: str) -> SessionRecord | None:
-        """Whoever's it is, and whether it has ended or not."""
+        """The session of any owner, whether or not it has ended."""
         return self._registry.sessions.get(session)
 
     def touch(self, session: str) -> None:
-        """Its client was heard of."""
+        """Record activity of the client."""
         self._heard[session] = time.monotonic()
 
     def beat(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
-        """Clients of these sessions were heard of. Returns those that the owner does not have."""
+        """Record heartbeats of these sessions. Returns those that the owner does not have."""
         gone: list[str] = []
         for session in sessions:
             try:
@@ -87,11 +89,11 @@ class Sessions:
         return tuple(gone)
 
     def idle_for(self, session: str) -> float:
-        """Seconds since its client was heard of."""
+        """Seconds since the last activity of its client."""
         return time.monotonic() - self._heard.get(session, 0.0)
 
     def of_owner(self, owner: str) -> list[SessionRecord]:
-        """Those that have not ended, in the order of their beginning."""
+        """The owner's sessions that have not ended, oldest first."""
         own = [
             record
             for record in self._registry.sessions.values()
@@ -100,38 +102,38 @@ class Sessions:
         return sorted(own, key=lambda record: record.created)
 
     def open(self) -> list[SessionRecord]:
-        """All that have not ended, whoever's they are."""
+        """All sessions that have not ended."""
         return [record for record in self._registry.sessions.values() if not record.has_ended]
 
     def models(self, session: str) -> list[ModelRecord]:
-        """Those that belong to it, in the order in which they were made."""
+        """The models of a session, in creation order."""
         own = [record for record in self._registry.models.values() if record.session == session]
         return sorted(own, key=lambda record: record.created)
 
     def end(self, record: SessionRecord, why: str) -> None:
-        """Nothing is asked for by it any more."""
+        """End a session; it accepts no further requests."""
         record.has_ended, record.ending, record.ended = True, why, time.time()
         record.samplers = {}
         self._registry.keep_session(record)
         self._heard.pop(record.session, None)
 
     def forget(self, ended_before: float) -> None:
-        """Know nothing more of those that ended before a time, in seconds since the epoch."""
+        """Drop sessions that ended before a time, in seconds since the epoch."""
         held = {model.session for model in self._registry.models.values() if model.is_open}
         for name, record in list(self._registry.sessions.items()):
             if record.has_ended and record.ended < ended_before and name not in held:
                 self._registry.drop_session(name)
 
     def free_sampler(self, record: SessionRecord, number: int) -> str:
-        """The name of a sampler that is not there yet. Raises RefusedError where it is."""
+        """The name of a new sampler. Raises RequestError if it exists."""
         name = sampler_name(record.session, number)
         if str(number) in record.samplers:
             raise RequestError("exists", f"sampler {name} is there; choose another number")
         return name
 
     def add_sampler(self, record: SessionRecord, number: int, sampler: SamplerRecord) -> str:
-        """Its name. The same one may be made twice. Raises RefusedError where it is another, and
-        where the session has ended meanwhile."""
+        """Add a sampler; returns its name. Adding the same one twice is allowed. Raises
+        RequestError for a different one of this name, and if the session has ended."""
         name = sampler_name(record.session, number)
         _check_goes_on(record)
         known = record.samplers.get(str(number))
@@ -143,17 +145,17 @@ class Sessions:
         return name
 
     def touch_sampler(self, name: str) -> None:
-        """The client of a sampler was heard of."""
+        """Record activity of the client of a sampler."""
         self.touch(name.rpartition(SAMPLER)[0])
 
     def has_sampler(self, name: str) -> bool:
-        """Whether a sampler of this name is there, whoever's it is."""
+        """Whether a sampler of this name exists, for any owner."""
         session, _, number = name.rpartition(SAMPLER)
         record = self._registry.sessions.get(session)
         return record is not None and number in record.samplers
 
     def sampler(self, name: str, owner: str) -> SamplerRecord:
-        """What is sampled from under a name. Raises RefusedError."""
+        """The model of a sampler. Raises RequestError."""
         session, mark, number = name.rpartition(SAMPLER)
         found = self.find(session, owner).samplers.get(number) if mark else None
         if found is None:
@@ -169,7 +171,7 @@ def _check_goes_on(record: SessionRecord) -> None:
 
 
 def check_number(field: str, most: int, there: int, are_open: str) -> None:
-    """Raises RefusedError where `most`, which the server's file calls `field`, are there."""
+    """Raises RequestError if `most`, the server setting `field`, is reached."""
     if there >= most:
         raise RequestError(
             "busy",
@@ -179,7 +181,7 @@ def check_number(field: str, most: int, there: int, are_open: str) -> None:
 
 
 def check_metadata(tags: tuple[str, ...], metadata: dict[str, str]) -> None:
-    """Raises RefusedError for more of it than is kept."""
+    """Raises RequestError if tags and metadata are too large."""
     length = sum(map(len, tags)) + sum(len(key) + len(value) for key, value in metadata.items())
     if length > MAX_METADATA:
         raise RequestError(

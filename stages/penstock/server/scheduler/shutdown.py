@@ -1,6 +1,7 @@
-"""The orderly end: what is under way ends, what is unsaved is saved, and workers of ours leave.
+"""Graceful shutdown: running requests end, unsaved models are saved, and our workers exit.
 
-Gradients are in no checkpoint, so that passes whose step waits already are seen through to it.
+Checkpoints contain no gradients, so passes whose optimizer step is already waiting are completed
+through that step.
 """
 
 import asyncio
@@ -21,14 +22,15 @@ from penstock.server.scheduler.worker_client import Workers
 LOG = logging.getLogger(__name__)
 
 API_SECONDS = 8.0
-"""That the API may take to end after it was asked to; one that stays after that is not to end."""
+"""Seconds for the API to exit after a stop request; an API that stays longer is not being
+stopped."""
 
 COMING_SECONDS = 0.5
-"""That a step may take to come which belongs to passes that were done when it was asked to end."""
+"""Seconds to wait for the optimizer step of passes that were complete at the stop request."""
 
 
 class Stopping:
-    """Whether it is to end, and how it does."""
+    """The shutdown state and procedure."""
 
     def __init__(
         self,
@@ -47,41 +49,42 @@ class Stopping:
         self._asked = asyncio.Event()
         self._asked_at = 0.0
         self._alone = asyncio.Event()
-        """Set while there is no API."""
+        """Set while no API is connected."""
         self._alone.set()
 
     @property
     def is_asked(self) -> bool:
-        """Whether it is to end."""
+        """Whether a stop was requested."""
         return self._asked.is_set()
 
     @property
     def is_time(self) -> bool:
-        """Whether nothing more is waited for that would go before the end."""
+        """Whether all requests that must still run have ended."""
         late = time.monotonic() - self._asked_at > COMING_SECONDS
         return self._asked.is_set() and (late or not any(map(self._gathers, self._models.open())))
 
     def ask(self) -> None:
-        """It is to end."""
+        """Request a stop."""
         if not self._asked.is_set():
             LOG.info("asked to stop: work under way is ended, and all that is unsaved is saved")
             self._asked_at = time.monotonic()
             self._asked.set()
 
     def find_api(self) -> None:
-        """There is one."""
+        """An API has connected."""
         self._alone.clear()
 
     def lose_api(self) -> None:
-        """It is gone."""
+        """The API has disconnected."""
         self._alone.set()
         if not self._asked.is_set():
             LOG.warning("the API process is gone; what it asked for and is under way goes on")
 
     def next(self) -> Task | None:
-        """The work that is to begin now; once it is to end, what goes before that alone.
+        """The next request to run; during shutdown only those that must still run.
 
-        The rest is not refused: its clients ask the next process, and a failure would end them.
+        The rest is not rejected: clients submit it again to the next process, and an error would
+        end them.
         """
         is_asked = self._asked.is_set()
         return self._queue.take(self._goes_before) if is_asked else self._queue.take()
@@ -99,8 +102,8 @@ class Stopping:
         return self._models.live(record).has_gradients
 
     async def end(self, working: "asyncio.Task[None]", leave: Callable[[], None]) -> None:
-        """Wait until it is asked to end, and end all. `working` ends when nothing may begin;
-        `leave` writes what the next process is to know."""
+        """Wait for a stop request, then shut down. `working` ends when no request may start;
+        `leave` writes the state for the next process."""
         await self._asked.wait()
         loop = asyncio.get_running_loop()
         api_ends_by = loop.time() + API_SECONDS
@@ -130,7 +133,8 @@ class Stopping:
             await self._workers.dismiss()
 
     async def _save(self, ended: dict[str, str]) -> None:
-        """All that is unsaved; `ended` takes why each could not be, and nothing where it was.
+        """Save all unsaved models; `ended` receives the reason for each that could not be saved, or
+        "".
 
         Raises WorkersLostError.
         """

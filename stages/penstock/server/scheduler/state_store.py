@@ -1,9 +1,9 @@
-"""What the engine knows, in files that outlive it: one for each session and each model, and one for
-all inference servers.
+"""Persistent state of the scheduler: one file per session and per model, and one for all inference
+servers.
 
-They lie in `{output_dir}/server/`, are JSON (what a stopped engine leaves to the next is msgpack),
-carry a digest of what they say, and are whole or absent. Records change in memory first; whoever
-changes one has it kept here.
+The files are in `{output_dir}/server/`, in JSON (the shutdown state is msgpack), with a digest of
+their content, and are written atomically. Records change in memory first; the caller then saves
+them here.
 """
 
 import hashlib
@@ -26,34 +26,34 @@ from penstock.server.protocol.types import Lora, Optimizer
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of a model; its room and name are those it is kept under."""
+    """A checkpoint of a model, stored under its folder and name."""
 
     time: float
     """Seconds since the epoch."""
     size: int
     base_model: str
     lora: Lora | None = None
-    """Of the model as it was then; None: all weights."""
+    """The model's LoRA config at that time; None: full fine-tuning."""
     step: int = 0
-    """How many its optimizer had made."""
+    """Number of optimizer steps."""
     expires: float | None = None
     public: bool = False
     sampler: str | None = None
-    """The sampler that it goes with; None: it stays for itself."""
+    """The sampler that it is deleted with; None: independent."""
     user_metadata: dict[str, str] = {}
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model goes on from when its workers are lost."""
+    """The checkpoint from which a model is restored if the workers die."""
 
     path: str
     optimizer: bool
     time: float | None = None
-    """Of the checkpoint: one of another time is another; None: whichever lies there."""
+    """Time of the checkpoint, which identifies it; None: any checkpoint at the path."""
 
 
 class ModelRecord(msgspec.Struct, kw_only=True):
-    """A model that is trained, or was."""
+    """A model that is or was trained."""
 
     model: str
     session: str
@@ -65,31 +65,31 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     created: float
     last_request: float
     is_open: bool = False
-    """Whether workers hold it, or are to hold it again."""
+    """Whether the workers hold it, or are to hold it again."""
     instance: str = ""
-    """Of the workers that hold it."""
+    """The workers instance that holds it."""
     start: Start | None = None
-    """None: it goes on from how it was made."""
+    """None: restored from its initial state."""
     is_unsaved: bool = False
     """Whether it has changed since `start`."""
     corrupted: bool = False
-    """Whether what a client last saw of it was lost, and nobody was told yet."""
+    """Whether state that a client has seen was lost, and the client was not told yet."""
     step: int = 0
-    """How many its optimizer had made at `start`."""
+    """Number of optimizer steps at `start`."""
     state_bytes: int = 0
-    """What a checkpoint of it takes, as workers told."""
+    """Bytes of a checkpoint, as reported by the workers."""
     export_bytes: int = 0
     closing: str = ""
-    """Why it is not open."""
+    """Why it is unloaded."""
     checkpoints: dict[str, CheckpointRecord] = {}
     """By `weights/<name>` or `sampler_weights/<name>`."""
 
 
 class DestinationRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An inference server that the models of an owner are sent to."""
+    """An inference server of an owner."""
 
     owner: str = ""
-    """Empty: nobody's, of a file that is older than owners of servers."""
+    """Empty: no owner, in a file that predates owners of inference servers."""
     host: str
     port: int
     world_size: int = 1
@@ -101,14 +101,14 @@ class DestinationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampler samples from."""
+    """The model of a sampler."""
 
     base_model: str
     path: str | None
 
 
 class SessionRecord(msgspec.Struct, kw_only=True):
-    """A session of a client's."""
+    """A client's session."""
 
     session: str
     owner: str
@@ -118,42 +118,41 @@ class SessionRecord(msgspec.Struct, kw_only=True):
     samplers: dict[str, SamplerRecord] = {}
     has_ended: bool = False
     ending: str = ""
-    """Why it has."""
+    """Why it has ended."""
     ended: float = 0.0
-    """When, in seconds since the epoch."""
+    """End time in seconds since the epoch."""
 
 
 class CompletedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """How a numbered work of a model ended."""
+    """The outcome of a request with a sequence number."""
 
     seq: int
     kind: str
     """The name of its type."""
     end: Answer | Failure
-    """As it was told; the ask's id is nobody's."""
+    """The reply; its request id is unused."""
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the works of a model."""
+    """State of a model's queue."""
 
     next: int = 1
-    """The number that is to come."""
+    """The next sequence number."""
     ended: tuple[CompletedRequest, ...] = ()
-    """Those whose ends are kept, the oldest first."""
+    """Stored outcomes, oldest first."""
 
 
 class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine that was stopped leaves to the next, so that works that are asked for again
-    are not done again."""
+    """State left by a stopped scheduler, so that repeated requests are not run again."""
 
     lanes: dict[str, QueueState] = {}
-    """By the model."""
+    """By model."""
     untouched: dict[str, CreateModel] = {}
-    """Models that nothing was asked of since they were made, and how that was asked for."""
+    """Creation requests of models that received no request since."""
 
 
 def build_model_record(work: CreateModel, owner: str) -> ModelRecord:
-    """A model as it is asked for, before the workers are."""
+    """The record of a model to be created."""
     now = time.time()
     return ModelRecord(
         model=work.model,
@@ -176,18 +175,18 @@ _RUNNING = "running.json"
 _LEFT = "left.msgpack"
 _DIGEST = "digest"
 _DIGESTED = b"XXH3"
-"""A binary file begins with this and 16 bytes of digest of the rest."""
+"""Prefix of a binary file, followed by 16 bytes of digest of the rest."""
 
 
 class RegistryError(ValueError):
-    """A file of the registry is not what was written there."""
+    """A state file is damaged."""
 
 
 class Registry:
-    """Sessions and models by their names, and inference servers."""
+    """Sessions and models by name, and inference servers."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Read what is there. Raises RegistryError naming a file that is none of ours."""
+        """Read the state files. Raises RegistryError naming an invalid file."""
         self._folder = output_dir / "server"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.sessions: dict[str, SessionRecord] = {
@@ -203,45 +202,45 @@ class Registry:
         )
 
     def keep_session(self, record: SessionRecord) -> None:
-        """Of a session that is new or has changed."""
+        """Save a new or changed session."""
         self.sessions[record.session] = record
         self._write("sessions", record.session, record)
 
     def keep_model(self, record: ModelRecord) -> None:
-        """Of a model that is new or has changed."""
+        """Save a new or changed model."""
         self.models[record.model] = record
         self._write("models", record.model, record)
 
     def drop_session(self, session: str) -> None:
-        """Nothing is known of it any more."""
+        """Delete a session's record."""
         del self.sessions[session]
         remove(self._file("sessions", session))
 
     def drop_model(self, model: str) -> None:
-        """Nothing is known of it any more."""
+        """Delete a model's record."""
         del self.models[model]
         remove(self._file("models", model))
 
     def keep_destinations(self, destinations: tuple[DestinationRecord, ...]) -> None:
-        """All there are, in a file that nobody else may read: there are keys among them."""
+        """Save all inference servers in a file that only the owner can read, because it contains
+        keys."""
         self.destinations = destinations
         write_secret(self._destinations, json.dumps(msgspec.to_builtins(destinations), indent=1))
 
     def begin(self, model: str) -> None:
-        """Workers are told to change this model.
+        """Record that the workers are about to change this model.
 
-        If this process dies before the end is written, whether they did is not known. The system
-        keeps the note when the process dies; that it outlives the machine, too, is of no use, as
-        what it speaks of does not.
+        If this process dies before `end`, the outcome is unknown. The note survives the process but
+        is not fsynced: the workers' state does not survive the machine, either.
         """
         (self._folder / _RUNNING).write_text(json.dumps({"model": model}))
 
     def end(self) -> None:
-        """They are done."""
+        """The change is complete."""
         (self._folder / _RUNNING).unlink(missing_ok=True)
 
     def interrupted(self) -> str | None:
-        """The model that workers were told to change when the last process died."""
+        """The model that was being changed when the last process died."""
         try:
             found = json.loads((self._folder / _RUNNING).read_text())
         except (FileNotFoundError, ValueError):
@@ -249,14 +248,14 @@ class Registry:
         return found.get("model") if isinstance(found, dict) else None
 
     def leave(self, left: ShutdownState) -> None:
-        """This process ends in order, and the next is to know this."""
+        """Save the shutdown state for the next process."""
         with atomic_write(self._folder / _LEFT) as part:
             content = msgspec.msgpack.encode(left)
             part.write_bytes(_DIGESTED + xxhash.xxh3_128_digest(content) + content)
 
     def take_left(self) -> ShutdownState:
-        """What the last process left, if that was stopped; it is told once. Nothing, where another
-        version wrote it otherwise: then works that are asked for again are done again."""
+        """Read and delete the shutdown state of the last process. Empty if another version wrote it
+        in another format: repeated requests are then run again."""
         file = self._folder / _LEFT
         if not file.exists():
             return ShutdownState()
@@ -273,8 +272,7 @@ class Registry:
         return self._folder / "endpoints.json"
 
     def _file(self, kind: str, name: str) -> Path:
-        # Names may differ by case alone, and hold colons, which not every file system tells apart
-        # or takes.
+        # Names may differ only in case and contain colons, which some file systems do not support.
         digest = hashlib.sha256(name.encode()).hexdigest()[:12]
         readable = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:80]
         return self._folder / kind / f"{readable}-{digest}.json"
@@ -301,7 +299,7 @@ def _decoded(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.de
 
 
 def _decode_record(content: bytes, type: type[R]) -> R:
-    """Of a file that may be older than digests."""
+    """Decode a file that may predate digests."""
     found = msgspec.json.decode(content)
     if isinstance(found, dict) and _DIGEST in found:
         digest = found.pop(_DIGEST)
@@ -311,7 +309,7 @@ def _decode_record(content: bytes, type: type[R]) -> R:
 
 
 def _decode_left(content: bytes, type: type[R]) -> R:
-    """Of a file that may be older than digests."""
+    """Decode a file that may predate digests."""
     if content.startswith(_DIGESTED):
         digest, content = content[4:20], content[20:]
         if digest != xxhash.xxh3_128_digest(content):

@@ -1,6 +1,6 @@
-"""Folders below `output_dir`: where they are, how much they take, and that they stay within it.
+"""Checkpoint storage below `output_dir`, with a size limit.
 
-A folder of ours that is on its way in or out begins with a dot, which no name of a client does.
+Temporary folders begin with a dot, which is not allowed in clients' names.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ ROOMS: tuple[Room, ...] = ("weights", "sampler_weights")
 
 
 class Storage:
-    """What is saved."""
+    """Checkpoint folders."""
 
     def __init__(self, output_dir: Path, limit: int) -> None:
-        """`limit`: bytes that all of `output_dir` may take."""
+        """`limit`: maximum bytes of `output_dir`."""
         output_dir.mkdir(parents=True, exist_ok=True)
         self.root = output_dir.resolve()
         self.limit = limit
 
     def folder(self, spot: CheckpointRef) -> Path:
-        """Where it is, or would be. Raises RefusedError where a link leads elsewhere."""
+        """The folder of a checkpoint. Raises RequestError if a symbolic link points outside."""
         folder = self.root / spot.room / spot.model / spot.name
         for part in (folder, folder.parent, folder.parent.parent):
             if part.is_symlink():
@@ -39,7 +39,7 @@ class Storage:
         return folder
 
     def holds(self, spot: CheckpointRef) -> bool:
-        """Whether it is there."""
+        """Whether it exists."""
         return self.folder(spot).is_dir()
 
     def size(self, spot: CheckpointRef) -> int:
@@ -47,7 +47,8 @@ class Storage:
         return folder_num_bytes(self.folder(spot))
 
     def check_room(self, needed: int, what: str) -> None:
-        """Raises StorageLimitError if `needed` bytes more were over the limit, or fill the disk."""
+        """Raises StorageLimitError if `needed` more bytes would exceed the limit or fill
+        the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise StorageLimitError(
@@ -63,12 +64,12 @@ class Storage:
             )
 
     def aside(self, spot: CheckpointRef) -> Path:
-        """A folder beside it for what is to replace it; not there yet."""
+        """A temporary folder beside it, not created yet."""
         folder = self.folder(spot)
         return folder.with_name(f".{folder.name}.new")
 
     def publish(self, spot: CheckpointRef) -> None:
-        """Have what was written aside in its place, and what was there before deleted."""
+        """Rename the temporary folder to its final name, deleting an existing one."""
         folder, new = self.folder(spot), self.aside(spot)
         old = folder.with_name(f".{folder.name}.old")
         discard(old)
@@ -79,7 +80,8 @@ class Storage:
         discard(old)
 
     def take_out(self, spot: CheckpointRef) -> Path | None:
-        """Nobody finds it any more. Where it is now, to be discarded; None if it was not there."""
+        """Rename it to a temporary name; returns that, to be deleted, or None if it did not
+        exist."""
         folder = self.folder(spot)
         if not folder.exists():
             return None
@@ -88,7 +90,7 @@ class Storage:
         return gone
 
     def tidy(self) -> None:
-        """Bring to an end what an earlier process had begun."""
+        """Complete operations that an earlier process had begun."""
         for room in ROOMS:
             for dotted in (self.root / room).glob("*/.*"):
                 if dotted.is_symlink() or not dotted.is_dir():
@@ -100,7 +102,7 @@ class Storage:
                     discard(dotted)
 
     def spots(self) -> list[CheckpointRef]:
-        """All checkpoints that are there, by name."""
+        """All existing checkpoints, by name."""
         found = [
             CheckpointRef(folder.parent.name, room, folder.name)
             for room in ROOMS
@@ -113,27 +115,27 @@ class Storage:
 
 
 class TrashCollector:
-    """Deletes folders by and by."""
+    """Deletes folders in the background."""
 
     def __init__(self) -> None:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def discard(self, folders: list[Path]) -> None:
-        """Have them deleted; nobody waits for it."""
+        """Delete the folders in the background."""
         for folder in folders:
             task = asyncio.create_task(asyncio.to_thread(discard, folder))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 
     async def done(self) -> None:
-        """Wait until those that were handed over are gone."""
+        """Wait until all deletions are complete."""
         if self._under_way:
             await asyncio.wait(self._under_way)
 
 
 def folder_num_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; links are not followed, and what goes meanwhile is not
-    counted."""
+    """Bytes of all files below a folder; symbolic links are not followed, and files deleted
+    meanwhile are not counted."""
     total = 0
     try:
         with os.scandir(folder) as entries:
@@ -152,13 +154,13 @@ def folder_num_bytes(folder: Path) -> int:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder, if it is there."""
+    """Delete a folder, if it exists."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def amount(count: int) -> str:
-    """Bytes, as people write them."""
+    """Format a number of bytes."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""An errand: one work to be done, and all asks that its end is to be told to."""
+"""Task: one unit of work, and all requests that wait for its outcome."""
 
 from dataclasses import dataclass, field
 
@@ -8,47 +8,48 @@ from penstock.server.protocol.results import Passed, Result
 from penstock.server.scheduler.errors import RequestError
 
 Outcome = Result | RequestError
-"""How an errand ends."""
+"""The outcome of a task."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A work that waits for its turn, or is under way."""
+    """A waiting or running task."""
 
     work: Ordered | Sample
     owner: str
     model: str | None
-    """Whose works it is one of, in their order; None: drawing, which is of no model."""
+    """The model whose queue it is in; None: sampling, which belongs to no model."""
     seq: int | None = None
-    """Its number among them; None: after those that came before it."""
+    """Sequence number; None: after the requests that arrived before it."""
     asks: list[str] = field(default_factory=list[str])
-    """The ids of those that are to be told."""
+    """The ids of the requests that receive the outcome."""
     is_ours: bool = False
-    """Whether the engine asked, so that it is done though clients have gone."""
+    """Whether the scheduler created it, so that it runs even if all clients are gone."""
     is_checked: bool = False
-    """Whether it was found to be what can be done."""
+    """Whether it has been validated."""
     arrived: int = 0
-    """Counts what came before it, of all works."""
+    """Arrival number over all tasks."""
     outcome: RequestError | None = None
-    """Of one that was refused or cancelled before its turn, which it then only gives up."""
+    """The error of a task that was rejected or cancelled while waiting; its sequence number is
+    skipped."""
 
 
 def told(ask: str, outcome: Outcome) -> Answer | Failure:
-    """What the ask of this id is told."""
+    """The reply for the request of this id."""
     if isinstance(outcome, RequestError):
         return outcome.failure(ask)
     return Answer(id=ask, result=outcome)
 
 
 def to_outcome(end: Answer | Failure) -> Outcome:
-    """What was told."""
+    """The outcome in a reply."""
     if isinstance(end, Failure):
         return RequestError(end.code, end.error, end.category)
     return end.result
 
 
 def outcome_num_bytes(outcome: Outcome) -> int:
-    """About what it takes to keep an outcome."""
+    """Approximate bytes of an outcome."""
     if not isinstance(outcome, Passed):
         return 1024
     return 1024 + sum(len(array.data) for outputs in outcome.outputs for array in outputs.values())

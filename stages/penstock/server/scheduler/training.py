@@ -1,4 +1,4 @@
-"""Works of models, as commands to the workers. Each is called in its turn, and alone."""
+"""Training requests as worker commands. Called one at a time."""
 
 import logging
 import time
@@ -64,16 +64,16 @@ from penstock.server.scheduler.worker_client import Workers
 Trained = (
     Pass | Step | DropGradients | SaveState | LoadState | SaveSampler | SyncWeights | UnloadModel
 )
-"""Works of a model that is there."""
+"""Requests for an existing model."""
 
 SYNCED = "weights_synced"
-"""The metric of a step that says whether its weights were sent to inference servers."""
+"""The step metric that says whether the weights were synced to inference servers."""
 
 LOG = logging.getLogger(__name__)
 
 
 class Training:
-    """What is done with models."""
+    """Runs training requests."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Training:
         saving: Saving,
         allowed_hosts: Collection[str],
     ) -> None:
-        """`allowed_hosts`: where inference servers may be."""
+        """`allowed_hosts`: allowed inference servers."""
         self._settings = settings
         self._allowed_hosts = allowed_hosts
         self._workers = workers
@@ -97,7 +97,7 @@ class Training:
         self._saving = saving
 
     async def do(self, work: Trained, owner: str, why: str) -> Result:
-        """Do it. `why`: what is told of a model that is unloaded. Raises RefusedError."""
+        """Run a request. `why`: the reason for unloading a model. Raises RequestError."""
         record = self._models.find_open(work.model, owner)
         record.last_request = time.time()
         match work:
@@ -127,8 +127,8 @@ class Training:
                 return await self._unload(record, work, why)
 
     def is_repeatable(self, work: Trained | CreateModel) -> bool:
-        """Whether a work that was lost with the workers finds its model as before once they are
-        back: it changed nothing that was not saved, or it does not build on what the model was."""
+        """Whether a request that was lost with the workers can be retried once they are restored:
+        it changed no unsaved state, or does not depend on the model's previous state."""
         if isinstance(work, CreateModel):
             return True
         record = self._models.known(work.model)
@@ -137,16 +137,15 @@ class Training:
         return isinstance(work, LoadState) or not (record.is_unsaved or record.corrupted)
 
     def unsaved(self) -> list[ModelRecord]:
-        """Open models that the workers alone hold as they are, the one asked of last first."""
+        """Loaded models with unsaved changes, most recently requested first."""
         return [record for record in self._models.open() if self._is_unsaved(record)]
 
     async def save(self, record: ModelRecord) -> CheckpointRef:
-        """Have it kept under a name of the time. Raises RefusedError."""
+        """Save it under a timestamp name. Raises RequestError."""
         return await self._saving.training(record, None)
 
     async def create(self, work: CreateModel, record: ModelRecord, owner: str) -> Result:
-        """Make a model. `record` is what it is to be, which is kept when it is. Raises
-        RefusedError."""
+        """Create a model. `record` is saved on success. Raises RequestError."""
         found = None if work.path is None else self._checkpoints.read(work.path, owner)
         served = self._served()
         record.base_model = served.base_model
@@ -175,7 +174,7 @@ class Training:
     async def _take_back(
         self, record: ModelRecord, known: ModelRecord | None, error: Exception
     ) -> None:
-        """What was made in part is not there."""
+        """Undo a partial creation."""
         if self._registry.models.get(record.model) is record:
             if known is None and not record.checkpoints:
                 self._registry.drop_model(record.model)
@@ -193,7 +192,7 @@ class Training:
         found: tuple[CheckpointRef, CheckpointRecord] | None,
         served: Served,
     ) -> Lora | None:
-        """The adapter of a new model, as asked, or as its checkpoint's."""
+        """The LoRA config of a new model, as requested, or that of its checkpoint."""
         if served.trains == "all weights":
             return None
         kept = found[1].lora if found else None
@@ -207,7 +206,7 @@ class Training:
         return structs.replace(lora, alpha=kept.alpha)
 
     def _check_fits(self, record: ModelRecord, spot: CheckpointRef, kept: CheckpointRecord) -> None:
-        """Raises RefusedError where a model cannot go on from a checkpoint."""
+        """Raises RequestError if a model cannot load a checkpoint."""
         if spot.room != "weights":
             raise RequestError(
                 "invalid",
@@ -264,7 +263,7 @@ class Training:
                 )
         except RequestError as error:
             if error.code == "not_finite":
-                # Such gradients the workers have dropped.
+                # The workers have dropped those gradients.
                 live.has_gradients = False
             raise
         if not isinstance(stepped, Stepped):
@@ -277,8 +276,8 @@ class Training:
         return stepped
 
     async def _synced_after_step(self, record: ModelRecord, work: SyncWeights) -> dict[str, float]:
-        """Whether the weights were sent. The step was taken either way, so that its client must not
-        take a sync that failed for a step that did."""
+        """Whether the weights were synced. The step was taken either way, so a failed sync must not
+        look like a failed step."""
         if not list_endpoints(self._registry, record.owner, work.pools):
             return {}
         try:
@@ -364,7 +363,7 @@ class Training:
         return Done()
 
     def _is_unsaved(self, record: ModelRecord) -> bool:
-        """A model that was put back and not gone on with is saved already, under its own name."""
+        """A model that was restored and not changed since is already saved, under its own name."""
         start = record.start
         if record.is_unsaved or start is None or not start.optimizer:
             return True

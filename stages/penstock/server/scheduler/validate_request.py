@@ -1,7 +1,6 @@
-"""Whether a work can be what its client meant, found before it waits its turn.
+"""Request validation before queueing.
 
-Only what the work says of itself, and what the workers are: whether there is such a model is
-looked up elsewhere.
+Uses only the request and the workers' limits; whether the model exists is checked elsewhere.
 """
 
 import math
@@ -44,16 +43,16 @@ from penstock.server.scheduler.sessions import check_metadata
 Numbers = npt.NDArray[Any]
 
 MAX_SEQUENCES = 1024
-"""That one ask may have drawn."""
+"""Maximum sequences per sampling request."""
 
 MAX_TOPK = 1024
 MAX_TOLD = 1 << 22
-"""Likeliest tokens of all places that one ask may be told: 32 MiB. Several asks are answered in one
-frame."""
+"""Maximum number of top-k logprobs over all positions of a request: 32 MiB. Several requests are
+answered in one frame."""
 
 
 def check(work: Ordered | Sample, served: Served) -> None:
-    """Raises RefusedError for what cannot be done of any model."""
+    """Raises RequestError for a request that is invalid for every model."""
     match work:
         case Pass():
             _pass(work, served)
@@ -128,7 +127,7 @@ def _datum(datum: Datum, loss: Loss, served: Served, what: str) -> None:
 
 
 def _finite(given: dict[str, Numbers], what: str) -> None:
-    """Of tokens whose factor is 0 nothing else counts, so that anything may stand there."""
+    """Values of masked tokens (factor 0) need not be finite."""
     factors = [given[name] for name in FACTORS if name in given]
     for name, numbers in given.items():
         finite = np.isfinite(numbers.astype(np.float64, copy=False))
@@ -248,14 +247,14 @@ def _numbers(array: Array, what: str) -> Numbers:
 
 
 def check_base(name: str | None, names: Iterable[str]) -> None:
-    """Raises RefusedError where this is not what the base model is called."""
+    """Raises RequestError if the base model has another name."""
     known = list(names)
     if name is not None and name not in known:
         raise _wrong(f"the base model is {known[0]} here; {name[:200]!r} is not served")
 
 
 def check_ttl(ttl_seconds: float | None) -> None:
-    """Raises RefusedError where nothing can be kept as long as this."""
+    """Raises RequestError for an unsupported time to live."""
     if ttl_seconds is not None and not (math.isfinite(ttl_seconds) and ttl_seconds > 0):
         raise _wrong(f"ttl_seconds is {ttl_seconds}; it is finite and above 0")
 

@@ -1,7 +1,7 @@
-"""The workers as the engine sees them: one command at a time, and whether they live.
+"""Worker client: sends one command at a time, and tracks whether the workers are alive.
 
-Whoever waits for a reply hears at once when they die. They come again by themselves, or somebody
-has started them; here it is only counted how often in a row that was needed.
+A command fails at once when the workers die. Their supervisor restarts them; this class only counts
+consecutive losses.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from penstock.server.scheduler.settings import EngineSettings
 LOG = logging.getLogger(__name__)
 
 LEAVING_SECONDS = 5.0
-"""That workers have to be gone after they were told to leave in peace."""
+"""Seconds for the workers to exit after a shutdown message."""
 
 State = Literal["starting", "ready", "down", "failed"]
 
 
 class Workers:
-    """All ranks, through the first of them."""
+    """All ranks, reached through rank 0."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Workers:
         settings: EngineSettings,
         changed: Callable[[], None],
     ) -> None:
-        """`changed` is called whenever `state` or `ready` may have."""
+        """`changed` is called when `state` or `ready` may have changed."""
         self._channel = channel
         self._settings = settings
         self._changed = changed
@@ -60,18 +60,18 @@ class Workers:
         self._heard = time.monotonic()
         self._gone = asyncio.Event()
         self._leaving = ""
-        """The instance that ends, as is known, whose loss was counted already."""
+        """The exiting instance, whose loss has already been counted."""
         self.ready: Ready | None = None
-        """What they are, while they are there."""
+        """The state of the connected workers, or None."""
         self.last: Ready | None = None
-        """What they were when they were there last."""
+        """The last state of connected workers."""
         self.state: State = "starting"
         self.reason = ""
         self.losses = 0
-        """How often they were lost since a work was done."""
+        """Losses since the last completed request."""
 
     async def hear(self) -> None:
-        """Listen for ever."""
+        """Receive loop."""
         while True:
             try:
                 message = await self._channel.receive()
@@ -94,7 +94,7 @@ class Workers:
                         self.lose("others took their place")
 
     async def speak(self) -> None:
-        """Send what is to be sent, for ever; sending may wait for a peer, and nobody else does."""
+        """Send loop; only this task waits for a slow peer."""
         while True:
             message = await self._outbox.get()
             try:
@@ -104,8 +104,7 @@ class Workers:
                     self._fail(message.id, RequestError("invalid", str(error)))
 
     async def greet(self) -> None:
-        """Greet those that have not answered, and look whether those that have still live, for
-        ever."""
+        """Hello and liveness loop."""
         while True:
             is_silent = time.monotonic() - self._heard > self._timeout
             silence = f"nothing was heard of them for {self._timeout:g} s"
@@ -122,7 +121,8 @@ class Workers:
             await asyncio.sleep(self._settings.status_interval)
 
     async def command(self, order: Order) -> Any:
-        """Have it done; what was replied. Raises RefusedError, or WorkersLostError where they died.
+        """Run a command and return the reply. Raises RequestError, or WorkersLostError if the
+        workers die.
 
         One at a time.
         """
@@ -146,7 +146,7 @@ class Workers:
             self._waiting = None
 
     async def dismiss(self) -> None:
-        """Have them end in peace, and wait for that a while."""
+        """Shut down the workers and wait for LEAVING_SECONDS."""
         if self.ready is None:
             return
         self._leaving, self.ready = self.ready.instance, None
@@ -157,7 +157,7 @@ class Workers:
                 await self._gone.wait()
 
     def lose(self, why: str) -> None:
-        """They are gone, and with them all that they held."""
+        """The workers are gone, with all their state."""
         if self.state == "failed":
             return
         self.ready = None
@@ -179,12 +179,12 @@ class Workers:
         self._changed()
 
     def _forget_unsent(self) -> None:
-        """It was for those that are gone."""
+        """Drop unsent commands to the lost workers."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
 
     def serve(self) -> None:
-        """All is as it is to be: works may be done again."""
+        """The workers are restored and may run requests."""
         if self.ready is not None:
             self.state, self.reason = "ready", ""
             self._changed()
@@ -201,7 +201,7 @@ class Workers:
             self._changed()
 
     def _give_up(self, why: str) -> None:
-        """They may live, and yet do nothing: they are told to end, should they hear it."""
+        """The workers may be alive but hung: tell them to exit."""
         if self.ready is not None:
             self._leaving = self.ready.instance
             self.lose(why)
@@ -218,7 +218,7 @@ class Workers:
             self.lose("others took their place")
         LOG.info("the workers are there: %s", ready.instance)
         if self.state == "failed":
-            # Somebody has started them once more; they have that one chance.
+            # They were restarted once more, which is their last try.
             self.state = "down"
             self.losses = self._settings.worker_max_restarts
         self.ready = self.last = ready

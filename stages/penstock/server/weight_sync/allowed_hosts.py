@@ -1,7 +1,7 @@
-"""Which hosts are sent anything: those that the settings allow, and no others. No torch.
+"""Allowed hosts of weight sync. No torch.
 
-A name is allowed as it is written, never by what it stands for: who names servers elsewhere does
-not decide where requests go.
+Host names are matched literally and not resolved, so that whoever controls DNS does not decide
+where requests go.
 """
 
 import ipaddress
@@ -12,19 +12,18 @@ from penstock.server.protocol.types import Endpoint
 from penstock.server.weight_sync.errors import refused
 
 LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
-"""What is allowed where nobody but this machine's own users ask for it."""
+"""Allowed hosts if only users of this machine have access."""
 
 
 def allowed_hosts(written: Sequence[str], *, requires_keys: bool) -> tuple[str, ...]:
-    """What is allowed where the settings name these. Where clients have keys, this machine's own
-    servers are allowed only where the settings name them: they may trust whoever reaches them."""
+    """The allowed hosts. If clients need keys, servers on this machine are only allowed if
+    configured, because they may trust local connections."""
     return tuple(written) if requires_keys else (*LOOPBACK, *written)
 
 
 def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
-    """Why nothing is sent to a server whose host is neither one of these names and addresses (with
-    its port, where one is named), nor an address in one of these networks (`10.0.0.0/8`); None for
-    one that is."""
+    """Why a server is not allowed: its host matches none of these names and addresses (with port,
+    if given) or networks (`10.0.0.0/8`). None if it is allowed."""
     host = endpoint.host.lower()
     if {host, f"{_in_brackets(host)}:{endpoint.port}"} & {name.lower() for name in allowed}:
         return None
@@ -45,7 +44,7 @@ def require_allowed(endpoint: Endpoint, allowed: Collection[str]) -> None:
 
 
 def address_towards(endpoints: Collection[Endpoint]) -> str:
-    """The address by which these reach this machine. Raises SyncError where there is no way."""
+    """The local address that these endpoints can reach. Raises SyncError if there is no route."""
     found = {_own_address(endpoint) for endpoint in endpoints}
     outward = sorted(address for address in found if not ipaddress.ip_address(address).is_loopback)
     return outward[0] if outward else min(found)
@@ -57,7 +56,7 @@ def _own_address(endpoint: Endpoint) -> str:
             endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            # Of a datagram socket this sends nothing.
+            # Connecting a datagram socket sends nothing.
             asking.connect(there)
             return str(asking.getsockname()[0])
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Matrices in FP8 as inference servers load them: tiles of 128 x 128 share a scale (DeepSeek-V3).
+"""Block-wise FP8 for inference servers: 128 x 128 tiles with one scale each (DeepSeek-V3 format).
 
-A weight becomes its codes, under its own name, and `<name>_scale_inv`, what each tile's codes are
-multiplied by. N rows and K columns.
+A weight becomes FP8 values under its own name, and `<name>_scale_inv`, the factor of each tile. N
+rows, K columns.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from penstock_kernels.quant.prequantized import tile_scales
 SCALES = "_scale_inv"
 
 STRETCH = 4 << 20
-"""Bytes of the rows, in fp32, that are quantised at once; that takes several times as many."""
+"""Bytes in fp32 of the rows that are quantized at a time; quantizing takes several times as much
+memory."""
 
 HONOURED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "quant_method": ("fp8", "block_fp8"),
@@ -27,11 +28,11 @@ HONOURED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "weight_block_size": ((128, 128), 128, "128", "128x128", "[128, 128]", "128,128"),
     "activation_scheme": ("dynamic",),
 }
-"""What `quantization` may say."""
+"""Supported values of `quantization`."""
 
 
 def wants_fp8(quantization: Quantization | None) -> bool:
-    """Whether matrices are sent in it. Raises SyncError for what is asked and cannot be."""
+    """Whether weights are sent in FP8. Raises SyncError for unsupported settings."""
     if not quantization:
         return False
     for name, value in quantization.items():
@@ -49,8 +50,8 @@ def wants_fp8(quantization: Quantization | None) -> bool:
 
 
 def quantised_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...]]:
-    """The weights that are sent in FP8: linear layers within blocks, and no embedding, head, norm
-    or router. Raises SyncError for a model of which the format does not hold all."""
+    """The weights that are sent in FP8: linear layers of the blocks, but no embeddings, head, norms
+    and router. Raises SyncError for a model that the format does not support."""
     experts = names.config.experts
     if experts and experts.clamped:
         raise refused(
@@ -66,15 +67,15 @@ def quantised_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of `<name>_scale_inv` for a weight [N, K]."""
+    """The shape of `<name>_scale_inv` for a weight [N, K]."""
     rows, columns = shape
     tall = FORMATS["block_fp8"].tile_rows
     return -(-rows // tall), FORMATS["block_fp8"].num_groups(columns)
 
 
 def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, K], e4m3, and fp32 scales for each tile. Raises SyncError for numbers that are not
-    finite."""
+    """FP8 e4m3 values [N, K] and fp32 scales of each tile. Raises SyncError for non-finite
+    values."""
     kept = FORMATS["block_fp8"]
     rows, columns = weight_NK.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_NK.device)

@@ -1,7 +1,7 @@
-"""What goes out, in which order, and how much of it at once.
+"""Buckets of weight sync: tensors in order, grouped by size.
 
-Tensors bear Hugging Face's names, and a bucket is sent by one request. A bucket is made of tensors
-that are read a few at a time, so that little more than the bucket itself is in memory.
+Tensors have Hugging Face names, and each bucket is one request. A bucket is filled a few tensors at
+a time, so peak memory is little more than the bucket.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from penstock.engine.hf.state_dict import HFStateDict
 from penstock.server.weight_sync.block_fp8 import SCALES, scales_shape, tiles
 
 STRETCH = 64 << 20
-"""Bytes of tensors, in fp32, that are read at once."""
+"""Bytes in fp32 of the tensors that are gathered at a time."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A tensor as it goes out."""
+    """A tensor to send."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,22 +26,22 @@ class Sent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go out."""
+        """Bytes to send."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """How a model goes out."""
+    """The buckets of a model."""
 
     weights: HFStateDict
     dtype: torch.dtype
-    """Of all that is not kept exact, nor quantised."""
+    """The dtype of all tensors that are neither kept exact nor quantized."""
     quantised: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Shapes of the weights that go out in FP8."""
+    """Shapes of the weights sent in FP8."""
 
     def sent(self, name: str) -> list[Sent]:
-        """What a weight goes out as."""
+        """The tensors of a weight."""
         shape = self.weights.shapes[name]
         if name in self.quantised:
             return [
@@ -52,8 +52,8 @@ class BucketPlan:
         return [Sent(name, shape, torch.float32 if exact else self.dtype)]
 
     def buckets(self, most: int) -> list[list[str]]:
-        """All weights in the model's order, in buckets of at most so many bytes, or of one weight
-        that is larger."""
+        """All weights in model order, in buckets of at most `most` bytes, or of one larger
+        weight."""
         found: list[list[str]] = []
         left = 0
         for name in self.weights.shapes:
@@ -66,7 +66,7 @@ class BucketPlan:
         return found
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """What `sent` says of these, one after another."""
+        """The tensors of `sent` for these weights, concatenated."""
         return [made for batch in self._batches(names) for made in self._made(batch)]
 
     def _batches(self, names: Collection[str]) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""What a failed sync says: where it failed, and at which step."""
+"""Weight sync errors: the endpoint and step that failed."""
 
 from typing import Literal
 
@@ -7,12 +7,12 @@ from penstock.server.protocol.codec import Category, Code
 from penstock.server.protocol.types import Endpoint
 
 Step = Literal["settings", "health", "group", "pause", "flush", "update", "destroy", "continue"]
-"""In their order. The inference servers generate on whatever happens at one of the first three, and
-have the weights that they had unless it happens after the fifth."""
+"""In order. After an error in one of the first three, the inference servers keep generating; they
+have their old weights unless the error is after the fifth."""
 
 
 class SyncError(PenstockError):
-    """Weights were not sent, or not to all. No endpoint is left paused that can still be told."""
+    """The weight sync failed for some or all endpoints. Reachable endpoints are not left paused."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class SyncError(PenstockError):
         category: Category = "server",
         code: Code = "unavailable",
     ) -> None:
-        """`endpoint` None: it is none of theirs alone."""
+        """`endpoint` None: not specific to one endpoint."""
         where = f"{named(endpoint)} at the step {step!r}" if endpoint else f"at the step {step!r}"
         super().__init__(f"weights were not sent: {where}: {fault}")
         self.fault, self.step, self.endpoint = fault, step, endpoint
@@ -32,7 +32,7 @@ class SyncError(PenstockError):
 
 
 def refused(fault: str, endpoint: Endpoint | None = None) -> SyncError:
-    """What the one who asked can change."""
+    """An error that the client can fix."""
     return SyncError(fault, step="settings", endpoint=endpoint, category="user", code="invalid")
 
 

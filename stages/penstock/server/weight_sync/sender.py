@@ -1,10 +1,10 @@
-"""Weights from training to inference servers, as SGLang takes them: the order of it all.
+"""Weight sync to inference servers, with SGLang's weight update API.
 
-    health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
+health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
 
-Servers are asked all at once, and a fault at one of them ends it for all: what was paused generates
-again, the group is gone, and training goes on. A server that had part of an update then has
-weights of two steps, until the next sync.
+All servers get each request concurrently. An error at one of them aborts the sync for all: paused
+servers resume, the process group is destroyed, and training continues. A server that received part
+of an update then has mixed weights of two steps until the next sync.
 """
 
 import functools

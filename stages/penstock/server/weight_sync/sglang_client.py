@@ -1,7 +1,6 @@
-"""One inference server, over HTTP: what SGLang calls its weight updates. No torch.
+"""SGLang HTTP client for weight updates. No torch.
 
-Requests go to the endpoint's own host and port: no redirect is followed, no proxy is asked. Each
-has a time in which it is answered.
+Requests go to the endpoint's own host and port, without redirects or proxies, and have timeouts.
 """
 
 import http.client
@@ -19,19 +18,19 @@ from penstock.server.weight_sync.errors import Step, SyncError, named, refused
 LOG = logging.getLogger(__name__)
 
 ALIVE = ("/model_info", "/v1/models", "/health")
-"""Any of them that answers says that the server is up; the first that do are asked."""
+"""Any of these routes shows that the server is up; they are tried in order."""
 
 SIZES = ("/server_info", "/get_server_info")
-"""Where it says how it is laid out: the second is what older ones call it."""
+"""Routes that report the parallelism; the second one is its older name."""
 
 MAX_ANSWER = 4 << 20
-"""Bytes of an answer that are read."""
+"""Maximum bytes of a response."""
 MAX_MESSAGE = 500
-"""Characters of one that are in the log. No client is told any: it may have named a server that
-answers others than itself."""
+"""Maximum characters of a response in the log. Clients never see it, because the endpoint may be a
+server that reveals something to us alone."""
 
 UNANSWERED = (OSError, http.client.HTTPException, UnicodeError)
-"""What a request ends with that is not answered; the last is of a host that is no name at all."""
+"""Errors of a request without response; the last one is for an invalid host name."""
 
 SHUT_OUT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -39,31 +38,31 @@ ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds until something is given up."""
+    """Timeouts in seconds, and tries."""
 
     health: float = 5.0
     group: float = 120.0
-    """Until all have joined."""
+    """For all ranks to join the group."""
     pause: float = 60.0
     pauses: int = 3
-    """How often pausing is tried."""
+    """Tries of pausing."""
     flushes: int = 10
-    """How often flushing is: requests that were aborted may not have ended yet."""
+    """Tries of flushing: aborted requests may not have ended yet."""
     update: float = 300.0
-    """Of one bucket."""
+    """For one bucket."""
     tensor: float = 60.0
-    """Of one tensor over gloo, which cannot be broken off: for so long after a fault others may
-    still wait for it."""
+    """For one tensor over gloo, which cannot be interrupted: other ranks may wait this long after
+    an error."""
     word: float = 2.0
-    """In which a server may still say why a connection broke, or come late to a group."""
+    """For a server to report why a connection broke, or to join a group late."""
     recovery: float = 10.0
-    """That a fault is kept back while servers are told to generate again; they may take longer."""
+    """For servers to resume before an error is raised; they may take longer."""
     late: float = 120.0
-    """Until a server that is told so has answered."""
+    """For the response to a resume request."""
 
 
 class RefusedError(Exception):
-    """An answer that is no success."""
+    """An unsuccessful response."""
 
     def __init__(self, status: int, said: str) -> None:
         super().__init__(said)
@@ -72,17 +71,17 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class EngineParallelism:
-    """How a server says that it is laid out. Of its ranks, those of tensor parallelism receive:
-    they are numbered by it alone."""
+    """The parallelism that a server reports. Only its tensor parallel ranks receive weights,
+    because ranks are numbered by tensor parallelism alone."""
 
     tensor: int
     pipeline: int = 1
     data: int = 1
     shares_attention: bool = False
-    """Whether replicas are of attention alone, within the ranks of tensor parallelism."""
+    """Whether data parallelism covers attention alone, within the tensor parallel ranks."""
 
     def fault(self, world_size: int) -> str | None:
-        """Why weights cannot be sent to it as a server of so many ranks; None: they can."""
+        """Why weights cannot be sent to it with this world size; None if they can."""
         if self.pipeline > 1:
             return (
                 f"it has a pp_size of {self.pipeline}, and weights can be sent to none of more"
@@ -103,14 +102,15 @@ class EngineParallelism:
 
 @dataclass(frozen=True)
 class InferenceServer:
-    """One endpoint that is sent weights. Methods raise SyncError, which names it and the step."""
+    """An endpoint of weight sync. Methods raise SyncError, which names the endpoint and the
+    step."""
 
     endpoint: Endpoint
     key: Secret | None = None
-    """What it asks of its clients."""
+    """The server's API key."""
 
     def require_alive(self, seconds: float) -> None:
-        """Raises SyncError unless it says that it is up."""
+        """Raises SyncError unless it is healthy."""
         faults: list[str] = []
         for path in ALIVE:
             try:
@@ -123,17 +123,17 @@ class InferenceServer:
         raise SyncError(fault, step="health", endpoint=self.endpoint)
 
     def require_size(self, seconds: float) -> None:
-        """Raises SyncError where it says that it is laid out otherwise than it was added."""
+        """Raises SyncError if its reported parallelism differs from the registered one."""
         sizes = self.sizes(seconds)
         fault = sizes.fault(self.endpoint.world_size) if sizes else None
         if fault is not None:
             raise refused(fault, self.endpoint)
 
     def sizes(self, seconds: float) -> EngineParallelism | None:
-        """How it says that it is laid out; None where it says nothing of it, or does not answer.
+        """The reported parallelism; None if it reports none or does not respond.
 
-        Raises SyncError where it asks for a key and there is none. A key that is not taken here may
-        be the one for weights: a server may ask for two.
+        Raises SyncError if it requires a key and none is set. A key that is rejected here may be
+        valid for weight updates: a server may have two keys.
         """
         for path in SIZES:
             try:
@@ -151,12 +151,12 @@ class InferenceServer:
     def post(
         self, path: str, body: Mapping[str, Any], *, step: Step, seconds: float, tries: int = 1
     ) -> None:
-        """Raises SyncError unless it says that it did it."""
+        """Raises SyncError unless the request succeeds."""
         for left in reversed(range(tries)):
             try:
                 self._asked("POST", path, body, seconds)
             except (*UNANSWERED, RefusedError) as error:
-                # One that is silent is not one that says "not yet".
+                # A timeout is not a "not yet" response.
                 if not left or is_absent(error) or isinstance(error, TimeoutError):
                     raise self._unsaid(step, path, error) from error
                 time.sleep(0.2)
@@ -164,7 +164,7 @@ class InferenceServer:
                 return
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """What it answers, as JSON; None for anything else."""
+        """The JSON response; None for anything else."""
         connection = http.client.HTTPConnection(
             self.endpoint.host, self.endpoint.port, timeout=seconds
         )
@@ -190,7 +190,7 @@ class InferenceServer:
         return read
 
     def _log(self, path: str, said: bytes, read: Any) -> None:
-        """For whoever runs the server."""
+        """Log a response for the server's operator."""
         LOG.warning("%s%s: %r", named(self.endpoint), path, self._message_of(said, read))
 
     def _message_of(self, said: bytes, read: Any) -> str:
@@ -201,7 +201,7 @@ class InferenceServer:
         return text[:MAX_MESSAGE]
 
     def _unsaid(self, step: Step, path: str, error: Exception) -> SyncError:
-        """Of a request that was not answered as it is to be."""
+        """The error for a failed request."""
         fault = f"{path}: {_told(error)}"
         if not isinstance(error, RefusedError) or error.status not in SHUT_OUT:
             return SyncError(fault, step=step, endpoint=self.endpoint)
@@ -216,7 +216,7 @@ class InferenceServer:
 
 
 def words_to_go_on(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], ...]:
-    """What a server is told after a sync that failed: to generate again, and to leave the group."""
+    """Requests after a failed sync: resume generation, and leave the group."""
     return (
         ("continue", "/continue_generation", {}),
         ("destroy", "/destroy_weights_update_group", {"group_name": group_name}),
@@ -224,7 +224,7 @@ def words_to_go_on(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], .
 
 
 def is_absent(error: BaseException | None) -> bool:
-    """Whether there is no such route."""
+    """Whether the route does not exist."""
     return isinstance(error, RefusedError) and error.status in ABSENT
 
 
@@ -236,7 +236,7 @@ def _read(said: bytes) -> Any:
 
 
 def _sizes_in(read: Any) -> EngineParallelism | None:
-    """Nothing else of it is kept: servers tell their own keys there."""
+    """Read only these fields: the response contains the server's own keys."""
     if not isinstance(read, dict):
         return None
     sizes = [read.get(name, 1) for name in ("tp_size", "pp_size", "dp_size")]

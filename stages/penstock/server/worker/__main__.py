@@ -1,4 +1,4 @@
-"""`python -m penstock.server.worker JOB.json`: one rank of the workers, started by torchrun."""
+"""`python -m penstock.server.worker JOB.json`: one worker rank, started by torchrun."""
 
 import sys
 from pathlib import Path

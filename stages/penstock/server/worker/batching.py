@@ -1,6 +1,6 @@
-"""Samples of clients to micro-batches of replicas.
+"""Micro-batches from packed client samples.
 
-T tokens of a micro-batch, padding included; K targets of a token, in passes of several.
+T tokens of a micro-batch, including padding; K targets per token, in passes with several.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,19 @@ from penstock.server.worker.errors import RefusedError
 
 @dataclass(frozen=True)
 class BatchDispatcher:
-    """How rows are laid out over replicas."""
+    """Distributes rows over data-parallel replicas."""
 
     run: RunConfig
     num_replicas: int
     replica: int
-    """This rank's."""
+    """The replica of this rank."""
     pin_memory: bool = False
 
     def deal(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> list[LossBatch]:
-        """This replica's micro-batches, one of each of its rows; as many as any other replica has,
-        of nothing but padding where there are no more rows.
+        """This replica's micro-batches, one per row; every replica has the same number, padded with
+        empty ones.
 
-        Raises RefusedError where rows do not hold every sample once.
+        Raises RefusedError unless the rows contain every sample exactly once.
         """
         if sorted(number for row in rows for number in row) != list(range(len(samples))):
             raise RefusedError("internal", f"rows do not hold each of {len(samples)} samples once")
@@ -61,7 +61,8 @@ class BatchDispatcher:
         ]
 
     def _count(self, num_rows: int) -> int:
-        """Micro-batches of each replica: as many as its rows at most, or what a pipeline needs."""
+        """Micro-batches per replica: the largest number of rows of a replica, or the pipeline's
+        minimum."""
         train, count = self.run.train, max(1, -(-num_rows // self.num_replicas))
         if train.pipeline_parallel_size > 1:
             while not schedule_accepts(
@@ -71,7 +72,7 @@ class BatchDispatcher:
         return count
 
     def _pad_to(self) -> PadTo:
-        """The stages of a pipeline pass on micro-batches of one length."""
+        """Pipeline stages exchange micro-batches of one length."""
         if self.run.train.pipeline_parallel_size == 1:
             return "own"
         if self.run.train.pp_variable_seq_lengths:
@@ -82,7 +83,7 @@ class BatchDispatcher:
 def _row(number: int, samples: Sequence[Sample]) -> Row:
     return Row(
         np.concatenate([sample.tokens for sample in samples]),
-        # A row has one label of each token: where there are more, `_informed` lays them all out.
+        # A row has one label per token; with several, `_informed` adds them all.
         np.concatenate(
             [sample.targets.reshape(-1, sample.num_targets)[:, 0] for sample in samples]
         ),
@@ -120,8 +121,8 @@ def _informed(
 def _laid(
     parts: Sequence[npt.NDArray[Any]], size: int, most: int, rest: np.generic
 ) -> torch.Tensor:
-    """What is known of the tokens of samples, [T], or of their targets, [T, K], one sample after
-    another; `rest` where there is nothing."""
+    """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `rest` where there is
+    none."""
     whole_TK = np.full((size, most), rest)
     at = 0
     for part in parts:

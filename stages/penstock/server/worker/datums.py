@@ -1,6 +1,6 @@
-"""Samples of clients, as losses are computed of them, and what is answered of each.
+"""Client samples as loss inputs, and the outputs returned for each.
 
-T tokens of a sample; K targets of each, where they have several.
+T tokens of a sample; K targets of each, if there are several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Sample:
-    """One of a client's, checked."""
+    """A validated client sample."""
 
     tokens: npt.NDArray[np.int32]
     """[T]."""
@@ -42,19 +42,19 @@ class Sample:
 
     @property
     def num_targets(self) -> int:
-        """Of each token: K, or 1."""
+        """Targets per token: K, or 1."""
         return self.targets.shape[1] if self.targets.ndim > 1 else 1
 
     @property
     def num_trained(self) -> int:
-        """Tokens that count, be it by one of their targets."""
+        """Number of tokens with at least one unmasked target."""
         counts = self.told["factors_T"] != 0
         return int(np.count_nonzero(counts.any(axis=1) if counts.ndim > 1 else counts))
 
 
 def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
-    """What is computed, with the numbers that were not given. Raises RefusedError for a number
-    that it does not take, or that makes no sense."""
+    """The loss with default parameters filled in. Raises RefusedError for an unknown parameter or
+    an invalid value."""
     known = PARAMS[order.loss]
     if strange := sorted(order.params.keys() - known.keys()):
         raise RefusedError(
@@ -78,7 +78,7 @@ def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
 
 
 def build_samples(order: ForwardBackwardCommand, vocab_size: int) -> list[Sample]:
-    """Those of a pass. Raises RefusedError for what no loss can be computed of."""
+    """The samples of a pass. Raises RefusedError for invalid samples."""
     loss = build_client_loss(order)
     return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(order.data)]
 
@@ -124,7 +124,7 @@ def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sam
 
 
 def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[int, ...]:
-    """That of all inputs, which the targets have."""
+    """The shape of all inputs, which is that of the targets."""
     if targets.shape == (count,):
         return targets.shape
     is_several = len(targets.shape) == 2 and targets.shape[0] == count and targets.shape[1] > 0
@@ -140,10 +140,9 @@ def _refused(number: int, fault: str) -> RefusedError:
 def build_outputs(
     samples: Sequence[Sample], loss: PolicyLoss, logp: torch.Tensor
 ) -> tuple[list[dict[str, Numbers]], float]:
-    """For each sample its tokens' log-probabilities, and where tokens have losses by themselves
-    these, of its targets' shape; and the sum of all losses. `logp` are those of all tokens, one
-    sample after another, [T of all] or, in a pass of several targets, [T of all, K]; fp32 on the
-    CPU."""
+    """For each sample its token logprobs and, for per-token losses, its losses, in the shape of its
+    targets; and the sum of all losses. `logp` are those of all tokens, concatenated over samples,
+    [T of all] or, in a pass with several targets, [T of all, K]; fp32 on the CPU."""
     found: list[dict[str, Numbers]] = []
     total = 0.0
     at = 0
@@ -167,7 +166,7 @@ def build_outputs(
 
 
 def told_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    """What routers tell, one number by each name."""
+    """Router metrics as one number per name."""
     routers = metrics.get("routers")
     found: dict[str, float] = {}
     if isinstance(routers, Mapping):

@@ -1,4 +1,4 @@
-"""What the workers refuse, and whose fault a failure is."""
+"""Worker errors and their error codes."""
 
 from penstock.core.errors import (
     ArtifactError,
@@ -15,7 +15,7 @@ from penstock.server.weight_sync.errors import SyncError
 
 
 class RefusedError(PenstockError):
-    """An order that is not carried out, and why."""
+    """A rejected command, with the reason."""
 
     def __init__(self, code: Code, error: str) -> None:
         super().__init__(error)
@@ -31,11 +31,11 @@ CODES: tuple[tuple[type[PenstockError], Code], ...] = (
     (ArtifactError, "invalid"),
     (StageError, "internal"),
 )
-"""The first that fits."""
+"""The first match applies."""
 
 
 def error_code(error: PenstockError) -> Code:
-    """What kind of failure it is."""
+    """The error code of an exception."""
     if isinstance(error, RefusedError | SyncError):
         return error.code
     for kind, code in CODES:

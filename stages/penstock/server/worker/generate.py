@@ -1,7 +1,7 @@
-"""Answers to prompts: from the base model, or from what a client's model once was.
+"""Text generation from the base model or a saved checkpoint.
 
-What is drawn from takes the place of the model that is in the base, which comes back when it is
-computed with again. Adapters that were drawn from lately are kept.
+The sampled weights replace the active model in the base model's storage; the active model is
+restored before its next computation. Recently used adapters are cached.
 """
 
 import logging
@@ -38,36 +38,36 @@ from penstock.server.protocol.worker_commands import Generate, Generated
 LOG = logging.getLogger(__name__)
 
 KEPT = 4
-"""Adapters."""
+"""Maximum number of cached adapters."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """An adapter to draw from."""
+    """A loaded adapter."""
 
     weights: Sequence[torch.Tensor]
-    """This rank's parts of the base's trainable tensors."""
+    """This rank's shards of the base model's trainable tensors."""
     scale: float
 
 
 @dataclass
 class Sampling:
-    """What these ranks draw from. Every rank makes the same calls."""
+    """Runs generation on these ranks. Every rank makes the same calls."""
 
     residents: ModelPool
     decode: Decode
     ends: tuple[int, ...] = ()
-    """Tokens that end a text of the model's."""
+    """End-of-sequence tokens."""
     kept: OrderedDict[tuple[str, int], Loaded] = field(
         default_factory=OrderedDict[tuple[str, int], Loaded]
     )
-    """By folder and the time of its writing, the last one drawn from at the end."""
+    """LRU cache by folder and modification time."""
 
     def generate(self, order: Generate) -> Generated:
-        """The answers to all prompts of an order.
+        """Generate completions for all prompts of an order.
 
-        Raises ArtifactError for a folder with nothing to sample from, ConfigError for a prompt that
-        cannot be answered.
+        Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
+        prompt.
         """
         prompts = [self._prompt(order, number) for number in range(len(order.prompts))]
         self._fill(Path(order.adapter) if order.adapter else None)
@@ -95,11 +95,11 @@ class Sampling:
         )
 
     def _fill(self, folder: Path | None) -> None:
-        """Let the base compute as what is in a folder; None: as itself."""
+        """Load the weights of a folder into the base model; None: restore the base weights."""
         residents = self.residents
         time, loaded = self._found(folder) if folder else (0, None)
         if residents.substrate.sharing == "alone":
-            # Much to read, and often the same again.
+            # Loading is expensive, and often the same weights are used again.
             if residents.guest != (folder, time):
                 residents.vacate()
                 residents.substrate.refill(folder)
@@ -110,10 +110,10 @@ class Sampling:
             residents.put_adapter(loaded.weights, loaded.scale)
 
     def _found(self, folder: Path) -> tuple[int, Loaded | None]:
-        """When the folder was written, and the adapter that it holds; None: a whole model.
+        """The modification time of the folder, and its adapter; None: a full model.
 
-        Raises ArtifactError on all ranks alike: somebody may be deleting it, which some ranks see
-        and others do not.
+        Raises ArtifactError on all ranks alike: the folder may be deleted concurrently, which only
+        some ranks see.
         """
         substrate, loaded, time, fault = self.residents.substrate, None, 0, ""
         try:
@@ -131,7 +131,8 @@ class Sampling:
         except ArtifactError as error:
             fault = str(error)
         except Exception as error:
-            # Such as no memory: no reason for the others to wait, nor for all models to begin anew.
+            # For example out of memory: the other ranks must not wait, and the models need not be
+            # restarted.
             LOG.exception("%s cannot be sampled from on rank %d", folder, substrate.ranks.rank)
             fault = (
                 f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
@@ -144,7 +145,7 @@ class Sampling:
         return told[0][0], loaded
 
     def _require_alike(self, name: str, said: Mapping[str, Any]) -> None:
-        """Raise ArtifactError for what was saved by a server that trains something else."""
+        """Raise ArtifactError for a checkpoint of a server with another training configuration."""
         substrate = self.residents.substrate
         room = substrate.run.lora.lora_rank if substrate.sharing == "adapters" else None
         rank = said["rank"]
@@ -200,7 +201,7 @@ class Sampling:
 
 
 def _sampled(found: GenerationOutput) -> Sampled:
-    """As it is sent."""
+    """As a message."""
     log_probs_T = found.log_probs_T
     tokens, log_probs = _ranked(found.likeliest)
     return Sampled(

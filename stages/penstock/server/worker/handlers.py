@@ -1,4 +1,4 @@
-"""What each order does, on every rank alike. Only rank 0's results are sent."""
+"""Command handlers, run on every rank. Only rank 0's results are sent."""
 
 import time
 from collections.abc import Callable
@@ -45,7 +45,7 @@ Result = Done | Opened | Passed | Stepped | Generated | Synced
 
 @dataclass(frozen=True)
 class CommandHandlers:
-    """The models of clients on these ranks."""
+    """The clients' models on these ranks."""
 
     residents: ModelPool
     resting: ModelStore
@@ -53,16 +53,15 @@ class CommandHandlers:
     dealing: BatchDispatcher
     sampling: Sampling
     begin_from: Path | None = None
-    """A checkpoint whose weights every new model starts from."""
+    """A checkpoint from which every new model is initialized."""
 
     allowed_hosts: tuple[str, ...] = LOOPBACK
-    """Those that weights may be sent to."""
+    """Allowed hosts of weight sync."""
 
     def do(self, order: Order) -> Result:
-        """Carry out an order. Every rank calls it with the same.
+        """Run a command. Collective.
 
-        Raises PenstockError where it cannot be carried out; then nothing has changed, but for what
-        the error says.
+        Raises PenstockError if it fails; nothing has then changed, except as the error says.
         """
         act: Callable[[Any], Result] = {
             Open: self._open,
@@ -100,7 +99,7 @@ class CommandHandlers:
         return Opened(state_bytes=sizes.state, export_bytes=sizes.export)
 
     def _adapter(self, lora: Lora | None) -> LoraSpec | None:
-        """What is asked for, with what the server's file says of the rest."""
+        """The requested LoRA config, completed from the server config."""
         substrate = self.residents.substrate
         said = substrate.run.lora
         if not said.enable_lora:
@@ -115,7 +114,7 @@ class CommandHandlers:
         there = self.residents.kinds
         asked = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
         if asked["unembed"] and substrate.has_tied_head:
-            # The SDK asks for it unless told otherwise; Served.notice says what becomes of it.
+            # The SDK's default is True; Served.notice says how that is handled.
             asked["unembed"] = None
         return LoraSpec(
             rank=lora.rank,
@@ -199,7 +198,7 @@ class CommandHandlers:
         return Done()
 
     def _push(self, order: WeightSyncCommand) -> Synced | Done:
-        """On ranks that do not lead there is nothing to tell."""
+        """Only rank 0 has a result."""
         resident = self.residents.enter(order.model)
         substrate, adapter = self.residents.substrate, resident.adapter
         live = RankModelView(

@@ -1,7 +1,7 @@
-"""The workers' loop: rank 0 hears the engine, all ranks do what it says, rank 0 replies.
+"""Worker loop: rank 0 receives commands and broadcasts them, all ranks run them, rank 0 replies.
 
-A command is done on all ranks or failed on all. One that failed as it may leaves the ranks in step;
-after any other failure nobody knows what they hold, so they end, and are started again.
+A command succeeds or fails on all ranks. After an expected error the ranks are still in sync; after
+any other error their state is undefined, so they exit and are restarted.
 """
 
 import logging
@@ -31,18 +31,18 @@ from penstock.server.worker.errors import error_code
 from penstock.server.worker.handlers import Result
 
 IDLE_SECONDS = 5.0
-"""How often rank 0 says that there is nothing to do, so that no other rank waits too long."""
+"""Interval of rank 0's idle broadcasts, so that other ranks do not time out."""
 
 log = logging.getLogger("penstock.server.worker")
 
 
 class BrokenError(RuntimeError):
-    """A command failed in a way that none may: the ranks are to be started again."""
+    """An unexpected error: the ranks must be restarted."""
 
 
 @dataclass
 class CurrentCommand:
-    """What is being done, for whoever asks meanwhile."""
+    """The current command, for status queries."""
 
     id: str = ""
 
@@ -51,25 +51,25 @@ class ChannelEnd(Protocol):
     """Rank 0's end of the channel."""
 
     def receive(self, timeout: float | None = None) -> ToWorkers | None:
-        """The next message; None where none came in time. Raises PeerLostError once whenever the
-        engine is gone."""
+        """The next message; None on timeout. Raises PeerLostError once per loss of the
+        scheduler."""
         ...
 
     def send(self, message: FromWorkers) -> None:
-        """Hand the message over. Raises FrameError for one that is too large."""
+        """Send the message. Raises FrameError for one that is too large."""
         ...
 
 
 class CommandHandler(Protocol):
-    """What carries out orders on this rank, as `Operations` does."""
+    """Runs commands on this rank, as `CommandHandlers` does."""
 
     def do(self, order: Order) -> Result:
-        """Raises PenstockError where the order cannot be carried out."""
+        """Raises PenstockError if the command fails."""
         ...
 
 
 class _Wrong(msgspec.Struct, frozen=True):
-    """How a command failed on one rank."""
+    """The error of a command on one rank."""
 
     error: str
     code: Code
@@ -86,10 +86,10 @@ def serve(
     ready: Callable[[], Ready] | None = None,
     running: CurrentCommand | None = None,
 ) -> None:
-    """Do what the engine says until it says to leave. `end`, `ready` and `running` are rank 0's,
-    which alone has them.
+    """Run commands until the scheduler sends Shutdown. Only rank 0 has `end`, `ready` and
+    `running`.
 
-    Raises BrokenError once what ranks hold may differ; the engine has been told.
+    Raises BrokenError once the ranks' state may differ; the scheduler has been told.
     """
     while True:
         message = _next(end, ready) if end and ready else None
@@ -111,17 +111,17 @@ def serve(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended, alike on all ranks but for what only rank 0 was to know."""
+    """The outcome of a command, the same on all ranks except for rank 0's result."""
 
     said: Reply | Fault
     broke: str = ""
-    """Why the ranks cannot go on; empty: they can."""
+    """Why the ranks cannot continue; empty: they can."""
 
 
 def carry_out(
     command: Command, operations: CommandHandler, announcing: ControlBroadcast
 ) -> Outcome:
-    """Do it on this rank, and agree with the others on how it went."""
+    """Run it on this rank, and agree on the outcome with the other ranks."""
     result: Result | None = None
     wrong: _Wrong | None = None
     try:
@@ -129,7 +129,7 @@ def carry_out(
     except PenstockError as error:
         wrong = _Wrong(str(error), error_code(error))
     except Exception as error:
-        # Nothing is agreed on: the others may wait for this rank elsewhere, until it ends.
+        # No agreement: other ranks may be blocked elsewhere until this rank exits.
         log.exception("%s failed", type(command.order).__name__)
         why = f"{type(error).__name__}: {error}"
         told = (
@@ -156,7 +156,7 @@ def _fault(number: str, wrong: _Wrong, *, ends: bool = False) -> Fault:
 
 
 def _next(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
-    """What all ranks are to hear; None where there is nothing for them."""
+    """The message to broadcast; None if there is nothing for the other ranks."""
     try:
         message = end.receive(IDLE_SECONDS)
     except PeerLostError as error:
@@ -169,8 +169,8 @@ def _next(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
 
 
 def _announced(message: ToWorkers | None) -> bytes:
-    """What the other ranks are told, of whom none speaks to inference servers: no keys of theirs,
-    for other machines may be reached in clear."""
+    """The message for the other ranks without the keys of inference servers: only rank 0 needs
+    them, and the broadcast may be unencrypted."""
     if message is None:
         return b""
     if isinstance(message, Command) and isinstance(message.order, WeightSyncCommand):

@@ -1,4 +1,5 @@
-"""One rank of the workers: joins the others, assembles the model, and serves the engine."""
+"""Entry point of one worker rank: joins the process group, builds the model, and serves
+commands."""
 
 import faulthandler
 import logging
@@ -48,9 +49,8 @@ def operations_on(
     begin_from: Path | None = None,
     allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> CommandHandlers:
-    """Every rank makes one at the same time. `base_model` is what the model is called,
-    `begin_from` a checkpoint whose weights every new model starts from, and `allowed_hosts` are
-    those that weights may be sent to."""
+    """Collective. `base_model` is the model's name, `begin_from` a checkpoint from which every new
+    model is initialized, and `allowed_hosts` are the allowed hosts of weight sync."""
     built, ranks = substrate.built, substrate.ranks
     layout = built.engine.layout
     residents = ModelPool(substrate)
@@ -72,8 +72,8 @@ def operations_on(
 
 
 def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a text of the model's: what its tokenizer says, its config.json, and its
-    generation_config.json, where it has one."""
+    """End-of-sequence tokens: from the tokenizer, config.json, and generation_config.json, if there
+    is one."""
     file = substrate.weights / "generation_config.json" if substrate.weights else None
     said = [substrate.hf_config, read_json(file) if file and file.is_file() else {}]
     found: list[Any] = [tokenizer.eos_token_id]
@@ -88,7 +88,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 
 MARGIN_SECONDS = 30.0
-"""Collective operations wait so much longer than the engine, which takes the workers for lost."""
+"""Seconds that collective timeouts exceed the scheduler's timeout for lost workers."""
 
 TIED = (
     "the unembedding of this model is its embedding, which bears no adapter: train_unembed changes "
@@ -99,7 +99,7 @@ log = logging.getLogger("penstock.server.worker")
 
 
 def main(path: Path) -> None:
-    """Serve the job in `path` until the engine says to end, or this process fails."""
+    """Serve the job in `path` until a Shutdown message or a failure."""
     end_with_parent()
     job = ServerJob.read(path)
     outlive_parent_by(job.config.stop_timeout)
@@ -119,7 +119,7 @@ def main(path: Path) -> None:
 
 
 def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
-    """Be one rank. Raises PenstockError for a model that cannot be served as the settings say."""
+    """Run one rank. Raises PenstockError for a model that cannot be served with these settings."""
     instance = uuid.uuid4().hex
     operations = _operations(job, ranks)
     if job.config.enable_self_test:
@@ -157,7 +157,7 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
 
 
 def served_by(config: ServerConfig, tokenizer: str, substrate: SharedBase) -> Served:
-    """What clients are told of the model."""
+    """The model as reported to clients."""
     decoder, lora = substrate.built.config, substrate.run.lora
     return Served(
         base_model=config.base_names[0],

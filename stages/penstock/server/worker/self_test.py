@@ -1,4 +1,5 @@
-"""A pass, a step and a pass again of a model of its own, before any client comes."""
+"""Self test: a forward-backward pass, an optimizer step and another pass, before any client
+connects."""
 
 import math
 
@@ -18,12 +19,12 @@ from penstock.server.worker.handlers import CommandHandlers
 
 NAME = "self-test"
 TOKENS = 64
-"""Of each sample."""
+"""Tokens per sample."""
 
 
 def self_test(operations: CommandHandlers) -> None:
-    """Raises StageError for numbers that are none, and whatever the orders raise. Nothing of it is
-    left. Every rank calls it."""
+    """Raises StageError for non-finite values, and the errors of the commands. Removes its model
+    afterwards. Collective."""
     dealing = operations.dealing
     vocabulary = operations.residents.substrate.built.vocab_size
     count = min(TOKENS, dealing.run.data.sample_packing_sequence_len)

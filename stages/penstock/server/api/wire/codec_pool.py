@@ -1,8 +1,8 @@
-"""Processes that decode large bodies and encode large results, so that the event loop stays free.
+"""Codec process pool: decodes large bodies and encodes large results outside the event loop.
 
-A body of few bytes may stand for much work. Each process has a limit of memory and of time; one
-that goes beyond is ended, and its request refused. One body or result of an owner is worked on at a
-time, and owners take turns.
+A small body may take much work to decode. Each process has a memory limit and a time limit; one
+that exceeds them is killed, and its request is rejected. Each owner has one job at a time, and
+owners take turns.
 """
 
 import asyncio
@@ -27,50 +27,50 @@ LOG = logging.getLogger(__name__)
 
 PROCESSES = 2
 JOB_SECONDS = 60.0
-"""In which one body is decoded; those within the limits of `sample_bodies` take a few."""
+"""Timeout in seconds for one job; bodies within the limits of `request_bodies` take a few
+seconds."""
 BASE_MEMORY = 1 << 30
-"""Bytes of data that a process may have, beside twice the longest body."""
+"""Memory limit of a process in bytes, in addition to twice the maximum body size."""
 PIECE = 1 << 16
-"""Bytes that are read from a process at a time: of 128 MB half a millisecond each, in which nothing
-else is served, where pieces of a megabyte take seven."""
+"""Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
+is blocked; with chunks of a megabyte they take seven."""
 NICENESS = 10
-"""How far the processes stand behind this one, from their start on: those that wait for heartbeats
-come first."""
+"""Nice value of the processes from their start on, so that heartbeats are not delayed."""
 MOST_NICENESS = 19
 LENGTH = 8
-"""Bytes of the length before each part of what is told."""
+"""Bytes of the length prefix of each part."""
 
 
 Job = BodyJob | ResultJob
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process has done. What it has made follows: an ask in msgpack, or a result."""
+    """The result of a job, followed by its payload: a request in msgpack, or an encoded result."""
 
     decoded: Decoded | None = None
-    """Of a body."""
+    """The result of decoding a body."""
     refused: Refused | None = None
 
 
 class CodecPool:
-    """All processes. They are started when they are needed first."""
+    """All codec processes. They are started on demand."""
 
     def __init__(self, max_request_bytes: int) -> None:
         self._memory = BASE_MEMORY + 2 * max_request_bytes
         self._idle: list[_Codec] = []
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._busy: set[str] = set()
-        """Owners whose bodies are decoded now."""
+        """Owners with a job in progress."""
         self.jobs = 0
-        """That were handed over."""
+        """Number of jobs so far."""
 
     async def start(self) -> None:
-        """Have a process ready for the first large body."""
+        """Start one process before the first large body."""
         async with self._process():
             pass
 
     async def stop(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for process in self._idle:
             await process.end()
         self._idle.clear()
@@ -79,18 +79,18 @@ class CodecPool:
     async def decoding(
         self, owner: str, job: BodyJob, parts: Sequence[bytes]
     ) -> AsyncGenerator[tuple[Reply, memoryview]]:
-        """What a body says, or why it is refused; and the ask for its work, encoded. No other body
-        of the owner is decoded until that is handed over.
+        """Decode a body, or return the error; and its encoded request. No other body of the owner
+        is decoded until that has been sent.
 
-        Raises Refusal (413) where it takes more memory or time than a body may.
+        Raises ApiError (413) if it exceeds the memory or time limit.
         """
         async with self._turn(owner):
             yield await self._ask(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
-        """A result as it is sent. Raises Refusal (413) as above."""
+        """Encode a result. Raises ApiError (413) as above."""
         async with self._turn(owner):
-            # Not before: who asks for many results at once waits with a copy of none of them.
+            # Encoded only now, so that queued results of one owner hold no extra copies.
             encoded = msgspec.msgpack.encode(result)
             reply, written = await self._ask(job, (encoded,))
         if reply.refused is not None:
@@ -130,7 +130,7 @@ class CodecPool:
             del self._waiting[owner]
 
     def _next(self) -> None:
-        """Turns for owners that have none, while there are processes."""
+        """Start jobs of owners that have none, while there are free processes."""
         for owner in list(self._waiting):
             if len(self._busy) >= PROCESSES:
                 return
@@ -146,7 +146,7 @@ class CodecPool:
 
     @asynccontextmanager
     async def _process(self) -> AsyncGenerator["_Codec"]:
-        """One that does nothing else meanwhile. It is ended where it was not done."""
+        """A free process for one job. It is killed if the job was not completed."""
         process = self._idle.pop() if self._idle else await _Codec.start(self._memory)
         is_done = False
         try:
@@ -160,7 +160,7 @@ class CodecPool:
 
 
 class _Codec:
-    """One process (`codec_process`)."""
+    """One codec process (`codec_process`)."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -186,7 +186,7 @@ class _Codec:
         return self._process.returncode is None
 
     async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
-        """Its answer. Raises Refusal (413) where it went beyond its limits."""
+        """Run a job. Raises ApiError (413) if it exceeds its limits."""
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 await self._write(job, parts)
@@ -199,7 +199,7 @@ class _Codec:
             raise _beyond("the memory that there is for one") from None
 
     async def end(self) -> None:
-        """Have it end at once."""
+        """Kill it."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -221,7 +221,7 @@ class _Codec:
         stdout = self._process.stdout
         assert stdout is not None
         length = int.from_bytes(await stdout.readexactly(LENGTH), "little")
-        # Pages are taken as they are filled, and not all of them at once.
+        # np.empty allocates pages when they are written, not at once.
         found = np.empty(length, np.uint8).data
         at = 0
         while at < length:

@@ -1,9 +1,9 @@
-"""One process that decodes bodies and encodes results.
+"""Codec process: decodes bodies and encodes results.
 
 `python -m penstock.server.api.wire.codec_process PARENT MEMORY` is started by `codec_pool`.
 
-It reads jobs, each with its bytes, from its standard input and writes what comes of them to its
-standard output, each part after its length. No secret is in its environment.
+It reads jobs with their bytes from standard input and writes the results to standard output, each
+part prefixed by its length. Its environment contains no secrets.
 """
 
 import gc
@@ -25,13 +25,13 @@ from penstock.server.protocol.results import Result
 
 
 def main(parent: int, memory: int) -> None:
-    """Decode until the input ends. `memory`: bytes of data that this process may have."""
+    """Run jobs until the input ends. `memory`: limit of this process's data segment in bytes."""
     end_with_parent(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Millions of objects are alive within one job: to look for garbage among them takes seconds.
+    # One job has millions of live objects, over which a garbage collection takes seconds.
     gc.freeze()
     gc.disable()
     while (said := _part(jobs)) is not None:
@@ -50,7 +50,7 @@ def main(parent: int, memory: int) -> None:
 
 
 def encoded(job: ResultJob, given: bytes) -> tuple[Reply, bytes]:
-    """A result as it is sent; or why it is refused."""
+    """Encode a result, or return the error."""
     try:
         result = msgspec.msgpack.decode(given, type=Result)
         return Reply(), write(result, job.shape, job.form, len(given))
@@ -60,7 +60,7 @@ def encoded(job: ResultJob, given: bytes) -> tuple[Reply, bytes]:
 
 
 def decoded(job: BodyJob, packed: bytes) -> tuple[Reply, bytes]:
-    """What a body says, and the ask for its work in msgpack; or why it is refused."""
+    """Decode a body to its request in msgpack, or return the error."""
     body = SampleBody(job, is_inline=False)
     try:
         said, work = body.decode(packed)

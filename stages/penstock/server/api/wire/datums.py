@@ -1,8 +1,8 @@
-"""Samples as clients send them, to tokens and what the loss takes of each of them.
+"""Decode client samples (datums) to tokens and per-token loss inputs.
 
-In protobuf, and in JSON: of chunks of tokens, or of `input_ids`. Targets are shifted already; in
-JSON there may be `labels` in their place (Hugging Face's: the label of position t is the token at
-t), which are shifted here, once. What of them is -100 is not trained on.
+From protobuf, or from JSON with token chunks or `input_ids`. Targets are already shifted. JSON may
+have `labels` instead (as in Hugging Face: the label of position t is token t), which are shifted
+here, once. The label -100 is ignored by the loss.
 """
 
 import math
@@ -39,25 +39,26 @@ from penstock.server.protocol.losses import (
 from penstock.server.protocol.types import Array, Datum, Loss
 
 IGNORED = -100
-"""The label of what is not trained on."""
+"""The label of untrained tokens (ignore_index)."""
 
 RATIO_MASK = "sequence_ratio_mask"
-"""The SDK's input of `gspo` that says over which tokens a sequence's ratio is taken."""
+"""The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
 
 Tokens = npt.NDArray[np.int64]
 Given = dict[str, Numbers]
 
 
 def data_of_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
-    """The SDK's samples. Raises Refusal naming the sample and the input that is wrong."""
+    """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
+    input."""
     return tuple(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
 
 
 def data_of_json(
     data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
 ) -> tuple[Datum, ...]:
-    """Samples of either form in JSON: `model_input` and `loss_fn_inputs` of each. Raises Refusal as
-    above."""
+    """Decode JSON samples of either form: `model_input` and `loss_fn_inputs` of each. Raises
+    ApiError as above."""
     return tuple(
         _of_json(written, inputs, loss, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
@@ -65,10 +66,10 @@ def data_of_json(
 
 
 def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
-    """How many numbers the SDK's samples hold once sparse tensors are dense, from shapes and
-    lengths alone: nothing is read or filled.
+    """Number of values in the SDK's samples with sparse tensors densified, computed from shapes and
+    lengths without decoding.
 
-    Raises Refusal: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets of a token, and for
+    Raises ApiError: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets per token, and for
     inputs that the loss does not take.
     """
     total = 0
@@ -85,7 +86,7 @@ def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
 
 
 def numbers_of_json(data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss) -> int:
-    """The same of samples in JSON. Raises Refusal as above, but for inputs that are not taken."""
+    """The same for JSON samples. Raises ApiError as above, except for unknown inputs."""
     total = 0
     for index, (written, inputs) in enumerate(data):
         what = f"sample {index}"
@@ -103,7 +104,7 @@ def numbers_of_json(data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
 
 
 def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
-    """With the numbers of one more sample."""
+    """Add the number of values of one more sample."""
     targets = shapes.get(TARGETS, ())
     if (
         loss in SEVERAL_TARGETS
@@ -121,7 +122,7 @@ def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what
 
 
 def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
-    """The tokens of a prompt of the SDK's, in JSON. Raises Refusal for images and sounds."""
+    """The tokens of an SDK prompt in JSON. Raises ApiError for images and audio."""
     parts: list[Tokens] = []
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
         raise ApiError(f"the chunks of {what} are no list of chunks")
@@ -159,7 +160,7 @@ def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, 
         _check_names((TARGETS,), loss, what)
         tokens, name = _tokens_of_json(written, what), f"labels of {what}"
         labels = whole(for_tokens(_numbers(inputs["labels"], name), len(tokens), name), name)
-        # After the last token there is none.
+        # The last token has no target.
         return _datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
     _check_names(inputs, loss, what)
     given = {name: _numbers(value, f"{name} of {what}") for name, value in inputs.items()}
@@ -188,7 +189,7 @@ def _numbers(value: Any, what: str) -> Numbers:
 
 
 def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
-    """What else a model may be given is taken where it changes nothing."""
+    """Optional model inputs are accepted if they have no effect."""
     plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
     for name in written.keys() - {"input_ids"}:
         if name not in plain:
@@ -202,7 +203,7 @@ def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
 
 
 def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
-    """Asked before anything is unpacked, so that what is not taken costs nothing."""
+    """Checked before decoding, so that unsupported inputs cost nothing."""
     required = (TARGETS, *REQUIRED[loss])
     missing = [name for name in required if name not in given]
     if missing:
@@ -236,9 +237,9 @@ def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
 
 
 def _mark_ratio(others: Given, what: str) -> None:
-    """The tokens that a sequence's ratio is of become those that count.
+    """Set the mask to the tokens of the sequence importance ratio.
 
-    Raises Refusal where others are to gain or lose by it, too, or some of these do not count.
+    Raises ApiError if other tokens have a nonzero advantage, or if some of these are masked.
     """
     is_of_ratio = others.pop(RATIO_MASK) != 0
     if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
@@ -251,7 +252,7 @@ def _mark_ratio(others: Given, what: str) -> None:
 
 
 def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
-    """int64 [T], or [T, K] where a loss takes several of each token."""
+    """int64 [T], or [T, K] for a loss with several targets per token."""
     several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
     return whole(numbers if several and numbers.size else for_tokens(numbers, length, what), what)
 

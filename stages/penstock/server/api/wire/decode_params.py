@@ -1,4 +1,4 @@
-"""What clients wish of models, adapters, optimizers and draws, as the engine is told of it."""
+"""Decode LoRA, optimizer and sampling parameters from client requests."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from penstock.server.api.schemas.requests import (
 from penstock.server.protocol.types import Adam, Lora, Optimizer, Sampling
 
 STEP = "optimizer."
-"""Before the names of a model's metadata that keep the numbers of its steps."""
+"""Metadata key prefix of optimizer parameters of a model."""
 DISPLAY_NAME = "session.display_name"
-"""The name of a session's metadata that keeps what it is called."""
+"""Metadata key of a session's display name."""
 
 
 def parse_lora(body: LoraBody | None) -> Lora | None:
-    """The adapter; None where nothing is said of it. Raises Refusal where no rank is."""
+    """The LoRA config; None if not set. Raises ApiError if it has no rank."""
     if body is None or not body.model_fields_set:
         return None
     rank = body.rank if body.rank is not None else body.lora_rank
@@ -38,7 +38,7 @@ def parse_lora(body: LoraBody | None) -> Lora | None:
 
 
 def parse_optimizer(body: OptimizerBody | None) -> Optimizer:
-    """What steps the weights, but for the numbers of each step."""
+    """The optimizer config, without the per-step parameters."""
     if body is None:
         return Optimizer()
     return Optimizer(
@@ -49,8 +49,8 @@ def parse_optimizer(body: OptimizerBody | None) -> Optimizer:
 def parse_metadata(
     given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
 ) -> dict[str, str]:
-    """What is kept with a model: what its client says, what is no text written as JSON; and the
-    numbers of steps that bring none."""
+    """Metadata stored with a model: the client's metadata, with non-strings as JSON, and the
+    default Adam parameters of steps that set none."""
     told = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (given or {}).items()
@@ -75,7 +75,7 @@ def parse_metadata(
 
 
 def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What a client said of a model or session, without what is kept beside it."""
+    """The client's metadata of a model or session, without internal keys."""
     return {
         name: text
         for name, text in metadata.items()
@@ -84,7 +84,7 @@ def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> Adam:
-    """The numbers of a step: its own, then those that the model was created with, then Adam's."""
+    """The Adam parameters of a step: its own, then the model's, then Adam's defaults."""
     kept = {
         name: float(text)
         for name in AdamBody.model_fields
@@ -99,8 +99,8 @@ def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> Adam:
 
 
 def parse_sampling_params(body: SamplingBody) -> Sampling:
-    """How tokens are drawn. An empty list of what stops them says that nothing does, not even the
-    end of a text, which otherwise stops them, too."""
+    """Sampling parameters. An empty list of stop sequences disables all of them, including the
+    end-of-sequence token, which otherwise also stops."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Sampling(
         max_tokens=body.max_tokens,

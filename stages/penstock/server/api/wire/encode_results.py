@@ -1,8 +1,8 @@
-"""Results of futures as JSON: those of works that are not passes and samples for all clients, and
-those two for clients that read no protobuf.
+"""Encode results of futures as JSON: forward passes and samples for clients without protobuf, and
+all other results for all clients.
 
-A number that is not finite has no place in JSON. Such a result is told as a failure, never with
-another number in its place.
+JSON has no non-finite numbers. A result with one is returned as an error, never with another value
+in its place.
 """
 
 import json
@@ -34,13 +34,13 @@ NOT_FINITE = (
 )
 
 STEPS = "optimizer_step"
-"""What clients of the SDK are told as, where `step` is told to others: steps that were taken."""
+"""The SDK's name of `step`: the number of optimizer steps taken."""
 
 _WRITTEN = {"float32": "float32", "int64": "int64", "int32": "int64"}
 
 
 def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
-    """What a client is told of the end of a work that was done."""
+    """The response for a completed request."""
     told: dict[str, Any] = {"type": shape.kind}
     match result:
         case Passed():
@@ -70,12 +70,12 @@ def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
 
 
 def json_of_failure(failure: Failure) -> dict[str, Any]:
-    """What a client is told of the other end of a work."""
+    """The response for a failed request."""
     return {"error": failure.error, "category": failure.category, "code": failure.code}
 
 
 def encode(told: Mapping[str, Any]) -> bytes:
-    """JSON, or a failure where a number is not finite."""
+    """Encode as JSON; an error if a number is not finite."""
     try:
         return json.dumps(told, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
@@ -94,7 +94,7 @@ def encode_tensor(array: Array) -> dict[str, Any]:
 
 
 def encode_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """One that is kept, by the names of all clients."""
+    """A stored checkpoint, with the field names of all clients."""
     return {
         "checkpoint_id": checkpoint.name,
         "checkpoint_type": checkpoint.kind,
@@ -109,7 +109,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def encode_run(run: Run, owner: str) -> dict[str, Any]:
-    """A model that is trained, or was."""
+    """A model that is or was trained."""
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
     return {
         "training_run_id": run.model,
@@ -131,7 +131,7 @@ def written_time(seconds: float) -> str:
 
 
 def last_logprobs(logprobs: Array, shape: ResultFormat) -> npt.NDArray[np.float32]:
-    """Log-probabilities of a prompt's tokens, [T] or [T, k]; NaN where none were asked for."""
+    """Logprobs of the prompt tokens, [T] or [T, k]; NaN where none were requested."""
     numbers = logprobs.numpy().astype(np.float32)
     if shape.last_prompt_logprobs is not None:
         numbers[: max(0, len(numbers) - shape.last_prompt_logprobs)] = np.nan
@@ -139,14 +139,14 @@ def last_logprobs(logprobs: Array, shape: ResultFormat) -> npt.NDArray[np.float3
 
 
 def _of_step(result: Stepped, shape: ResultFormat) -> dict[str, float]:
-    """Clients of the SDK add what a step tells to what they log, where `step` is their own."""
+    """The SDK's clients add step metrics to their own log, where `step` is their own counter."""
     if shape.model is None or uri_scheme(shape.model) != "tinker":
         return result.metrics
     return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
 
 
 def _sampled(result: Sampled, shape: ResultFormat) -> dict[str, Any]:
-    """Samples; of a token of the prompt that has no log-probability there is null."""
+    """Samples; null for a prompt token without logprob."""
     told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
     if result.prompt_logprobs is not None:
         numbers = last_logprobs(result.prompt_logprobs, shape).tolist()
@@ -169,7 +169,7 @@ def _sequence(one: Sequence) -> dict[str, Any]:
 
 
 def _topk(tokens: Array, logprobs: npt.NDArray[Any]) -> list[list[list[Any]] | None]:
-    """Of [T, k] tokens and their log-probabilities; null where these are NaN."""
+    """Top-k logprobs from [T, k] tokens and logprobs; null where these are NaN."""
     return [
         None if np.isnan(values).any() else list(map(list, zip(ids, values, strict=True)))
         for ids, values in zip(tokens.numpy().tolist(), logprobs.tolist(), strict=True)

@@ -1,7 +1,6 @@
-"""Losses as other clients name them, to those that are computed here.
+"""Loss names of other APIs, mapped to the losses implemented here.
 
-What has no counterpart is refused by name: a loss that is nearly the one that was asked for is not
-computed in its place.
+A loss without an exact counterpart is rejected by name and never replaced by a similar one.
 """
 
 import math
@@ -16,7 +15,7 @@ from penstock.server.protocol.types import Loss
 
 @dataclass(frozen=True)
 class Chosen:
-    """A loss and its numbers."""
+    """A loss and its parameters."""
 
     loss: Loss
     params: dict[str, float]
@@ -24,18 +23,18 @@ class Chosen:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A loss of xorl's: what it is here, what its numbers are called here, and its own defaults."""
+    """An xorl loss: its name here, the names of its parameters here, and its defaults."""
 
     loss: Loss
     clip: tuple[float, float] | None = None
-    """`eps_clip` and `eps_clip_high` where they are not given."""
+    """`eps_clip` and `eps_clip_high` if not given."""
     renamed: Mapping[str, str] | None = None
     neutral: Mapping[str, tuple[Any, ...]] | None = None
-    """Numbers that are taken at values with which they do nothing."""
+    """Parameters that are only accepted at values with no effect."""
 
 
 LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}
-"""By their names."""
+"""SDK losses by name."""
 
 _OFF = (None, False, 0, 0.0)
 _DRGRPO = _Foreign(
@@ -54,11 +53,11 @@ XORL: Mapping[str, _Foreign] = {
     "drgrpo": _DRGRPO,
     "drgrpo_loss": _DRGRPO,
 }
-"""By their names there. Clips there are distances from 1; here they are thresholds."""
+"""xorl losses by name. xorl's clip parameters are distances from 1; here they are thresholds."""
 
 
 def choose(name: str, params: Mapping[str, Any]) -> Chosen:
-    """A loss of the SDK, and its numbers. Raises Refusal for what is not known of it."""
+    """Look up an SDK loss and its parameters. Raises ApiError if unknown."""
     loss = LOSSES.get(name)
     if loss is None:
         raise ApiError(
@@ -75,7 +74,7 @@ def choose(name: str, params: Mapping[str, Any]) -> Chosen:
 
 
 def xorl_loss(name: str, params: Mapping[str, Any]) -> Chosen:
-    """A loss by xorl's name for it, or else by the SDK's."""
+    """Look up a loss by its xorl name, else by its SDK name."""
     foreign = XORL.get(name)
     if foreign is None:
         return choose(name, params)
@@ -91,7 +90,7 @@ def xorl_loss(name: str, params: Mapping[str, Any]) -> Chosen:
 
 
 def _clip(foreign: _Foreign, params: dict[str, Any]) -> None:
-    """Distances from 1 become thresholds; there are its own defaults where none are given."""
+    """Convert distances from 1 to thresholds; uses the loss's defaults if none are given."""
     if foreign.clip is None:
         return
     given = [params.pop(key, None) for key in ("eps_clip", "eps_clip_low", "eps_clip_high")]

@@ -1,4 +1,4 @@
-"""Requests and results in protobuf, as the SDK of Tinker sends and reads them."""
+"""Protobuf requests and results of the Tinker SDK."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -24,11 +24,11 @@ DTYPES = {
 }
 
 NO_LOGPROB = -99999.0
-"""By which the SDK knows that a place has no likeliest tokens."""
+"""The SDK's marker of a position without top-k logprobs."""
 
 
 def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
-    """The message. Raises Refusal for bytes that are none."""
+    """Parse the message. Raises ApiError for invalid bytes."""
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -36,7 +36,7 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def parse_loss(request: pb.ForwardBackwardRequest) -> Chosen:
-    """The loss that it asks for, and its numbers. Raises Refusal for what is not known."""
+    """The requested loss and its parameters. Raises ApiError if unknown."""
     params: dict[str, float | str] = {}
     if request.loss_fn_config_v2:
         for name, value in request.loss_fn_config_v2.items():
@@ -49,7 +49,7 @@ def parse_loss(request: pb.ForwardBackwardRequest) -> Chosen:
 
 
 def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
-    """The work that it asks for. Raises Refusal naming what is wrong."""
+    """The requested forward-backward pass. Raises ApiError naming what is invalid."""
     return Pass(
         model=request.model_id,
         data=data_of_proto(request.data, chosen.loss),
@@ -61,7 +61,7 @@ def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: Chosen) -
 
 
 def write_result(result: Result, shape: ResultFormat) -> bytes | None:
-    """Passes and samples; None for other results, which have no message."""
+    """Encode forward passes and samples; None for other results, which have no protobuf message."""
     match result:
         case Passed():
             return _passed(result).SerializeToString()
@@ -74,9 +74,9 @@ def write_result(result: Result, shape: ResultFormat) -> bytes | None:
 def _passed(result: Passed) -> pb.ForwardBackwardOutput:
     told = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
-        # The SDK joins those of several requests by what stands after the colon.
+        # The SDK aggregates metrics of several requests by the suffix after the colon.
         told.metrics[name if ":" in name else f"{name}:mean"] = value
-    # A record has one trailing shape: samples may have another number of targets a token each.
+    # A record has one trailing shape, and samples may differ in targets per token.
     for _, alike in groupby(result.outputs, key=_trailing_shapes):
         _add_record(told, list(alike))
     return told
@@ -120,7 +120,7 @@ def _sampled(result: Sampled, shape: ResultFormat) -> pb.SampleResponse:
 
 
 def _topk(tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]) -> pb.TopkLogprobs:
-    """Of [T, k] tokens and their log-probabilities, NaN where there are none."""
+    """Encode [T, k] top-k tokens and logprobs, NaN where there are none."""
     is_none = np.isnan(logprobs)
     return pb.TopkLogprobs(
         token_ids=np.where(is_none, 0, tokens).astype("<i4").tobytes(),

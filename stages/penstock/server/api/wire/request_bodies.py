@@ -1,7 +1,7 @@
-"""Bodies with samples, decoded to the works that they ask for: passes and draws.
+"""Decode request bodies with samples: forward-backward passes and sampling requests.
 
-Only functions of bytes: small bodies are decoded in the event loop, and others in a process of
-their own (`codec_pool`), for decoding holds the interpreter, and its memory, until it is done.
+Pure functions of bytes. Small bodies are decoded in the event loop, others in a codec process
+(`codec_pool`), because decoding holds the GIL and needs much memory.
 """
 
 from collections.abc import Mapping
@@ -44,61 +44,61 @@ B = TypeVar("B", bound=BaseModel)
 Call = Literal["forward", "forward_backward", "asample"]
 
 WINDOW = 1 << 27
-"""The most memory, in bytes, that decompressing may take for its window."""
+"""Maximum window size in bytes for decompression."""
 MAX_VALUES = 1 << 25
-"""Commas, colons and brackets of JSON."""
+"""Maximum number of commas, colons and brackets in a JSON body."""
 MAX_CONTAINERS = 1 << 21
-"""Arrays and objects of JSON."""
+"""Maximum number of arrays and objects in a JSON body."""
 MAX_SAMPLES = 65536
 
 INLINE_BYTES = 1 << 16
-"""A body of more, once decompressed, is not decoded in the event loop."""
+"""Maximum decompressed bytes for decoding in the event loop."""
 INLINE_SAMPLES = 64
 INLINE_NUMBERS = 1 << 16
-"""The same of more samples, or of more numbers once sparse tensors are dense."""
+"""Maximum samples, and values with sparse tensors densified, for decoding in the event loop."""
 
 
 class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How a body is to be decoded."""
+    """How to decode a body."""
 
     call: Call
     kind: str
-    """Its content type."""
+    """Its media type."""
     encoding: str
     """`identity` or `zstd`."""
     max_bytes: int
-    """Once it is decompressed."""
+    """Maximum bytes after decompression."""
     ask: str = ""
     owner: str = ""
-    """The id of the ask for its work, and whose it is."""
+    """The id and owner of its request."""
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a body says besides its work."""
+    """The content of a body besides its request."""
 
     seq: int | None = None
     forward_only: bool = False
     base_model: str | None = None
-    """That is sampled from, where no sampler or path is."""
+    """The base model to sample from, if there is no sampler and no path."""
     again: str = ""
-    """Names the work where the client's names make it the same when it is sent twice."""
+    """Idempotency key, if the client's names identify a repeated request."""
     last_prompt_logprobs: int | None = None
     count: int = 1
-    """Sequences that are drawn."""
+    """Number of sequences to sample."""
     model: str | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a body is refused, told between processes."""
+    """A rejected body, passed between processes."""
 
     error: str
     status: int
     category: Category = "user"
     code: Code = "invalid"
     faults: list[dict[str, Any]] | None = None
-    """Where it does not fit its schema."""
+    """The validation errors."""
     known: dict[str, Any] | None = None
-    """The model and number of a work that is none."""
+    """The model and sequence number of an invalid request."""
 
 
 class NotInlineError(Exception):
@@ -106,7 +106,7 @@ class NotInlineError(Exception):
 
 
 class SampleBody:
-    """One body that is decoded; `known` tells of whose work it is, as soon as that is known."""
+    """A body being decoded; `known` has the model and sequence number as soon as they are known."""
 
     def __init__(self, job: BodyJob, *, is_inline: bool) -> None:
         """`is_inline`: raise NotInlineError for a body that takes more than some milliseconds."""
@@ -114,7 +114,7 @@ class SampleBody:
         self.known: dict[str, Any] | None = None
 
     def decode(self, packed: bytes) -> tuple[Decoded, requests.Pass | requests.Sample]:
-        """What it says. Raises Refusal and RequestValidationError for what is wrong."""
+        """Decode the body. Raises ApiError and RequestValidationError."""
         job = self._job
         body = self._decompressed(packed)
         if job.kind == PROTOBUF and job.call == "forward_backward":
@@ -159,8 +159,8 @@ class SampleBody:
     def _json_pass(
         self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
     ) -> tuple[Decoded, requests.Pass]:
-        """A pass of JSON. xorl's clients know their models by names of their own, their losses by
-        theirs, and gather gradients of the sum that a step divides by the number of tokens."""
+        """A forward-backward pass in JSON. xorl clients use their own model and loss names, and sum
+        gradients, which the optimizer step divides by the number of tokens."""
         ours = uri_scheme(said.model_id) == "tinker"
         params = body.loss_fn_params or {}
         chosen = choose(body.loss_fn, params) if ours else xorl_loss(body.loss_fn, params)
@@ -190,7 +190,7 @@ class SampleBody:
 
 
 def refused_by(error: ApiError | RequestValidationError, known: dict[str, Any] | None) -> Refused:
-    """The error, as it is told to another process."""
+    """The error in a form that can be passed to another process."""
     if isinstance(error, RequestValidationError):
         return Refused(error="", status=422, faults=list(error.errors()), known=known)
     return Refused(
@@ -203,7 +203,7 @@ def refused_by(error: ApiError | RequestValidationError, known: dict[str, Any] |
 
 
 def to_decode_error(refused: Refused) -> ApiError | RequestValidationError:
-    """The error that another process has told."""
+    """The error received from another process."""
     if refused.faults is not None:
         return RequestValidationError(refused.faults)
     return ApiError(
@@ -219,7 +219,7 @@ _NO_OBJECT = {
 
 
 def _known(parsed: Any) -> dict[str, Any] | None:
-    """Of whose model the work is, and its number; a number of a sampler is none of a model's."""
+    """The model and sequence number; a sampler's sequence number is not one of a model."""
     if not isinstance(parsed, dict) or "sampling_session_id" in parsed:
         return None
     model, seq = parsed.get("model_id", "default"), parsed.get("seq_id")
@@ -240,7 +240,7 @@ def _validated(kind: type[B], parsed: Any) -> B:
 
 
 def _require_few_keys(parsed: Any) -> None:
-    """Each key that is not known becomes a fault that takes more memory than the key."""
+    """Each unknown key becomes a validation error, which takes more memory than the key."""
     if not isinstance(parsed, dict):
         return
     inner = (value for value in parsed.values() if isinstance(value, dict))

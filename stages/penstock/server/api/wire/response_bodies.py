@@ -1,6 +1,6 @@
-"""Results of futures as the bytes that clients are sent: protobuf, or JSON.
+"""Encode results of futures as protobuf or JSON bytes.
 
-Only functions: small results are written in the event loop, and others in a process of their own.
+Pure functions. Small results are encoded in the event loop, others in a codec process.
 """
 
 from typing import Literal
@@ -18,13 +18,13 @@ from penstock.server.protocol.results import Passed, Result, Sampled
 Form = Literal["json", "protobuf"]
 
 INLINE_BYTES = {"json": 1 << 17, "protobuf": 1 << 22}
-"""Of the arrays of a result: those of more are not written in the event loop."""
+"""Maximum array bytes of a result for encoding in the event loop."""
 INLINE_ARRAYS = 512
-"""The same of samples."""
+"""Maximum number of samples for encoding in the event loop."""
 MAX_JSON_BYTES = 16 << 20
-"""Of the arrays of a result in JSON, which takes six times as many."""
+"""Maximum array bytes of a JSON result; JSON takes six times as many."""
 PIECE = 1 << 16
-"""Bytes of an answer that are handed over at a time, as its client takes them."""
+"""Chunk size of a response in bytes, sent as the client reads."""
 
 TOO_LARGE = Failure(
     id="",
@@ -38,14 +38,14 @@ TOO_LARGE = Failure(
 
 
 class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """How a result is to be written; it follows, in msgpack."""
+    """How to encode a result, which follows in msgpack."""
 
     shape: ResultFormat
     form: Form
 
 
 def is_small(result: Result, size: int, form: Form) -> bool:
-    """Whether it is written within some milliseconds. `size`: bytes of its arrays."""
+    """Whether encoding takes at most some milliseconds. `size`: bytes of its arrays."""
     parts = 0
     match result:
         case Passed(outputs=outputs):
@@ -58,12 +58,12 @@ def is_small(result: Result, size: int, form: Form) -> bool:
 
 
 def negotiate_format(result: Result, accept: str) -> Form:
-    """How a client that takes `accept` is told of it."""
+    """The format for a client's Accept header."""
     return "protobuf" if "protobuf" in accept and isinstance(result, Passed | Sampled) else "json"
 
 
 def write(result: Result, shape: ResultFormat, form: Form, size: int) -> bytes:
-    """The result as it is sent."""
+    """Encode the result."""
     if form == "protobuf":
         message = write_result(result, shape)
         assert message is not None
@@ -74,10 +74,10 @@ def write(result: Result, shape: ResultFormat, form: Form, size: int) -> bytes:
 
 
 class PiecesResponse(Response):
-    """An answer that is handed over piece by piece: no connection has a copy of its own."""
+    """A response sent in chunks, so that no connection buffers a copy."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         del scope, receive
         await send(
             {

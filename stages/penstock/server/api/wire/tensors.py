@@ -1,8 +1,8 @@
-"""Tensors as clients write them, in JSON and in protobuf, to arrays of numbers.
+"""Decode tensors from JSON and protobuf to numpy arrays.
 
-Sparse ones are filled up with zeros, within a bound: a few bytes can claim any shape. Numbers that
-are not finite have no place in JSON; in protobuf they are passed on, for the engine knows of which
-tokens they do not count.
+Sparse tensors are densified up to a size limit, because a few bytes can claim any shape. JSON has
+no non-finite numbers; in protobuf they are passed through, because the scheduler knows which tokens
+are masked.
 """
 
 import math
@@ -17,7 +17,7 @@ from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.protocol.types import Array, DType
 
 MAX_NUMBERS = 1 << 24
-"""Of all tensors of one request once sparse ones are dense: 16 million."""
+"""Maximum number of values of all tensors of one request after densifying: 16 million."""
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "bool")
@@ -33,12 +33,11 @@ Numbers = npt.NDArray[np.int64 | np.float32]
 
 
 def from_list(data: Sequence[Any], what: str) -> Numbers:
-    """Nested lists of numbers, as they are: int64 where all are whole, else float32.
+    """Convert nested lists of numbers: int64 if all are integers, else float32.
 
-    `what` names them in the Refusal that is raised where they are no numbers, are ragged, or are
-    too large.
+    `what` names them in the ApiError raised if they are not numbers, ragged, or too large.
     """
-    # As objects at first: one long text among numbers would make each of them as long.
+    # First as objects: in a string array, one long string would make every element as long.
     try:
         found = np.asarray(data, dtype=object)
     except ValueError as error:
@@ -59,8 +58,8 @@ def from_list(data: Sequence[Any], what: str) -> Numbers:
 
 
 def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
-    """A tensor of `data`, `dtype`, `shape`, and for a sparse one `sparse_crow_indices` and
-    `sparse_col_indices`. Raises Refusal for what does not fit together."""
+    """Decode a tensor with `data`, `dtype`, `shape`, and if sparse `sparse_crow_indices` and
+    `sparse_col_indices`. Raises ApiError if they are inconsistent."""
     data, dtype = tensor.get("data"), tensor.get("dtype", "float32")
     if not isinstance(data, list):
         raise ApiError(f"{what} has no data")
@@ -80,7 +79,7 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
 
 
 def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
-    """A tensor of the SDK. Raises Refusal for what does not fit together."""
+    """Decode a tensor of the SDK. Raises ApiError if it is inconsistent."""
     if tensor.dtype not in _PROTO:
         raise ApiError(f"{what} is of type {tensor.dtype}, which is none that is known")
     shape = _shape(list(tensor.shape), what) if tensor.shape else None
@@ -95,8 +94,8 @@ def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
 
 
 def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
-    """The dense shape of a tensor in JSON, as far as it can be told without reading numbers: rows
-    of a nested list count as long as the first. Raises Refusal for a shape over the limit."""
+    """The dense shape of a JSON tensor without reading its values: all rows of a nested list count
+    as long as the first. Raises ApiError for a shape over the limit."""
     if isinstance(tensor, list):
         first = tensor[0] if tensor else None
         return (len(tensor), len(first)) if isinstance(first, list) else (len(tensor),)
@@ -108,19 +107,19 @@ def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
 
 
 def claimed_by_proto(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
-    """The dense shape of a tensor of the SDK. Raises Refusal for one over the limit."""
+    """The dense shape of a tensor of the SDK. Raises ApiError for one over the limit."""
     shape = _shape(list(tensor.shape), what) if tensor.shape else None
     kind = _PROTO.get(tensor.dtype)
     return shape if shape is not None else (len(tensor.dense) // (kind.itemsize if kind else 1),)
 
 
 def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
-    """Tokens as the SDK packs them: int32, little-endian."""
+    """Tokens in the SDK's encoding: int32, little-endian."""
     return whole(_read(data, pb.DTYPE_INT32, what), what)
 
 
 def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
-    """One number for each of `length` tokens, [T]; of [1, T] and [T, 1], too. Raises Refusal."""
+    """One value per token, [T]; also accepts [1, T] and [T, 1]. Raises ApiError."""
     if numbers.size != length or max(numbers.shape, default=0) != length:
         raise ApiError(
             f"{what} is {list(numbers.shape)} for {length} tokens: send one number for each"
@@ -129,8 +128,8 @@ def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
 
 
 def for_targets(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
-    """One number for each target of shape [T] or [T, K]; one for a token is that of all of its
-    targets. Raises Refusal."""
+    """One value per target of shape [T] or [T, K]; a value per token is broadcast to its targets.
+    Raises ApiError."""
     if numbers.shape == shape:
         return numbers
     each = for_tokens(numbers, shape[0], what)
@@ -138,7 +137,7 @@ def for_targets(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDAr
 
 
 def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
-    """Numbers that name something, such as tokens. Raises Refusal where one is a fraction."""
+    """Integer values such as tokens. Raises ApiError for fractions."""
     if numbers.dtype.kind == "f":
         if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
             raise ApiError(f"{what} holds fractions, and is to hold whole numbers")
@@ -147,7 +146,7 @@ def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
 
 
 def token_array(tokens: npt.NDArray[np.int64], what: str, dtype: DType = "int32") -> Array:
-    """Tokens of any shape. Raises Refusal for what no vocabulary holds."""
+    """Tokens of any shape. Raises ApiError for ids outside every vocabulary."""
     if tokens.size and (tokens.min() < 0 or tokens.max() > np.iinfo(np.int32).max):
         raise ApiError(f"{what} holds {tokens.min()} to {tokens.max()}, which are no tokens")
     return Array.of(tokens, dtype)
@@ -183,7 +182,7 @@ def _shape(shape: Any, what: str) -> tuple[int, ...] | None:
     wrong = any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts)
     if not isinstance(shape, list) or wrong or len(counts) > 4:
         raise ApiError(f"{what} has no shape of up to four counts")
-    # As if none were 0: what has no numbers may not have 2^60 rows of them.
+    # Counts zero dimensions as 1: an empty tensor may not have 2^60 rows.
     if math.prod(max(n, 1) for n in counts) > MAX_NUMBERS:
         raise ApiError(f"{what} has over {MAX_NUMBERS} numbers; send less at once")
     return tuple(counts)
@@ -204,7 +203,7 @@ def _dense(
     shape: tuple[int, ...] | None,
     what: str,
 ) -> Numbers:
-    """Compressed sparse rows: those of row r are at rows[r]..rows[r + 1]. The rest is 0."""
+    """Densify compressed sparse rows (CSR): row r has the entries rows[r]..rows[r + 1]."""
     if shape is None or len(shape) != 2:
         raise ApiError(f"{what} is sparse, and needs a shape of rows and columns")
     fits = (
@@ -213,14 +212,14 @@ def _dense(
         and values.ndim == 1
         and rows[0] == 0
         and rows[-1] == len(values)
-        # Differences of what lies within these bounds do not overflow.
+        # Differences of values within these bounds do not overflow.
         and bool(np.all((rows >= 0) & (rows <= len(values))))
         and bool(np.all(np.diff(rows) >= 0))
         and bool(np.all((columns >= 0) & (columns < shape[1])))
     )
     if fits:
         places = np.repeat(np.arange(shape[0]), np.diff(rows)) * shape[1] + columns
-        # A place that is given twice would hold one number or the other.
+        # A duplicate position would have an ambiguous value.
         if bool(np.all(np.diff(places) > 0)):
             full = np.zeros(shape, values.dtype)
             full.reshape(-1)[places] = values
