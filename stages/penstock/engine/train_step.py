@@ -202,8 +202,8 @@ class TrainStep:
         return DropoutRNG(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
     def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
-        """Return a function from hidden states and LM head to this rank's summed token losses /
-        divisor.
+        """Function from hidden states and LM head to this rank's summed token losses over
+        `divisor`.
         """
         labels_T = self.layout.context.part(batch.labels_T)
         labels_T = labels_T.to(self.ranks.device, non_blocking=True)

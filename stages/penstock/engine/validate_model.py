@@ -18,8 +18,9 @@ def uses_context_parallel(train: TrainConfig) -> bool:
 
 
 def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError if context parallelism splits documents and the RoPE type in this
-    config.json depends on document length.
+    """Raise CapabilityError if context parallelism splits documents that RoPE needs whole.
+
+    The RoPE type in this config.json may depend on the document length.
     """
     kind = rope_parameters(hf)["rope_type"]
     if kind not in BY_DOCUMENT or not uses_context_parallel(train):
@@ -38,8 +39,9 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
 
 def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError if completions share their prompt and the RoPE type in this config.json
-    depends on document length.
+    """Raise CapabilityError if completions share a prompt and RoPE depends on document length.
+
+    The RoPE type is that in this config.json.
     """
     kind = rope_parameters(hf)["rope_type"]
     if kind in BY_DOCUMENT and data.shares_prompts:

@@ -1,5 +1,6 @@
-"""Activation offloading: saved tensors move to host memory until the backward pass, except the
-newest.
+"""Activation offloading: saved tensors wait in host memory for the backward pass.
+
+The newest tensors, up to a limit, stay on the device.
 
 Storages are moved, not tensors: tensors that share memory are moved once, and not again for another
 tensor. A group is what one call of a layer saves; groups are offloaded and fetched as a whole, so

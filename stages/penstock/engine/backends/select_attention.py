@@ -1,4 +1,4 @@
-"""Select the attention backend: the configured one, or the best that supports the model here."""
+"""Select the attention backend: the configured one, or the best supported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -20,9 +20,10 @@ WANTED = ("flash_attention_3", "native", "sdpa", "eager")
 def choose_attention(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> str:
-    """The `attention` backend that `model.attn_implementation` names; unset, the first of WANTED
-    that supports the model's heads on this device. The choice and the reason are passed to
-    `notify`.
+    """Return the attention backend that `model.attn_implementation` names.
+
+    Unset, it is the first of WANTED that supports the model's heads on this device. The choice and
+    the reason are passed to `notify`.
 
     Raises CapabilityError, with the reason, for a backend that does not support them.
     """

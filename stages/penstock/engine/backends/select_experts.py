@@ -1,6 +1,4 @@
-"""Select the expert (grouped GEMM) backend: the configured one, or the best that supports the model
-here.
-"""
+"""Select the grouped GEMM backend of experts: the configured one, or the best supported."""
 
 from collections.abc import Callable
 
@@ -18,8 +16,10 @@ NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
 def select_moe_backend(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> ExpertOperations:
-    """The operations that `model.moe_implementation` names; unset, the first that supports the
-    model's experts on this device. The choice is passed to `notify`.
+    """Return the expert operations that `model.moe_implementation` names.
+
+    Unset, they are the first that support the model's experts on this device. The choice is passed
+    to `notify`.
 
     Raises CapabilityError, with the reason, for a backend that does not support them.
     """

@@ -15,9 +15,7 @@ from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 
 
 class PreUpdateHooks:
-    """Pre-update hooks: called before weights or optimizer states are modified, by whoever modifies
-    them.
-    """
+    """Pre-update hooks: called before weights or optimizer states are modified."""
 
     def __init__(self) -> None:
         self._readers: list[Callable[[], None]] = []
@@ -27,8 +25,9 @@ class PreUpdateHooks:
         self._readers.append(reader)
 
     def begin(self) -> None:
-        """Call the hooks before writing to anything that a checkpoint saves; cheap when no copy is
-        in progress.
+        """Call the hooks before writing to anything that a checkpoint saves.
+
+        This is cheap when no copy is in progress.
         """
         for reader in self._readers:
             reader()

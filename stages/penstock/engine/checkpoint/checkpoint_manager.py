@@ -59,8 +59,9 @@ class CheckpointManager:
         naming: CheckpointNaming = DEFAULT,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`behind` writes asynchronously while training continues; `limit` keeps so many of the
-        newest; `group` is a gloo group of all ranks used for nothing else. None: create one.
+        """`behind` writes asynchronously; `limit` keeps so many of the newest checkpoints.
+
+        `group` is a gloo group of all ranks used for nothing else. None: create one.
         """
         self.root, self._trained, self._ranks = root, trained, ranks
         self._limit, self._naming = limit, naming
@@ -77,8 +78,9 @@ class CheckpointManager:
         self._failure: BaseException | None = None
 
     def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
-        """Restore the training state from a complete checkpoint, which is then never deleted, and
-        return its state.json.
+        """Restore the training state from a complete checkpoint, and return its state.json.
+
+        That checkpoint is never deleted by `limit`.
 
         Raises ArtifactError as `require_loadable`, and if it is damaged or of another model; part
         of the state may have been restored then.

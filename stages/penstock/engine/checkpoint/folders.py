@@ -114,8 +114,9 @@ def in_brief(faults: Sequence[str]) -> str:
 
 @contextmanager
 def understanding(folder: Path) -> Generator[None]:
-    """Context manager around uses of `state.json`: raises ArtifactError if its content is invalid,
-    which can happen without digests.
+    """Context manager around uses of `state.json`: raises ArtifactError if its content is invalid.
+
+    Invalid content is possible in a damaged checkpoint without digests.
     """
     try:
         yield
@@ -148,8 +149,9 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a complete checkpoint: from its name if possible, because `state.json` is long
-    with many ranks.
+    """The step of a complete checkpoint, from its name if possible.
+
+    `state.json` is long with many ranks.
 
     A checkpoint whose step is unknown counts as the newest, so that it is checked first.
     """

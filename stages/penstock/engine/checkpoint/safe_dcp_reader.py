@@ -70,8 +70,9 @@ class CheckpointFiles(FileSystemReader):
         return self._contents
 
     def file_faults(self) -> list[str]:
-        """The files that are missing or shorter than the metadata says; without digests nothing
-        more can be checked.
+        """The files that are missing or shorter than the metadata says.
+
+        Without digests nothing more can be checked.
 
         Raises ArtifactError as `read_metadata`.
         """

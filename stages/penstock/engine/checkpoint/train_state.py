@@ -153,8 +153,9 @@ def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
 def _state_boxes(
     held: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
-    """The boxes of an optimizer state: with the parameter's shape, a scalar, or one for the whole
-    parameter.
+    """The boxes of an optimizer state.
+
+    It has the parameter's shape, is a scalar, or is one tensor for the whole parameter.
 
     The last goes by the name of the parameter's first tensor. Optimizers with such states are
     rejected if ranks hold parts of parameters.

@@ -32,9 +32,7 @@ class ControlBroadcast:
         return self._from(0, frame)
 
     def agreed(self, fault: bytes | None) -> list[bytes | None]:
-        """Return the error of each rank, in rank order, on all ranks; None for ranks without an
-        error.
-        """
+        """All-gather the error of each rank, in rank order; None for ranks without an error."""
         marks = torch.zeros(self._ranks.world, dtype=torch.int64)
         marks[self._ranks.rank] = fault is not None
         dist.all_reduce(marks, group=self._group)

@@ -63,8 +63,9 @@ def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -
 def gather_from_sequence_parallel(
     x_TD: torch.Tensor, group: dist.ProcessGroup, count: int
 ) -> torch.Tensor:
-    """All-gather the shares and keep the first `count` tokens: inverse of
-    `scatter_to_sequence_parallel`.
+    """All-gather the shares of all ranks and keep the first `count` tokens.
+
+    The inverse of `scatter_to_sequence_parallel`.
 
     What follows must be computed identically on all ranks, so that each has the complete gradient.
     """

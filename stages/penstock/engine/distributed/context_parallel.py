@@ -1,5 +1,6 @@
-"""Context parallelism: the tokens of each packed sequence are split over ranks; only attention
-communicates.
+"""Context parallelism: the tokens of each packed sequence are split over ranks.
+
+Only attention communicates.
 
 Over the ring axis keys and values are sent (`ring_attention.py`); over the ulysses axis an
 all-to-all exchanges tokens for heads (`ulysses.py`). With both, the tokens of a ring rank are split
@@ -61,9 +62,7 @@ class ContextParallel:
         )
 
     def segments(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
-        """The document boundaries of a micro-batch as `attend` needs them, built once for all
-        layers.
-        """
+        """The document boundaries of a micro-batch for `attend`, built once for all layers."""
         spans = batch.spans()
         if self._ring:
             return ring_segments(

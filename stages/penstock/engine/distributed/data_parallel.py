@@ -112,9 +112,7 @@ def shard(
 
 
 class FSDPSync:
-    """Gradient sync of FSDP2, which reduces by itself but must know which backward pass is the
-    last.
-    """
+    """Gradient sync of FSDP2, which must be told which backward pass is the last."""
 
     def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]

@@ -30,7 +30,7 @@ def moe_layers(model: Decoder) -> list[MoE]:
 
 
 def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
-    """Keep this rank's experts of every layer and register a token dispatcher with `plug`; in
+    """Keep this rank's experts of every layer, and register token dispatchers with `plug`; in
     place.
 
     Call it on every rank before anything is sharded. The size of the expert-parallel group must

@@ -126,8 +126,9 @@ class ExternalProcessGroup:
         self.close_store()
 
     def abandon(self) -> None:
-        """Leave at once, whatever is in progress: operations fail here and for others, soon or by
-        timeout.
+        """Leave the group at once.
+
+        Operations in progress fail here and for others, soon or by timeout.
 
         Gloo cannot cancel a tensor in progress: a thread waits for its end. The store stays for
         late joiners: without it they would retry for minutes.

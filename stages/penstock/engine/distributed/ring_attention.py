@@ -80,7 +80,7 @@ class RingSegments(VarlenMetadata):
     _under_windows: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
     def within(self, window: int | None) -> "RingSegments":
-        """The segments under a sliding window of `window` tokens, including the query's own;
+        """The segments under a sliding window of `window` tokens (the query's own included);
         cached.
         """
         if window is None or window >= max(self.row):
@@ -207,8 +207,10 @@ class Ring:
     def send(
         self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int
     ) -> "P2PTransfer":
-        """Start to send `x` to the rank `by` ahead and to receive `takes` rows, shaped like those
-        of `like`, from the rank as far behind.
+        """Start the P2P transfer of a ring step.
+
+        Sends `x` to the rank `by` ahead, and receives `takes` rows, shaped like those of `like`,
+        from the rank as far behind.
         """
         operations: list[dist.P2POp] = []
         taken = None

@@ -1,5 +1,6 @@
-"""Ulysses context parallelism: all-to-all from token shards of all heads to head shards of all
-tokens.
+"""Ulysses context parallelism: all-to-all between token shards and head shards.
+
+Ranks that hold some tokens of all heads exchange them for all tokens of some heads.
 
 Attention itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
 

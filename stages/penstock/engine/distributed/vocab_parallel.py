@@ -41,8 +41,9 @@ Logits = Literal["divided", "gathered"]
 
 
 class SumOfLosses(Protocol):
-    """Function from final hidden states, head and labels [T] to `scale` times the summed
-    cross-entropy.
+    """Function that computes `scale` times the summed cross-entropy.
+
+    The arguments are final hidden states, head and labels [T].
 
     The result is the same on all ranks of the group. Hidden states are [T, D], or a share of them
     with a split residual stream.

@@ -128,8 +128,9 @@ def _within_window(
     window: int,
     spans: Sequence[Span] | None,
 ) -> Iterator[KVRange]:
-    """One need for every pair of chunks and pair of spans of a document in them: distances within a
-    span equal those in the packed sequence.
+    """One KVRange for every pair of chunks and pair of spans of a document in them.
+
+    Distances within a span equal those in the packed sequence.
     """
     for chunk, held in product(asker.chunks, giver.chunks):
         for seen, seeing in product(_document_at(chunk.start, bounds, spans), repeat=2):

@@ -1,5 +1,4 @@
-"""Continuous batching for generation: choose the tokens of the next forward pass, with or without a
-KV cache.
+"""Continuous batching for generation: prefill and decode passes, with or without a KV cache.
 
 T tokens of a pass, padding included.
 """
@@ -53,8 +52,9 @@ class ForwardBatch:
         return slots_T
 
     def read(self) -> list[tuple[int, DecodingSequence]]:
-        """The documents that are prompts with requested logprobs: the start of each, and its first
-        sequence.
+        """The prompts in this pass with requested logprobs.
+
+        Each is the start of its document, and its first sequence.
         """
         starts = (0, *accumulate(self.batch.lengths))
         return [

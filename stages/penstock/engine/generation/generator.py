@@ -115,7 +115,7 @@ class Generator:
         between: Between = _nothing,
         on_token: OnToken = _no_stream,
     ) -> list[GenerationOutput]:
-        """Return the completions of each prompt, on every rank; every rank must pass the same
+        """Generate the completions of each prompt, on every rank; all ranks must pass the same
         prompts.
 
         A completion depends on its prompt, its sampling parameters, the seed and its index among
@@ -183,8 +183,9 @@ class Generator:
         return self.layout.parts[0].config
 
     def _passes(self, growing: Sequence[DecodingSequence]) -> list[Passes]:
-        """This replica's share: consecutive sequences, so that completions of one prompt stay
-        together.
+        """This replica's share of the sequences.
+
+        They are consecutive, so that completions of one prompt stay together.
         """
         mesh = self.layout.mesh
         mine = shard_range(
@@ -268,9 +269,7 @@ class Generator:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        """Sample the next tokens at this rank's positions, and score prompts with requested
-        logprobs.
-        """
+        """Sample the next tokens at this rank's positions, and record requested prompt logprobs."""
         start = 0
         for some, logits_CV in self.logits(hidden, head, places_S):
             groups = after_S[start : start + len(some)]

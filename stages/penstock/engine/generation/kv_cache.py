@@ -63,8 +63,9 @@ class KeyCache:
             self._layers[layer] = self._moved(k_BKCH), self._moved(v_BKCH)
 
     def of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values [B, K, C, H] of a layer, allocated on first use with the device and
-        dtype of the input.
+        """The keys and values [B, K, C, H] of a layer.
+
+        They are allocated on first use with the device and dtype of the input.
         """
         if layer == len(self._layers):
             like_TKH = as_autocast(like_TKH)
@@ -183,8 +184,9 @@ class DecodeStep(VarlenMetadata):
 def prefill_segments(
     segments: VarlenMetadata, cache: KeyCache, rows: Sequence[int], device: torch.device
 ) -> VarlenMetadata:
-    """Segments of a prefill pass: the first len(rows) documents are cached, document i in rows[i]
-    new rows, possibly none.
+    """Segments of a prefill pass, which fills the KV cache.
+
+    The first len(rows) documents are cached, document i in rows[i] new rows, possibly none.
     """
     if not any(rows):
         return segments

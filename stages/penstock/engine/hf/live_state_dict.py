@@ -1,6 +1,4 @@
-"""Live state dict: a model in training under Hugging Face names, as in an export, without a
-checkpoint.
-"""
+"""Live state dict: a model in training under Hugging Face names, without a checkpoint."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

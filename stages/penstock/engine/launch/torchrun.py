@@ -37,8 +37,7 @@ def run_ranks(
     patience: float,
     watch: Callable[[], str | None] = lambda: None,
 ) -> int:
-    """Run `torchrun` with `arguments` in this environment, copy its output to `sink`, and return
-    its exit status.
+    """Run `torchrun` with `arguments`, copy its output to `sink`, and return its exit status.
 
     `deaths` is where the agent lists ranks that a signal has ended. `watch` is called every second
     and may return text to print. Any exception, KeyboardInterrupt included, stops the ranks before

@@ -1,5 +1,4 @@
-"""Client losses of a training server: policy losses over tokens with loss inputs, and token
-log-probs.
+"""Client losses of a training server: policy losses and token log-probs.
 
 Gradients are those of the sum of all losses: nothing is divided, and no optimizer step is taken
 here. T tokens of a micro-batch, padding included; N samples in it. If tokens have several targets,

@@ -141,8 +141,10 @@ class Routers:
 
     @torch.no_grad()
     def conclude(self, tokens: int) -> dict[str, Any]:
-        """After the update of a step of `tokens` tokens: update the biases and return the metrics,
-        the same on all ranks.
+        """Update the biases and return the metrics of a step of `tokens` tokens, the same on all
+        ranks.
+
+        Call it after the optimizer step.
         """
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
@@ -176,8 +178,9 @@ class Routers:
         return found
 
     def _totals(self) -> torch.Tensor:
-        """The statistics of the step by layer: token counts and probability sums of each expert,
-        and the two losses, undivided.
+        """The router statistics of the step by layer, summed over ranks.
+
+        Token counts and probability sums of each expert, and the two losses, undivided.
 
         fp64 [L, 2 E + 2], in which counts are exact.
         """

@@ -1,5 +1,6 @@
-"""Client optimizer: build the optimizer of a client's model. Hyperparameters come with each
-step.
+"""Client optimizer: the optimizer of a client's model.
+
+Hyperparameters come with each step.
 """
 
 from collections.abc import Mapping, Sequence

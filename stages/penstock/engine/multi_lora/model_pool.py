@@ -199,8 +199,11 @@ class ModelPool:
         resident.per = per
 
     def told(self, resident: TenantModel) -> dict[str, float]:
-        """Norms of the accumulated gradients by layer type, divided as a step now would divide
-        them, if the config asks for them. Collective.
+        """Norms of the accumulated gradients by layer type, if the config asks for them.
+
+        Collective.
+
+        They are divided as a step now would divide the gradients.
         """
         if resident.norms is None:
             return {}

@@ -58,8 +58,10 @@ class Sizes(NamedTuple):
 
 
 def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None = None) -> Sizes:
-    """The sizes of what `trained` saves, with `exported` parameters in an export; None: as many as
-    are saved. Collective.
+    """Estimate the sizes of a checkpoint and of an export. Collective.
+
+    `trained` is what a checkpoint saves; `exported` is the number of parameters in an export, None:
+    as many as are saved.
     """
     parts = [
         (name, math.prod(boxes[0].whole) * boxes[0].data.element_size(), math.prod(boxes[0].whole))
@@ -217,8 +219,10 @@ class ModelStore:
 
     @contextmanager
     def _in_agreement(self, folder: Path) -> Generator[None]:
-        """Context manager around per-rank checkpoint reads: if a rank fails, also for lack of
-        memory, all ranks raise the first failing rank's error, an ArtifactError or StageError.
+        """Context manager around per-rank checkpoint reads: errors are raised on all ranks.
+
+        If a rank fails, also for lack of memory, all ranks raise the first failing rank's error, an
+        ArtifactError or StageError.
         """
         fault = None
         try:

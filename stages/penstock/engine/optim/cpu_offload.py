@@ -1,5 +1,6 @@
-"""Optimizer CPU offload: optimizer states and steps in host memory, on copies of the weights (Ren
-et al. 2021, "ZeRO-Offload").
+"""Optimizer CPU offload: optimizer states and steps in host memory.
+
+The optimizer steps CPU copies of the weights (Ren et al. 2021, "ZeRO-Offload").
 
 A step copies gradients and weights to the host, and the updated weights back. Results are the same
 as without offload.

@@ -23,8 +23,9 @@ def norms_for(
     ranks: ProcessInfo,
     seen: Seen,
 ) -> dict[str, torch.Tensor]:
-    """The row norms (for an embedding, column norms) of every weight with a DoRA adapter on any
-    rank, by layer name. A collective call; all ranks get all norms.
+    """The row norms of every weight with a DoRA adapter on any rank, by layer name. Collective.
+
+    For an embedding they are column norms. All ranks get all norms.
 
     Weights come from the folder `weights`, wrapped by `seen`, or without one from the initial
     values `drawn`. Norms are computed from full rows in a fixed order, so they do not depend on the

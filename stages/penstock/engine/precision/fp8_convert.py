@@ -80,8 +80,9 @@ def products_in(model: Decoder) -> Mapping[str, Float8Product]:
 
 
 def set_amax_reduce_groups(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
-    """Set the groups for amax reduction on the layers that `convert_to_float8_training` has
-    converted; in place. Call it on every rank.
+    """Set the groups for amax reduction on FP8 layers; in place.
+
+    The layers are those that `convert_to_float8_training` has converted. Call it on every rank.
     """
     if not layers.chosen:
         return

@@ -104,8 +104,9 @@ def require_float8(capability: tuple[int, int] | None) -> None:
 
 
 def is_shared(native: str) -> bool:
-    """Whether a layer is in shared experts, which tensor-parallel ranks compute in full for some of
-    the tokens.
+    """Whether a layer is in shared experts.
+
+    Tensor-parallel ranks compute these in full for some of the tokens.
     """
     return ".mlp.shared_experts." in native
 

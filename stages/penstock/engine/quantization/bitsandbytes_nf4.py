@@ -1,5 +1,5 @@
-"""Read bitsandbytes NF4 weights, as transformers stores them: a flat matrix, and JSON with its
-shape.
+"""Read bitsandbytes NF4 weights: a flat matrix, and JSON with its shape, as transformers stores
+them.
 
 `q_proj.weight` has two codes per byte, [bytes, 1]; `weight.absmax` has the scales of blocks,
 quantized as well (double quantization) if `weight.nested_absmax` exists; `weight.quant_map` has the

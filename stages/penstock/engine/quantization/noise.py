@@ -1,5 +1,6 @@
-"""Adaptive quantization noise (AQN): noise of one quantization step on quantized weights in
-training.
+"""Adaptive quantization noise (AQN) on quantized weights during training.
+
+The noise has the size of one quantization step.
 
 A rounded weight could have been any value within a step of its current one; noise exposes training
 to the others. It is drawn once per step, is the same for all micro-batches of the step, and depends

@@ -153,8 +153,7 @@ class QuantizeOnLoad:
         self._inner.require(base for base in bases if not self._is_published(base))
 
     def measure(self, names: Iterable[str], ranks: ProcessInfo) -> None:
-        """Compute the amax of full matrices that quantization needs first, each rank for some of
-        them.
+        """Compute the amax of full matrices before quantization, split over ranks.
 
         Called on all ranks with the names that each will read.
         """

@@ -95,8 +95,10 @@ class MergeIntoQuantized:
         ranks: ProcessInfo,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`held`: every parameter of this rank's parts; `group`: the ranks of its pipeline stage,
-        None for a single rank. Rows are computed on the device of `ranks`.
+        """`held` are the parameters of this rank's parts; `group` has the ranks of its pipeline
+        stage.
+
+        `group` is None for a single rank. Rows are computed on the device of `ranks`.
         """
         self._held = {id(one.parameter): one for one in held}
         self._names, self._shapes = names, names.hf_shapes()
@@ -104,8 +106,9 @@ class MergeIntoQuantized:
         self._broken: set[str] = set()
 
     def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
-        """Add products, each with the first row of the weight that it applies to, to the local
-        rows.
+        """Add products to the local rows.
+
+        Each comes with the first row of the weight that it applies to.
 
         Called on all ranks of the stage, with weights in the same order.
         """
@@ -167,8 +170,9 @@ class MergeIntoQuantized:
             )
 
     def _tables(self, weight: QuantisedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
-        """The amax tables of all checkpoint matrices in a weight, reduced over all ranks; empty if
-        scales depend on local rows only.
+        """The amax tables of all checkpoint matrices in a weight, reduced over all ranks.
+
+        Empty if scales depend on local rows only.
         """
         native = self._held[id(weight.get_parameter(LEAVES[0]))].name.removesuffix(f".{LEAVES[0]}")
         shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
