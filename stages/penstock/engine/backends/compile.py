@@ -51,8 +51,8 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
     an MoE layer or, with expert parallelism, its router, its experts and its shared experts. Call
     it after all hooks are registered and the weights are sharded.
 
-        Raises:
-            CapabilityError: nothing compiles for the device here.
+    Raises:
+        CapabilityError: nothing compiles for the device here.
     """
     require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
     for layer in model.model.layers.values():

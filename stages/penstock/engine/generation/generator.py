@@ -121,10 +121,10 @@ class Generator:
         A completion depends on its prompt, its sampling parameters, the seed and its index among
         the completions of the prompt, and not on other prompts. `decode` is needed for stop texts.
 
-            Raises:
-                ConfigError: for a prompt that is empty, leaves no room in the model's context, or
+        Raises:
+            ConfigError: for a prompt that is empty, leaves no room in the model's context, or
                 has token ids outside the vocabulary; for stop texts without `decode`.
-                NotFiniteError: the model's logits are not finite.
+            NotFiniteError: the model's logits are not finite.
         """
         for number, prompt in enumerate(prompts):
             self.require_possible(f"prompt {number}", prompt, decode)

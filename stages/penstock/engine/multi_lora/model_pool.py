@@ -127,7 +127,7 @@ class ModelPool:
 
         Raises:
             ConfigError: the name is taken, the adapter or the settings are invalid, or another
-            model uses full fine-tuning.
+                model uses full fine-tuning.
         """
         self._require_room(name)
         run = override_optimizer(self.substrate.run, optimizer)

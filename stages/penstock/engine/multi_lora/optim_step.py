@@ -37,11 +37,11 @@ def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, floa
     If the passes asked for it, gradients are divided by the number of trained tokens. Muon matrices
     use the learning rate of the server config; betas and eps apply to Adam-like parameters.
 
-        Raises:
-            UnknownModelError: there is no model of this name.
-            ConfigError: no gradients were accumulated, or eps is 0 although it prevents division by
+    Raises:
+        UnknownModelError: there is no model of this name.
+        ConfigError: no gradients were accumulated, or eps is 0 although it prevents division by
             zero.
-            NotFiniteError: the gradients are not finite. They are cleared, and nothing else has
+        NotFiniteError: the gradients are not finite. They are cleared, and nothing else has
             changed.
     """
     resident = residents.get(name)

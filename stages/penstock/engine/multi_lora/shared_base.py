@@ -157,8 +157,8 @@ def build_shared_base(
     The LM head has an adapter as well, unless target modules are named or the head is tied; and no
     auxiliary loss is added to the clients' losses.
 
-        Raises:
-            CapabilityError: settings that the server does not support.
+    Raises:
+        CapabilityError: settings that the server does not support.
     """
     lora = run.lora
     for name, why in UNMET.items():

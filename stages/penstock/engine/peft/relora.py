@@ -59,8 +59,8 @@ class ReLoRA:
 
         Collective.
 
-            Raises:
-                StageError: the result is not finite and cannot be quantized.
+        Raises:
+            StageError: the result is not finite and cannot be quantized.
         """
         for part in self.parts:
             for adapted in adapted_in(part, self._whole):

@@ -58,7 +58,7 @@ class Nf4:
 
         Raises:
             CapabilityError: a tensor is missing or malformed; blocks have another size, or
-            cross rows.
+                cross rows.
         """
         state = _state(folder, name)
         rows, columns = state.shape

@@ -226,8 +226,8 @@ def published_in(
     `folder`, which holds the weights, provides what config.json lacks: ModelOpt's own file, and the
     block size of bitsandbytes NF4 (64 without a folder).
 
-        Raises:
-            CapabilityError: the quantization format is not supported.
+    Raises:
+        CapabilityError: the quantization format is not supported.
     """
     beside = folder / MODELOPT if folder else None
     declared = declared_in(hf_config, read_json(beside) if beside and beside.is_file() else None)

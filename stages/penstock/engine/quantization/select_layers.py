@@ -34,10 +34,10 @@ def select_formats(
 
     A pre-quantized checkpoint decides what the settings leave out.
 
-        Raises:
-            ConfigError: an invalid format, group size or module, or one that this checkpoint rules
+    Raises:
+        ConfigError: an invalid format, group size or module, or one that this checkpoint rules
             out.
-            CapabilityError: a parameter of the model would be quantized only in part.
+        CapabilityError: a parameter of the model would be quantized only in part.
     """
     if published:
         validate_prequantized(quantising, published.declared)
