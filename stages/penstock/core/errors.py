@@ -1,14 +1,14 @@
-"""Every error a user can cause or meet, and the exit code each one means.
+"""Exceptions of this project and their exit codes.
 
 PenstockError
-├── ConfigError      2  the settings cannot be honoured; nothing has started
-│   └── ElsewhereError      a path of another machine, by all appearance
-├── CapabilityError  3  this machine, build or account lacks what the settings ask for
-│   └── UnreachableError    where it lies cannot be asked now
-├── ArtifactError    1  something on disk is not what its manifest says
-│   └── DamagedFileError     one file cannot be read as what it is
-├── StageError       1  a stage did not finish; its unsealed folder is kept, so a rerun resumes
-└── Interrupted    130  a person or the system asked the run to stop; resumable
+├── ConfigError      2  the settings are invalid; nothing has started
+│   └── ElsewhereError      a path that probably belongs to another machine
+├── CapabilityError  3  this machine, build or account lacks something required
+│   └── UnreachableError    a remote location cannot be reached now
+├── ArtifactError    1  something on disk does not match its manifest
+│   └── DamagedFileError     a file does not have its expected format
+├── StageError       1  a stage failed; its incomplete folder is kept, so a rerun resumes
+└── Interrupted    130  a user or the system stopped the run; resumable
 """
 
 
@@ -32,7 +32,7 @@ class ElsewhereError(ConfigError):
 
 
 class CapabilityError(PenstockError):
-    """This machine, build or account lacks something the settings ask for."""
+    """This machine, build or account lacks something that the settings require."""
 
     exit_code = 3
 
@@ -54,7 +54,7 @@ class StageError(PenstockError):
 
 
 class Interrupted(PenstockError):  # noqa: N818 - an interruption is not a fault
-    """The run was asked to stop and did, leaving everything resumable."""
+    """The run was stopped on request and can be resumed."""
 
     exit_code = 130
 

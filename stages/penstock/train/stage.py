@@ -1,4 +1,4 @@
-"""The train stage: its identity, its folder, and torchrun."""
+"""The train stage: cache key, run folder, and launch of the ranks."""
 
 import shutil
 import sys
@@ -42,25 +42,26 @@ from penstock.train.launch.upload_selection import files_to_download, files_to_u
 
 
 class TrainSettings(Settings):
-    """Every written thing that changes what is learnt."""
+    """All user settings that change the trained weights."""
 
     model: dict[str, Any]
     train: dict[str, Any]
     lora: dict[str, Any] = Field(default_factory=dict)
     rows_per_step: int
-    """Packed rows in one optimizer step over all ranks."""
+    """Global batch size in packed rows."""
     last_batch: LastBatch
     isolate_samples: bool = True
-    """Whether samples of one row do not see each other."""
+    """Document masking: whether samples of one row do not attend to each other."""
     judging: dict[str, Any] | None = None
-    """What decides when a run ends, or which checkpoint is its result, by what is evaluated."""
+    """Early stopping and best-checkpoint settings, which depend on evaluations."""
     preference: dict[str, Any] | None = None
-    """How preferences are learnt, where they are."""
+    """The preference loss settings, if any."""
 
 
 @dataclass(frozen=True)
 class Train(Stage):
-    """Packed rows in, checkpoints out. How it is laid out over ranks is not identity."""
+    """Trains on packed rows and writes checkpoints. The parallel layout is not part of the
+    identity."""
 
     name: ClassVar[str] = "train"
     module: ClassVar[str] = "penstock.train"
@@ -129,20 +130,21 @@ class Train(Stage):
     settings: TrainSettings
     packed: Artifact
     origin: ModelSource
-    """Of which the config and the weights are identity; the tokenizer goes beside HF weights."""
+    """Its config and weights are part of the identity; the tokenizer is copied to the HF
+    weights."""
     checkpoint: Source | None
     run_config: RunConfig
     ranks: Literal["torchrun", "this_process"] = "torchrun"
     prepared: Artifact | None = None
-    """How: the samples that were packed; only the report tells of them."""
+    """Not part of the identity: the prepared samples, which only the report describes."""
     initial: Source | None = None
-    """A checkpoint of whose weights alone the run starts."""
+    """A checkpoint whose weights are loaded at the start, without optimizer state."""
     reference: Artifact | None = None
-    """What a reference model makes of the answers, where a loss compares with one."""
+    """Reference log-probs of the completions, if the loss needs them."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config, its weights, and what else training starts from."""
+        """The packed rows, the model's config and weights, and what else training starts from."""
         found: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
         if self.origin.weights:
             found["weights"] = self.origin.weights
@@ -157,15 +159,15 @@ class Train(Stage):
         return found
 
     def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
-        """The facts of ranks that came to their end; raises what ended them else."""
+        """The facts of ranks that finished; otherwise raises the error that ended them."""
         return build_ending(job, ended, where)
 
     def run(self, out: Path) -> Facts:
-        """Train from the newest checkpoint in `out`. Raises Interrupted when asked to stop."""
+        """Train from the newest checkpoint in `out`. Raises Interrupted if asked to stop."""
         job = self.job(out.resolve())
         require_checkpoint(job)
         file = job.write()
-        # It was for the start before this one.
+        # It belongs to the previous start.
         (out / STOP_FILE).unlink(missing_ok=True)
         keep_data_facts(out, self.packed, self.prepared)
         _keep_shown_data(out, self)
@@ -179,15 +181,15 @@ class Train(Stage):
         return facts
 
     def keepsakes(self, out: Path) -> list[list[Path]]:
-        """Complete checkpoints, and the run's record of itself."""
+        """Complete checkpoints, and the run's logs."""
         return files_to_upload(out)
 
     def wanted(self, names: Collection[str], out: Path) -> list[str]:
-        """The newest complete checkpoint, unless one as new is here."""
+        """The newest complete checkpoint, unless `out` has one that is as new."""
         return files_to_download(names, out, checkpoint_naming(self.run_config.train))
 
     def _config_here(self) -> RunConfig:
-        """The config as ranks are to read it: a checkpoint behind a URL is on this machine."""
+        """The config for the ranks, with a remote checkpoint replaced by its local copy."""
         typed, run = self.run_config.train.load_checkpoint_path, self.run_config
         if not self.checkpoint or not typed or not is_url(typed):
             return run
@@ -195,23 +197,24 @@ class Train(Stage):
         return run.model_copy(update={"train": run.train.model_copy(update=here)})
 
     def _where(self, out: Path) -> str:
-        """Where people look for the run."""
+        """The location shown to users."""
         typed = self.run_config.train.output_dir
         return redact(typed) if is_url(typed) else str(out)
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
-        """Put the model beside the last checkpoint, as transformers and peft load it."""
+        """Save the model with the last checkpoint in Hugging Face or PEFT format
+        (save_pretrained)."""
         from penstock.engine.hf.export import write_folders
 
         form = ExportFormat(merged=not self.run_config.lora.save_lora_only)
         write_folders(checkpoint, self.origin, form, checkpoint / HF_WEIGHTS)
 
     def follow(self, out: Path) -> None:
-        """Be a rank that does not lead, in this process; the leading rank runs the stage."""
+        """Run as a rank other than rank 0, in this process; rank 0 runs the stage."""
         _here(self.job(out.resolve()))
 
     def job(self, output_dir: Path) -> Job:
-        """What the ranks of this machine are told."""
+        """The job of this machine's ranks."""
         initial, typed = self.initial, self.run_config.train.init_checkpoint_path
         job = build_job(stage_key(self), self._config_here(), self.packed, self.origin, output_dir)
         return replace(
@@ -221,24 +224,24 @@ class Train(Stage):
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The checkpoint that is the result, and what is told of the data: what other stages read.
-        Logs, metrics and other checkpoints come and go."""
+        """The resulting checkpoint and the data provenance, which other stages read. Logs, metrics
+        and other checkpoints may change."""
         outcome = read_outcome(out)
         assert outcome, "run has found one"
         facts = outcome["facts"]
         if "checkpoint" not in facts:
             return [out / DATA]
         checkpoint = out / facts["checkpoint"]
-        # Whether Hugging Face weights lie beside it is not identity, so they are not vouched for.
+        # Hugging Face weights are optional and not part of the identity, so they are not verified.
         files = regular_files(checkpoint)
         own = [path for path in files if (checkpoint / HF_WEIGHTS) not in path.parents]
         return [*own, out / DATA]
 
 
 def claim(step: PlannedStage, *, fresh: bool) -> None:
-    """Refuse an output folder that holds another run, or move that run aside.
+    """Reject an output folder with another run, or move that run aside.
 
-    An unfinished run of another key may be taken over when the config names a checkpoint to load.
+    An incomplete run with another key may be taken over if the config names a checkpoint to load.
     """
     try:
         held = _held(step.path)
@@ -268,7 +271,7 @@ def claim(step: PlannedStage, *, fresh: bool) -> None:
 
 
 def require_checkpoint(job: Job) -> None:
-    """Raise ArtifactError where there has to be a checkpoint to go on from, and none is."""
+    """Raise ArtifactError if a checkpoint to resume from is required and there is none."""
     root = job.output_dir / CHECKPOINTS
     if job.config.train.require_checkpoint and newest_checkpoint(root, job.key) is None:
         raise ArtifactError(
@@ -289,7 +292,7 @@ def _held(folder: Path) -> dict[str, Any] | None:
 
 
 def _here(job: Job) -> LaunchResult:
-    """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
+    """Run as rank 0 in this process; torchrun was started by the user and runs the other ranks."""
     from penstock.train.rank import run_by_hand
 
     run_by_hand(job)
@@ -297,7 +300,7 @@ def _here(job: Job) -> LaunchResult:
 
 
 def _keep_shown_data(out: Path, stage: Train) -> None:
-    """Keep what the report shows of the data; a run does not fail for want of it."""
+    """Store the data samples of the report; errors do not stop the run."""
     from penstock.rows.decoding import decoder_of
     from penstock.train.data_samples import keep_shown_data
 
@@ -314,7 +317,7 @@ def _keep_shown_data(out: Path, stage: Train) -> None:
 
 
 def _report(out: Path) -> None:
-    """Write report.html; a run does not fail for want of its picture."""
+    """Write report.html; errors do not stop the run."""
     from penstock.train.report import write_report
 
     try:

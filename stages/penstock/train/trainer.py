@@ -1,7 +1,7 @@
-"""One run of one rank, from the newest checkpoint to its end or to a request to stop.
+"""Training loop of one rank, from the newest checkpoint to the end of the run or a stop request.
 
-After a step come, in this order, its record, a save, an evaluation, answers to prompts. A
-checkpoint says which of these its step still owes, so what breaks off is made up for.
+After a step come, in this order: its record, a save, an evaluation, sample prompts. A checkpoint
+stores which of these are still pending for its step, so that a resumed run does them first.
 """
 
 import gc
@@ -42,13 +42,13 @@ from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.metrics.step_metrics import StepMetrics
 
 GO_ON, TIME_IS_UP, STOP = 0, 1, 2
-"""What ranks agree on after a step: the highest that any of them says."""
+"""Stop flag after a step, max-reduced over ranks."""
 
 Duty = Literal["evaluation", "samples"]
 
 
 class Trainer:
-    """Everything a run stands on, and the order in which things happen to it."""
+    """The state of a run, and its training loop."""
 
     def __init__(self, job: Job, built: BuiltModel, ranks: ProcessInfo, stop: StopRequest) -> None:
         self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
@@ -76,26 +76,26 @@ class Trainer:
         self.at = TrainerState(self.batches.start())
         self.budget = build_duration(self.train, self.batches, self.rows.lengths(), self.at)
         self._started_at = 0
-        """The step where this start of the run began."""
+        """The step at which this start of the run began."""
         self._untrained: int | None = 0
-        """The step of the weights that were given; None: this run has trained them before."""
+        """The step of the initial weights; None: this run has trained them before."""
         self._memory = 0
-        """The most that any rank has used, and which, as `measures` have it."""
+        """Peak memory over all ranks and the rank, encoded as in `measures`."""
         self._evaluated: dict[str, Any] | None = None
-        """The numbers of this step's evaluation."""
+        """The metrics of this step's evaluation."""
         self._loader: Loader | None = None
         self._recorder: MetricsRecorder | None = None
         self._told_early: list[str] = []
-        """Warnings that nobody could be told yet."""
+        """Warnings from before the recorder was opened."""
         self._samples: MetricsLog | None = None
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run, those that are done included."""
+        """Optimizer steps of the whole run, including completed ones."""
         return self.budget.total_steps
 
     def run(self) -> dict[str, Any] | None:
-        """Train to the end and return the facts, or None when asked to stop before."""
+        """Train to the end and return the facts, or None if asked to stop earlier."""
         due = self._resume()
         self._open()
         if self.train.gc_steps:
@@ -114,7 +114,7 @@ class Trainer:
                     told.close()
 
     def close(self) -> None:
-        """End what works beside this process: a profile, loaders of rows, a save under way."""
+        """Close the profiler, data loaders, and pending saves."""
         self.profile.close(self.at.step)
         self.saves.close()
         self.measures.close()
@@ -122,7 +122,7 @@ class Trainer:
             self._loader.close()
 
     def _go_on(self, due: set[Duty]) -> str | None:
-        """Take step after step; what ended the run, or None when asked to stop before."""
+        """Run the steps; returns what ended the run, or None if asked to stop earlier."""
         word = self._agree()
         self._rehearse(due, word)
         while True:
@@ -146,7 +146,7 @@ class Trainer:
             self._tidy()
 
     def _rehearse(self, due: set[Duty], word: int) -> None:
-        """Before the first step of this start: what is wrong with evaluations is told now."""
+        """Sanity-check evaluation before the first step of this start."""
         batches, ends = self.train.eval_sanity_batches, word == STOP or self._ended_by(word)
         if self.held_out and batches and not ends and "evaluation" not in due:
             self.held_out.rehearse(batches, lambda: self.stop)
@@ -209,14 +209,14 @@ class Trainer:
         )[self.built.engine.layout.mesh.index("replicate", "shard")]
 
     def _agree(self) -> int:
-        """Whether to go on, asked on all ranks: their clocks and signals may differ. By the way
-        they tell how much memory they have used."""
+        """All-reduce the stop flag: clocks and signals may differ between ranks. Also reduces peak
+        memory."""
         mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
         word, self._memory = self.ranks.most(mine, self.measures.memory_here())
         return word
 
     def _ended_by(self, word: int) -> str | None:
-        """The setting that ends the run here; None: it goes on."""
+        """The setting that ends the run here; None: it continues."""
         if self.judge.is_tired:
             return "early_stopping"
         if self.at.step >= self.total_steps:
@@ -224,13 +224,13 @@ class Trainer:
         return "max_hours" if word == TIME_IS_UP else None
 
     def _is_due(self, steps: int, epochs: float, before: Fraction) -> bool:
-        """Whether something that is done so often is, after a step that was begun when `before`
-        epochs were done."""
+        """Whether an action with this interval is due after a step that began at epoch progress
+        `before`."""
         now = self.batches.progress(self.at.cursor)
         return Interval(steps, epochs).is_due(self.at.step, before, now)
 
     def _due(self, before: Fraction, word: int) -> set[Duty]:
-        """What of looking at the model is due after this step."""
+        """The evaluations and sample prompts due after this step."""
         train, found = self.train, set[Duty]()
         ends = self._ended_by(word) is not None
         often = self._is_due(train.eval_steps, train.eval_epochs, before)
@@ -241,7 +241,8 @@ class Trainer:
         return found
 
     def _look(self, due: set[Duty], word: int) -> bool:
-        """Do what is due, which then leaves `due`. False when asked to stop before it is done."""
+        """Run what is due and remove it from `due`. False if asked to stop before it is
+        complete."""
         if "evaluation" in due and self.held_out:
             found = self._told_before(METRICS, LOSS)
             if found is None:
@@ -262,7 +263,8 @@ class Trainer:
         return True
 
     def _consider(self, found: dict[str, Any], due: set[Duty]) -> None:
-        """Draw conclusions from an evaluation, unless nothing has been learnt yet."""
+        """Best checkpoint and early stopping after an evaluation, unless nothing has been trained
+        yet."""
         self._evaluated = found
         if self.at.step == self._untrained:
             return
@@ -273,9 +275,9 @@ class Trainer:
                 self.judge.best = before
 
     def _told_before(self, file: str, name: str) -> dict[str, Any] | None:
-        """What an earlier start has told of the step where this one began; on all ranks the same.
+        """A record of the start step that an earlier start has logged; the same on all ranks.
 
-        Of a record what `name` begins, which evaluations share.
+        Only its values whose names begin with `name`, which evaluations share.
         """
         if self.at.step != self._started_at:
             return None
@@ -288,14 +290,15 @@ class Trainer:
         return told and {n: value for n, value in told.items() if n not in ("step", "time")}
 
     def _standing(self, owes: set[Duty]) -> dict[str, Any]:
-        """What a checkpoint says of the run besides its position."""
-        # How long it took is no result, unless that is what ends it.
+        """Trainer state in a checkpoint besides the step counters."""
+        # Save elapsed time only with max_hours; otherwise checkpoints would differ between
+        # identical runs.
         timed = {"seconds": self.clock.seconds} if self.train.max_hours else {}
         return {"owes": sorted(owes), **self.judge.as_json(), **timed}
 
     def _resume(self) -> set[Duty]:
-        """Take the newest checkpoint of this run, else the one that was named, else start fresh,
-        if only with weights that were; what is due before the next step."""
+        """Resume from the newest checkpoint of this run, else load the configured one, else start
+        from the initial weights; returns what is due before the next step."""
         folder, named = self.saves.newest(), self.train.load_checkpoint_path
         rng.start(self.train.seed, self.ranks.rank)
         due: set[Duty] = set()
@@ -339,13 +342,13 @@ class Trainer:
         return state
 
     def _cursor_of(self, state: dict[str, Any]) -> Cursor:
-        """Where a checkpoint was in these rows; at their beginning if it was in others."""
+        """The data cursor of a checkpoint; the beginning if it belongs to other rows."""
         if state["packed_key"] != self.job.packed_key:
             return self.batches.start()
         return self.batches.settle(self.at.cursor)
 
     def _open(self) -> None:
-        """Begin to tell, where this rank speaks for all."""
+        """Open the recorder on rank 0."""
         if not self.ranks.leads:
             return
         found = self._findings()
@@ -361,8 +364,7 @@ class Trainer:
             self._recorder.warn(self.at.step, text)
 
     def _findings(self) -> list[Finding]:
-        """Where data, rows and batches do not suit each other; nothing where the facts of the data
-        are not kept beside the run."""
+        """Warnings about data, row and batch sizes; empty if the run folder has no data facts."""
         facts = kept_data_facts(self.job.output_dir)
         if facts is None:
             return []
@@ -399,8 +401,8 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def _facts(self, ended_by: str) -> dict[str, Any]:
-        """What is told of a run that is over. With `train.save_best` its result is the best
-        checkpoint, and evaluations are those of that one."""
+        """The facts of a finished run. With `train.save_best` its result is the best checkpoint,
+        with the evaluation of that checkpoint."""
         at, best = self.at, self.judge.best
         facts: dict[str, Any] = {
             "steps": at.step,

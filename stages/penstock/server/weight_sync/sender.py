@@ -1,6 +1,6 @@
 """Weight sync to inference servers, with SGLang's weight update API.
 
-health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
+    health -> group -> pause -> flush -> bucket after bucket -> destroy -> continue
 
 All servers get each request concurrently. An error at one of them aborts the sync for all: paused
 servers resume, the process group is destroyed, and training continues. A server that received part
@@ -49,20 +49,20 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class RankModelView:
-    """A model as one rank holds it."""
+    """One rank's view of a model."""
 
     held: Sequence[LocalParam]
-    """Every parameter, also frozen ones."""
+    """Every parameter, including frozen ones."""
     names: WeightMap
     roles: Roles
     dtype: torch.dtype = torch.bfloat16
-    """What is sent in; what a checkpoint keeps exact is not rounded."""
+    """The dtype to send in; tensors that a checkpoint keeps exact are not cast."""
     adapting: LoraArgs | None = None
-    """None where there are no adapters."""
+    """None without adapters."""
     rank: int | None = None
-    """Of the adapter, where the memory that it lies in is wider."""
+    """The LoRA rank of the adapter, if its storage is padded to a larger rank."""
     formats: Formats | None = None
-    """Of matrices that the base model has in fewer bits."""
+    """Formats of the base model's quantized weights."""
 
 
 def push(
@@ -73,10 +73,10 @@ def push(
     allowed: Collection[str] = LOOPBACK,
     limits: Limits | None = None,
 ) -> Synced | None:
-    """Send the model, adapters merged, to all endpoints of the order. Every rank calls it; the
-    leading one gets what there is to tell, of which `num_parameters` counts tensors.
+    """Send the model, with merged adapters, to all endpoints of the order. Collective; rank 0
+    returns the result, whose `num_parameters` counts tensors.
 
-    Only hosts that are `allowed` are asked anything. Raises SyncError, on the leading rank alone.
+    Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
     """
     tensors = FullTensorGather(live.held, ranks)
     if not ranks.leads:
@@ -90,7 +90,7 @@ def push(
 
 
 class _Push:
-    """One sync, on the leading rank."""
+    """One weight sync, on rank 0."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Push:
         self._size = 1 + sum(endpoint.world_size for endpoint in order.endpoints)
 
     def done(self) -> Synced:
-        """All of it. Raises SyncError."""
+        """Run the sync. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
         self._all(self._look_at, step="health", seconds=limits.health * 6)
@@ -157,11 +157,11 @@ class _Push:
         server.require_size(self._limits.health)
 
     def _flushed(self) -> bool:
-        """Have the servers forget what they computed with other weights; False where one has no
-        such route, and is to do it with the last bucket.
+        """Flush the servers' KV caches; False if a server has no such route and is to flush with
+        the last bucket.
 
-        By itself, for a server that cannot do it beside an update ends. Nothing is computed until
-        they go on, so that it may be done first, when a fault has changed nothing yet.
+        Done separately, because a server that cannot flush during an update would exit. The servers
+        are paused, so flushing first is safe, and an error has then changed nothing.
         """
         try:
             self._all_post(
@@ -191,7 +191,7 @@ class _Push:
                 port=order.master_port,
                 size=self._size,
                 device=self._device,
-                # Ours run out first, and say where.
+                # Our own timeouts expire first and say where.
                 seconds=2 * max(self._limits.group, self._limits.update),
                 tensor_seconds=self._limits.tensor,
             )
@@ -236,7 +236,7 @@ class _Push:
             "flush_cache": flush,
         }
         if ends and order.weight_version is not None:
-            # Whoever has had a part of them has not that version yet.
+            # A server with a partial update does not have that version yet.
             body["weight_version"] = order.weight_version
         calls = [
             self._posted(
@@ -260,8 +260,8 @@ class _Push:
         )
 
     def _recover(self, group: ExternalProcessGroup) -> None:
-        """Leave the group, and let every server that can still be told leave it and generate again;
-        in the background those that do not answer soon."""
+        """Leave the process group, and tell every reachable server to leave it and resume
+        generation; in the background for servers that do not respond soon."""
         group.abandon()
         calls = [
             self._posted(server, path, body, step, self._limits.late)
@@ -301,8 +301,8 @@ class _Push:
         step: Step,
         seconds: float,
     ) -> None:
-        """Wait for the servers, in order, and for our own part beside them, until one of them
-        fails. A server's own word goes before what broke here or at others of it."""
+        """Wait for the servers, in order, and for our own part, until one fails. A server's own
+        error takes precedence over errors here or at other servers."""
         everything = [*calls, *([ours] if ours else [])]
         done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
         broke = ours.exception() if ours in done and ours else None
@@ -311,7 +311,7 @@ class _Push:
         faults = _faults(calls)
         early = _faults([call for call in calls if call in done])
         timed_out = any(map(_is_late, faults))
-        # One that is gone, then one that spoke before the others had reason to.
+        # Blame a dead server first, then the first one to fail; later failures are consequences.
         blamed = [*filter(_is_of_gone, faults), *(one for one in early if not _is_late(one))]
         if blamed or (faults and not timed_out):
             raise (blamed or faults)[0]
@@ -323,7 +323,7 @@ class _Push:
             if not call.done() or _is_late(call.exception())
         ]
         if late or (ours and not ours.done()):
-            # Those that wait for one that is silent are silent, too.
+            # Servers that wait for a hung server hang, too.
             whose = f" from {', '.join(map(named, late))}" if late else ""
             raise SyncError(
                 f"no end within {seconds:g} s{whose}",
@@ -333,7 +333,7 @@ class _Push:
 
 
 def _require_possible(order: WeightSyncCommand, allowed: Collection[str]) -> None:
-    """Raises SyncError for an order that no server need be asked about."""
+    """Raises SyncError for an order that is invalid before any request is sent."""
     if not order.endpoints:
         raise refused("there is no endpoint; add one first")
     places = [(endpoint.host, endpoint.port) for endpoint in order.endpoints]
@@ -357,12 +357,12 @@ def _faults(calls: Sequence[Future[None]]) -> list[BaseException]:
 
 
 def _is_of_gone(fault: BaseException) -> bool:
-    """Whether a server cannot be spoken to."""
+    """Whether a server is unreachable."""
     return isinstance(fault.__cause__, OSError | HTTPException) and not _is_late(fault)
 
 
 def _is_late(fault: BaseException | None) -> bool:
-    """Whether a server did not answer in time."""
+    """Whether a server timed out."""
     return fault is not None and isinstance(fault.__cause__, TimeoutError)
 
 

@@ -1,4 +1,4 @@
-"""report.html: one training run on one page that opens anywhere, offline and years later."""
+"""report.html: a self-contained page of one training run that works offline."""
 
 from penstock.train.report.page import write_comparison, write_report
 

@@ -1,7 +1,7 @@
-"""`python -m penstock.train.report SECONDS FOLDER`: keep the page of a run that goes on fresh.
+"""`python -m penstock.train.report SECONDS FOLDER`: update the report of a running run.
 
-The leading rank starts it, and ends its input at the end of the run; the last page is written by
-whoever started the run. It works when nobody else does.
+Rank 0 starts it, and closes its standard input at the end of the run; the launcher writes the final
+report. Runs at low priority.
 """
 
 import sys
@@ -15,11 +15,11 @@ from penstock.train.trackers.sidecar import work_beside
 
 NICENESS = 19
 SHARE = 0.05
-"""Of the time that may be spent on drawing, at most."""
+"""Maximum fraction of the time spent on rendering."""
 
 
 def main(seconds: float, folder: Path) -> None:
-    """Write now, and then every so many seconds, until standard input ends."""
+    """Write the report now and every `seconds` seconds, until standard input closes."""
     end = work_beside(NICENESS)
     pause = 0.0
     while not end.has_come.wait(pause):
@@ -27,7 +27,7 @@ def main(seconds: float, folder: Path) -> None:
         try:
             write_report(folder, state="running")
         except (OSError, PenstockError) as error:
-            # A disk that is full may have room again.
+            # A full disk may have space again later.
             sys.stderr.write(f"no report was written: {describe_os_error(error)}\n")
             sys.stderr.flush()
         pause = max(seconds, (time.monotonic() - began) / SHARE)

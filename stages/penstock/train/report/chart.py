@@ -1,9 +1,8 @@
-"""From numbers to what a page draws: lines and bars, in per cent of the plot.
+"""SVG charts: lines and bars in per cent of the plot area.
 
-Charts are stretched to whatever width the page has, so lines are SVG paths in a square of 1000 x
-1000 units with strokes that do not scale, and labels are text placed in per cent beside it. They
-are drawn here, so a page shows them without scripts; what is under the pointer is looked up in the
-numbers that the page carries.
+Charts are stretched to the width of the page, so lines are SVG paths in a square of 1000 x 1000
+units with non-scaling strokes, and labels are text positioned in per cent. Charts are rendered here
+and visible without scripts; the tooltip script reads the numbers embedded in the page.
 """
 
 import math
@@ -14,15 +13,15 @@ from typing import Any, Literal
 from penstock.train.report.scale import Axis, Tick, of_steps, round_marks, upright
 
 SIDE = 1000
-"""Units of the square that paths are drawn in."""
+"""Side of the SVG square in units."""
 MOST_POINTS = 600
-"""Points of one line; a longer run is drawn by the extremes of as many stretches of it."""
+"""Maximum points per line; a longer run is drawn by the minimum and maximum of each interval."""
 SMOOTHING_SHARE = 0.01
-"""Reach of the smoothed line to either side, as a share of the run."""
+"""Smoothing radius as a fraction of the run."""
 BAR_GAP = 0.1
-"""Free space on either side of a bar, as a share of its room."""
+"""Gap on either side of a bar as a fraction of its slot."""
 MOST_NAMES = 5
-"""Names below a bar chart for which there is room."""
+"""Maximum number of labels below a bar chart."""
 
 Kind = Literal["line", "raw and smooth", "dots"]
 Unit = Literal["number", "amount", "share", "GiB", "seconds"]
@@ -30,7 +29,7 @@ Unit = Literal["number", "amount", "share", "GiB", "seconds"]
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity of one run over its steps."""
+    """One metric of one run by step."""
 
     label: str
     table: str
@@ -51,33 +50,33 @@ class Drawn:
     raw: str
     """The values as logged."""
     smooth: str
-    """Their moving average; empty where none is drawn."""
+    """The smoothed values; empty if not drawn."""
     dots: str
-    """Single points, drawn by round line caps."""
+    """Single points, drawn as round line caps."""
     value: str
-    """The last one, for people."""
+    """The last value, formatted."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Some series over the steps, ready to be drawn."""
+    """Several series by step, ready to render."""
 
     name: str
     title: str
     note: str
     is_log: bool
     is_point: bool
-    """Whether a single value is all there is to draw."""
+    """Whether there is only a single value."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     lines: list[Drawn]
     pointed_at: dict[str, Any]
-    """What the page's script reads to tell of a place in it."""
+    """Data of the tooltip script."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar as an SVG path, and what it says."""
+    """A bar as an SVG path, with its label."""
 
     path: str
     text: str
@@ -85,7 +84,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """How many there are of each of several kinds, in a given order, ready to be drawn."""
+    """Counts of ordered categories, ready to render."""
 
     title: str
     note: str
@@ -103,9 +102,9 @@ def chart(
     unit: Unit = "number",
     note: str = "",
 ) -> Chart:
-    """Draw all `series`, of which there is at least one, each with at least one value.
+    """Draw all `series`: at least one, each with at least one value.
 
-    `unit` says how the values under the pointer are written.
+    `unit` determines the number format of the tooltip.
     """
     steps = [step for each in series for step in (each.steps[0], each.steps[-1])]
     across = Axis(min(steps), max(steps), "linear")
@@ -140,7 +139,7 @@ def bar_chart(
     *,
     note: str = "",
 ) -> BarChart:
-    """Draw one bar for each (short name, name, count), of which there is at least one."""
+    """Draw one bar for each (short name, name, count); at least one."""
     marks = round_marks(0, max(1, *(count for *_, count in counts)), 3)
     up = Axis(0, marks[-1], "linear")
     width = 100 / len(counts)
@@ -158,7 +157,7 @@ def bar_chart(
         title=title,
         note=note,
         x_ticks=[
-            # The shortest of several lengths stands where they begin.
+            # The shortest length range is labeled at its left edge.
             Tick(width * (at + (0.5 if short == name else 0.0)), short)
             for at, (short, name, _) in enumerate(counts)
             if not at % every
@@ -169,13 +168,14 @@ def bar_chart(
 
 
 def shown_indices(count: int, most: int = MOST_POINTS) -> list[int]:
-    """At most `most` indices below `count`, evenly apart, the last one among them."""
+    """At most `most` evenly spaced indices below `count`, including the last one."""
     stretches = min(count, most)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 
 
 def extremes(values: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """(index, value) of what a line needs: all of a short run, else each stretch's low and high."""
+    """(index, value) of the points to draw: all of a short run, else each interval's minimum and
+    maximum."""
     if len(values) <= MOST_POINTS:
         yield from enumerate(values)
         return
@@ -193,10 +193,9 @@ def extremes(values: Sequence[float]) -> Iterator[tuple[int, float]]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean around each place with weights exp(-|distance| / (SMOOTHING_SHARE of the run)).
+    """The mean around each point with weights exp(-|distance| / (SMOOTHING_SHARE of the run)).
 
-    Looking both ways, it does not lag behind a falling loss. Values that are not finite weigh
-    nothing.
+    Symmetric, so it does not lag behind a falling loss. Non-finite values have weight zero.
     """
     keep = math.exp(-1 / max(1.0, SMOOTHING_SHARE * len(values)))
     before, after = _decayed(values, keep), _decayed(values[::-1], keep)[::-1]
@@ -211,7 +210,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def move(x: float, y: float) -> str:
-    """The SVG command that puts the pen there; both in per cent."""
+    """The SVG move command; both coordinates in per cent."""
     return f"M{x * SIDE / 100:.1f} {y * SIDE / 100:.1f}"
 
 
@@ -221,7 +220,7 @@ def _drawn(series: Series, across: Axis, up: Axis, label: Callable[[float], str]
     def place(index: int, value: float) -> tuple[float, float] | None:
         if not math.isfinite(value):
             return None
-        # The mean of values that are not finite may lie outside of what others span.
+        # A smoothed value at a non-finite one may lie outside the axis range.
         return across.at(steps[index]), min(100.0, max(0.0, 100 - up.at(value)))
 
     raw = _path([place(i, v) for i, v in extremes(values)])
@@ -238,7 +237,7 @@ def _drawn(series: Series, across: Axis, up: Axis, label: Callable[[float], str]
 
 
 def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
-    """For each place the weighted sum of the values up to it, and the sum of their weights."""
+    """For each point, the decayed sum of the values up to it, and the sum of their weights."""
     total, weight, sums = 0.0, 0.0, []
     for value in values:
         total, weight = keep * total, keep * weight
@@ -249,7 +248,7 @@ def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
 
 
 def _path(places: Sequence[tuple[float, float] | None]) -> str:
-    """Lines from place to place, broken at None."""
+    """Lines between consecutive points, interrupted at None."""
     parts: list[str] = []
     pen = "up"
     for place in places:
@@ -257,7 +256,7 @@ def _path(places: Sequence[tuple[float, float] | None]) -> str:
             pen = "up"
             continue
         command = move(*place)
-        # A move followed by a line of no length, so that a single point is seen too.
+        # A zero-length line after the move makes a single point visible.
         parts.append(f"{command}h0" if pen == "up" else f"L{command[1:]}")
         pen = "down"
     return "".join(parts)

@@ -1,4 +1,4 @@
-"""Which charts a page has, of one run or of several that are compared."""
+"""The charts of a report, for one run or a comparison of several."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from penstock.train.report.read_run import RunRecord
 
 @dataclass(frozen=True)
 class Curve:
-    """One column of the records, and how its chart is called and labelled."""
+    """A column of the records, with the title and label of its chart."""
 
     column: str
     title: str
@@ -33,7 +33,7 @@ SPEED = (
     Curve("memory_gib", "Memory, peak", gibibytes, "GiB"),
 )
 UNRATED = Curve("tflops", "TFLOP/s per device")
-"""In place of the share of a peak that nobody knows."""
+"""Shown instead of MFU if the peak FLOP/s are unknown."""
 OPTIMISATION = (
     Curve("lr", "Learning rate"),
     Curve("grad_norm", "Gradient norm"),
@@ -50,7 +50,7 @@ ANSWERS = (
     Curve("logps/chosen", "Log-probability of chosen answers"),
     Curve("logps/rejected", "Log-probability of rejected answers"),
 )
-"""Of runs that learn from preferences."""
+"""Curves of preference training."""
 HELD = (
     Curve("eval_perplexity", "Held-out perplexity", of="evaluations"),
     Curve("eval_token_accuracy", "Held-out token accuracy", share, "share", of="evaluations"),
@@ -58,21 +58,22 @@ HELD = (
 )
 
 MOST_DOTS = 40
-"""Evaluations that are drawn as points; of more, the line alone."""
+"""Maximum evaluations drawn as points; above it, only the line."""
 
 SOURCE = "eval_loss/"
-"""What the columns of single sources begin with."""
+"""Prefix of the per-data-set loss columns."""
 
 
 def loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """The large one: each run's loss, and that on held-out rows."""
+    """The main chart: training and evaluation loss of each run."""
     series: list[Series] = []
     for index, run in enumerate(runs):
         whose = f"{letter(index)} " if len(runs) > 1 else ""
         kinds: list[tuple[Curve, Kind]] = [(LOSS, "raw and smooth"), (HELD_OUT, "dots")]
         for curve, kind in kinds:
             word = f"{whose}{'loss' if curve is LOSS else curve.title}"
-            # A single run's held-out rows stand out; those of several have the run's own colour.
+            # A single run's evaluation loss has its own color; with several runs it has the run's
+            # color.
             colour = index if len(runs) > 1 or curve is LOSS else 1
             series += _series(run, index, curve, word, colour, kind)
     if not series:
@@ -83,7 +84,7 @@ def loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
 
 
 def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
-    """(heading, charts) of the small ones; no chart of what no run tells."""
+    """(heading, charts) of the small charts; metrics that no run has are omitted."""
     is_rated = any(is_number(run.steps[-1].get("mfu")) for run in runs if run.steps)
     speed = SPEED if is_rated else (SPEED[0], UNRATED, *SPEED[1:])
     found = [
@@ -96,7 +97,7 @@ def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
 
 
 def heat_maps(run: RunRecord) -> list[HeatMap]:
-    """What a run tells of its layers and experts."""
+    """Heat maps of layers and experts."""
     found: list[HeatMap] = []
     for column, title in (
         ("grad_norms", "Gradient norm by layer"),
@@ -128,7 +129,7 @@ def heat_maps(run: RunRecord) -> list[HeatMap]:
 
 
 def columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]]]:
-    """The numbers that a page carries: by kind of record, each column at the shown steps."""
+    """The numbers embedded in the page: by kind of record, each column at the shown steps."""
     kinds = {"steps": run.steps, "evaluations": run.evaluations}
     found: dict[str, dict[str, list[float | None]]] = {}
     for kind, records in kinds.items():
@@ -139,8 +140,8 @@ def columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]
 
 
 def axes(run: RunRecord, most: int) -> dict[str, list[float]]:
-    """How far the run was at the shown steps, from its beginning on: `step`, and up to then
-    `tokens`, `epoch` and `seconds` in steps. Each rises, so that a step can be told from any."""
+    """Progress at the shown steps: `step`, and cumulative `tokens`, `epoch` and `seconds`. All are
+    increasing, so that any of them can be mapped to a step."""
     first = run.steps[0]["step"] - 1 if run.steps else 0
     tokens = list(accumulate((r["tokens"] for r in run.steps), initial=0))
     seconds = list(accumulate((r["seconds"] for r in run.steps), initial=0.0))
@@ -154,12 +155,12 @@ def axes(run: RunRecord, most: int) -> dict[str, list[float]]:
 
 
 def letter(index: int) -> str:
-    """What a run is called among several."""
+    """The letter of a run in a comparison."""
     return chr(ord("A") + index)
 
 
 def _finite(value: Any) -> float | None:
-    """JSON, as browsers read it, has neither NaN nor infinities."""
+    """JSON has no NaN or infinities."""
     return value if is_number(value) and math.isfinite(value) else None
 
 
@@ -211,7 +212,7 @@ def _series(
 
 
 def _loads(told: Sequence[dict[str, Any]], layers: Sequence[str]) -> Iterator[HeatMap]:
-    """Of the last tenth of the steps, how many tokens each expert got."""
+    """Tokens per expert over the last tenth of the steps."""
     recent = [record["routers"] for record in told[-max(1, len(told) // 10) :]]
     recent = [each for each in recent if "counts" in each]
     if not recent:
@@ -235,7 +236,7 @@ def _over_the_last(steps: int) -> str:
 
 
 def _idle(loads: Sequence[Sequence[float]]) -> str:
-    """Whom no token went to."""
+    """Experts that received no tokens."""
     idle = sum(load == 0 for row in loads for load in row)
     count = sum(map(len, loads))
     return f"{idle:,} of {count:,} experts got none." if idle else "Every expert got some."

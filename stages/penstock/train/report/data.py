@@ -1,4 +1,4 @@
-"""What a report tells of the data: counts, lengths, sources and what was left out."""
+"""Data section of a report: counts, lengths, sources, dropped samples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,24 +17,24 @@ SPLITS = {"train": "training", "validation": "held-out"}
 
 @dataclass(frozen=True)
 class DataSection:
-    """Everything the section says, as text."""
+    """The content of the section, as text."""
 
     figures: list[tuple[str, str]]
     lengths: list[BarChart]
     sources: list[Row]
-    """The first row is the heading; empty where nothing is known of sources."""
+    """The first row is the heading; empty if the sources are unknown."""
     dropped: list[tuple[str, str]]
-    """Reasons and counts, the most frequent first."""
+    """Reasons and counts, most frequent first."""
     examples: list[tuple[str, str]]
-    """Places and sentences for some of them."""
+    """Locations and messages of some dropped samples."""
     samples: list[list[Mapping[str, Any]]]
-    """Of some samples that are trained on their parts, with what of each is trained."""
+    """Decoded samples with their loss mask."""
 
 
 def data_section(
     facts: Mapping[str, Any] | None, shown: Mapping[str, Any], config: RunConfig
 ) -> DataSection | None:
-    """The section for the facts and the samples that the run kept; None if it kept no facts."""
+    """Build the section from the run's stored facts and samples; None without facts."""
     if facts is None:
         return None
     packed, prepared = facts["packed"], facts["prepared"] or {}
@@ -78,8 +78,8 @@ def _figures(
 def _lengths(
     packed: Mapping[str, Any], prepared: Mapping[str, Any], shown: Mapping[str, Any]
 ) -> Iterator[BarChart]:
-    """Of each split, the lengths that were counted for the page; else those that its stages
-    counted, by powers of two."""
+    """The length histogram of each split, from the run's stored samples; else from the stages'
+    facts, by powers of two."""
     coarse = prepared.get("lengths", packed["lengths"])
     for split, name in SPLITS.items():
         title = f"Tokens of {name} samples"

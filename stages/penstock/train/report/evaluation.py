@@ -1,4 +1,4 @@
-"""What a report tells of `penstock eval`: its scores, and some answers."""
+"""Evaluation section of a report: scores of `penstock eval`, and sample completions."""
 
 import math
 from collections.abc import Mapping
@@ -13,20 +13,20 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class EvaluationSection:
-    """Everything the section says; empty where only its command is to be named."""
+    """The content of the section; empty if only the command is shown."""
 
     figures: list[tuple[str, str]]
-    """Of held-out prompts."""
+    """Metrics of held-out prompts."""
     answers: list[Mapping[str, Any]]
-    """Some of them: `prompt`, `answer`, `expected` and whether that is `right`."""
+    """Sample completions: `prompt`, `answer`, `expected` and whether that is `right`."""
     tasks: list[Row]
-    """Of the harness; the first row is the heading."""
+    """Harness task scores; the first row is the heading."""
     command: str
-    """How somebody may ask, where nobody has yet."""
+    """The command that runs an evaluation, if there has been none."""
 
 
 def evaluation_section(run: RunRecord) -> EvaluationSection | None:
-    """None where nothing has been asked, and nothing can be."""
+    """None if there was no evaluation and none is possible."""
     asked, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
     holds_out = bool(run.config.data.val_set_size or run.config.data.test_datasets)
     can_be_asked = run.state == "finished" and holds_out and not run.config.train.eval_only

@@ -1,11 +1,11 @@
-"""Numbers as people read them."""
+"""Number formatting for reports."""
 
 import math
 from typing import Any
 
 
 def number(value: float) -> str:
-    """Four significant digits; small ones in powers of ten, as learning rates are written."""
+    """Four significant digits; small ones in scientific notation, as for learning rates."""
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -15,7 +15,7 @@ def number(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A count of things, to three digits and a unit."""
+    """A count with three digits and a unit suffix."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return (
@@ -27,12 +27,12 @@ def amount(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A part of a whole, in per cent."""
+    """A fraction in per cent."""
     return f"{value:.1%}"
 
 
 def gibibytes(value: float) -> str:
-    """Memory."""
+    """Bytes in GiB."""
     return f"{value:.3g} GiB"
 
 
@@ -48,12 +48,12 @@ def duration(seconds: float) -> str:
 
 
 def when(time: str) -> str:
-    """A time that was written in ISO 8601, to the minute."""
+    """An ISO 8601 time, to the minute."""
     return time[:16].replace("T", " ") + (" UTC" if time.endswith(("+00:00", "Z")) else "")
 
 
 def plain(value: Any) -> str:
-    """A setting, as YAML would have it."""
+    """A setting in YAML notation."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""Maps of a quantity by layer and step, or by layer and expert: tiles in some shades.
+"""Heat maps by layer and step, or by layer and expert.
 
-Tiles of one shade are one SVG path, so a map is small and takes the page's colours.
+All tiles of one shade are a single SVG path, so a heat map is small and uses the page's colors.
 """
 
 import math
@@ -14,22 +14,22 @@ from penstock.train.report.scale import Axis, Bend, Tick, of_steps
 
 SHADES = 9
 MOST_COLUMNS = 120
-"""A longer run is shown by the means of as many stretches of it."""
+"""Maximum columns; a longer run is averaged over intervals."""
 MOST_ROW_NAMES = 9
-"""Names beside the rows for which there is room."""
+"""Maximum number of row labels."""
 OVERLAP = 1.5
-"""Units that a tile reaches into the next ones, so that no seams are seen between them."""
+"""Units by which tiles overlap, to hide seams."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Tiles, ready to be drawn."""
+    """Tiles, ready to render."""
 
     name: str
     title: str
     note: str
     shades: list[str]
-    """One SVG path for each shade, the palest first; empty where no tile has it."""
+    """One SVG path per shade, palest first; empty if no tile has that shade."""
     low: str
     high: str
     x_ticks: list[Tick]
@@ -48,8 +48,8 @@ def over_steps(
     bend: Bend = "linear",
     palest: float | None = None,
 ) -> HeatMap:
-    """`values` has, for each of `steps`, one number for each of `rows`. `palest`: a value that the
-    shades begin with, whatever is found."""
+    """`values` has, for each of `steps`, one number per row. `palest`: upper limit of the palest
+    shade's value."""
     count = min(len(steps), MOST_COLUMNS)
     ends = [(i + 1) * len(steps) // count for i in range(count)]
     starts = [0, *ends[:-1]]
@@ -70,7 +70,7 @@ def over_steps(
 def by_expert(
     name: str, title: str, rows: Sequence[str], values: Sequence[Sequence[float]], *, note: str = ""
 ) -> HeatMap:
-    """`values` has, for each of `rows`, one share for each expert, of which 0 is the palest."""
+    """`values` has, for each row, one fraction per expert, of which 0 is the palest."""
     experts = len(values[0])
     table = [[row[expert] for row in values] for expert in range(experts)]
     every = max(1, -(-experts // 8))

@@ -1,4 +1,4 @@
-"""Where a run came from: the stages before it, what each made, and whether it was there already."""
+"""Lineage of a run: the preceding stages, their artifacts, and whether they were reused."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from penstock.train.report.read_run import RunRecord
 
 @dataclass(frozen=True)
 class Link:
-    """One stage of the chain."""
+    """One stage."""
 
     stage: str
     key: str
     state: str
-    """Such as `reused` or `made for this run`."""
+    """For example `reused` or `made for this run`."""
     facts: list[str]
 
 
 def lineage(run: RunRecord) -> list[Link]:
-    """From sources to the run itself; only the run where nothing is known of the rest."""
+    """From the sources to the run itself; only the run if nothing else is known."""
     links: list[Link] = []
     if run.data:
         made: Mapping[str, Any] = run.data.get("made", {})
@@ -66,7 +66,7 @@ def _packed(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _source(name: str, pin: Mapping[str, Any]) -> str:
-    """What it is called and which content it stands for, in brief."""
+    """The name and pinned content of a source, in brief."""
     called = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
     mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
     files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""

@@ -1,4 +1,4 @@
-"""The page: records and their charts, put into a template. Every value is escaped there."""
+"""Report page: records and charts rendered into an HTML template with autoescaping."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,20 +35,20 @@ from penstock.train.report.read_run import (
 )
 
 MOST_RUNS = 6
-"""As many colours as there are."""
+"""Maximum runs of a comparison, one color each."""
 LEAST_REFRESH = 10
-"""Seconds after which a page of a run that goes on is looked at again, at least."""
+"""Minimum auto-refresh interval in seconds of a running run's report."""
 MISSING = "-"
 
 
 def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -> Path:
-    """Publish `report.html` in a training run's output folder, and return its path.
+    """Write `report.html` in a run's output folder; return its path.
 
-    Reads metrics.jsonl, job.json and, where they are, what the run kept of its data, surroundings,
-    answers to prompts, evaluations, outcome and manifest. The page needs no network and, but for
-    other axes than steps and what it tells under the pointer, no scripts.
+    Reads metrics.jsonl, job.json and, if present, the run's data samples, environment info, sample
+    prompts, evaluations, outcome and manifest. The page needs no network and, except for axis
+    switching and tooltips, no scripts.
 
-    Raises ConfigError if the folder holds no run, OSError if it cannot be read or written,
+    Raises ConfigError if the folder has no run, OSError if it cannot be read or written,
     ArtifactError for a damaged file.
     """
     target = output_dir / REPORT
@@ -61,7 +61,7 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
 
 @contextmanager
 def _of_sound_files(*folders: Path) -> Generator[None]:
-    """Name the files that are read where one of them lacks what a run writes there."""
+    """Translate missing fields to an error that names the files read."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
@@ -75,9 +75,9 @@ def _of_sound_files(*folders: Path) -> Generator[None]:
 
 
 def write_comparison(folders: Sequence[Path], target: Path) -> Path:
-    """Publish one page of several training runs in the file `target`, and return it.
+    """Write one page that compares several training runs to `target`; return it.
 
-    Raises ConfigError for a folder that holds no run, or for too many of them.
+    Raises ConfigError for a folder without a run, or for too many runs.
     """
     if len(folders) > MOST_RUNS:
         raise ConfigError(
@@ -92,7 +92,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
 
 
 def render(run: RunRecord) -> str:
-    """The whole page of one run."""
+    """Render the page of one run."""
     loss, small, maps = loss_chart([run]), groups([run]), heat_maps(run)
     time, samples = time_by_phase(run), _samples(run)
     data = data_section(run.data, run.shown_data, run.config)
@@ -133,7 +133,7 @@ def render(run: RunRecord) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord]) -> str:
-    """The whole page of several runs."""
+    """Render the page of several runs."""
     names = [f"{letter(at)} · {run.folder.resolve().name}" for at, run in enumerate(runs)]
     loss, small = loss_chart(runs), groups(runs)
     return _page(
@@ -190,7 +190,7 @@ def _page(
 
 
 def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
-    """(prompt, (step, answer) with the newest first), in the order they were asked."""
+    """(prompt, (step, completion) newest first), in prompt order."""
     found: dict[str, list[tuple[int, str]]] = {}
     for record in run.samples:
         for sample in record["samples"]:
@@ -199,6 +199,6 @@ def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
 
 
 def _side_by_side(of_runs: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """One row for each name that any run has, in their order."""
+    """One row per name that any run has, in order."""
     names = list(dict.fromkeys(name for each in of_runs for name in each))
     return [(name, *(each.get(name, MISSING) for each in of_runs)) for name in names]

@@ -1,4 +1,4 @@
-"""What a report knows: the files of a training run, read and summed up. Nothing here draws."""
+"""Read a training run's files for its report. No rendering here."""
 
 import platform
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ PHASES = {
     "optimizer": "update",
     "between": "between steps",
 }
-"""Phases in words, where their names in the metrics are none."""
+"""Display names of phases."""
 
 Figures = list[tuple[str, str]]
 
@@ -54,40 +54,40 @@ class RunRecord:
     key: str
     config: RunConfig
     steps: list[dict[str, Any]]
-    """The records of metrics.jsonl that tell of an optimizer step, in order."""
+    """The step records of metrics.jsonl, in order."""
     evaluations: list[dict[str, Any]]
-    """Those that tell of an evaluation."""
+    """The evaluation records."""
     warnings: Warnings
     samples: list[dict[str, Any]]
-    """The records of answers to prompts."""
+    """The sample prompt records."""
     state: State
     standing: str
-    """The state in a sentence."""
+    """The status as a sentence."""
     versions: Mapping[str, str]
-    """What ran it, by name."""
+    """Package versions."""
     around: Mapping[str, Any]
-    """What it ran on, as far as it is known."""
+    """Environment info, as far as known."""
     data: Mapping[str, Any] | None
-    """What the stages before said of the data, if it was kept."""
+    """Facts of the preceding stages, if stored."""
     shown_data: Mapping[str, Any]
-    """Samples of the data and the lengths of all, as far as they were kept."""
+    """Data samples and length histogram, as far as stored."""
     eval_results: Mapping[str, Any]
-    """What `penstock eval` found, as far as somebody has asked it."""
+    """Results of `penstock eval`, if any."""
     making: Mapping[str, Any]
-    """When these stages made it, as far as that is known."""
+    """Build times of the stages, as far as known."""
     seconds: float | None
-    """Of the whole stage, once it is done."""
+    """Duration of the stage in seconds, once complete."""
     epochs: float | None = None
-    """Passes over the data, rows that no step took left out, once it is done."""
+    """Epochs trained, without skipped rows, once complete."""
 
     @property
     def title(self) -> str:
-        """The name the user gave the pipeline."""
+        """The pipeline name from the config."""
         return self.config.pipeline.name
 
     @property
     def subject(self) -> str:
-        """What was trained on what, in the user's words."""
+        """Model and data, as named in the config."""
         model = self.config.model
         start = model.model_path or f"{model.config_path} from random weights"
         data = ", ".join(dataset.path for dataset in self.config.data.datasets)
@@ -98,34 +98,34 @@ class RunRecord:
 
     @property
     def done(self) -> float | None:
-        """The share of its steps that it has taken, where it is known how many there are."""
+        """Fraction of steps completed, if the total is known."""
         total = self.around.get("total_steps")
         return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
 
     @property
     def look(self) -> str:
-        """The class of the line that says how it stands: a finished run of too few steps is open
-        to doubt."""
+        """The CSS class of the status line: a finished run with too few steps is marked."""
         names = {each["name"] for each in self.around.get("findings", [])}
         doubtful = self.state == "finished" and bool(names & {"few_steps"})
         return "stopped" if doubtful else self.state.replace(" ", "-")
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Every setting by its dotted name, as YAML would have it."""
+        """Every setting by dotted name, in YAML notation."""
         return {name: plain(v) for name, v in settings_shown(self.config)}
 
     @cached_property
     def written(self) -> set[str]:
-        """Names of the settings that are not at their defaults."""
+        """Names of the settings that differ from their defaults."""
         kept = self.config.model_dump(mode="json", exclude_defaults=True)
         return {name for name in self.settings if _is_in(kept, name)}
 
 
 def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
-    """The run in `output_dir`, which is `running` if whoever asks knows that; else its files tell.
+    """Read the run in `output_dir`, which is `running` if the caller knows that; else the files
+    tell.
 
-    Raises ConfigError where there is none, OSError if unreadable.
+    Raises ConfigError if there is none, OSError if unreadable.
     """
     if not (output_dir / JOB).is_file():
         raise ConfigError(
@@ -161,9 +161,9 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
 
 
 def key_figures(run: RunRecord) -> Figures:
-    """The figures people ask for first, as (name, value); empty before the first step.
+    """Key metrics as (name, value); empty before the first step.
 
-    Losses are the run's own: of the last step, and of the last evaluation over held-out rows.
+    Losses are the run's own: of the last step, and of the last evaluation.
     """
     if not run.steps:
         return _held_out_figures(run)
@@ -192,9 +192,9 @@ def key_figures(run: RunRecord) -> Figures:
 
 
 def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
-    """(phase, share of the time, time) over the whole run, the longest first.
+    """(phase, fraction of the time, time) over the whole run, longest first.
 
-    Waiting for other ranks happens within the other phases, and is left out.
+    Communication happens within other phases and is omitted.
     """
     totals: dict[str, float] = {}
     for record in run.steps:
@@ -212,7 +212,7 @@ def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
 
 
 def environment(run: RunRecord) -> Figures:
-    """What it ran on and with."""
+    """The hardware and software of the run."""
     around, found = run.around, Figures()
     if around:
         layout = {n: v for n, v in around["layout"].items() if v not in (1, "1", None)}
@@ -272,7 +272,7 @@ def _passes(output_dir: Path) -> float | None:
 
 
 def _versions(output_dir: Path) -> Mapping[str, str]:
-    """Those the run was made with, or this process's own while nobody has told."""
+    """The run's package versions, or those of this process if none are stored."""
     around = output_dir / SURROUNDINGS
     if manifest := read_manifest(output_dir):
         return manifest["code"]
@@ -286,7 +286,7 @@ def _versions(output_dir: Path) -> Mapping[str, str]:
 
 
 def _is_in(tree: Any, name: str) -> bool:
-    """Whether a dump holds what a dotted name says."""
+    """Whether a config dump has the setting of that dotted name."""
     at = tree
     for part in name.replace("]", "").replace("[", ".").split("."):
         if isinstance(at, list):

@@ -1,4 +1,4 @@
-"""Axes: ranges of numbers laid over a plot, and the round numbers written beside them."""
+"""Chart axes: value ranges and tick marks."""
 
 import math
 from collections.abc import Callable
@@ -8,21 +8,21 @@ from typing import Literal
 Bend = Literal["linear", "log"]
 
 LOG_SPAN = 30.0
-"""Largest over smallest value from which on a positive curve is drawn on a logarithmic scale."""
+"""Ratio of maximum to minimum above which a positive curve gets a logarithmic axis."""
 ROOM_FOR_NAME = 15
-"""Per cent of the width that the axis's name takes, on a small chart."""
+"""Width of the axis name in per cent of a small chart."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label and its place, per cent from the left or from the top."""
+    """A label and its position, in per cent from the left or from the top."""
 
     at: float
     label: str
 
 
 class Axis:
-    """A range of values laid over 0 to 100 per cent."""
+    """A value range mapped to 0 to 100 per cent."""
 
     def __init__(self, low: float, high: float, bend: Bend) -> None:
         self.low, self.high, self.bend = low, high, bend
@@ -31,12 +31,12 @@ class Axis:
             self._low, self._high = self._low - 0.5, self._high + 0.5
 
     def at(self, value: float) -> float:
-        """Per cent of the way from the low end to the high end."""
+        """Position in per cent between the low and the high end."""
         return 100 * (self._bent(value) - self._low) / (self._high - self._low)
 
     @property
     def ends(self) -> tuple[float, float]:
-        """What lies at 0 and at 100 per cent; their logarithms to base 10 where it is bent."""
+        """The values at 0 and 100 per cent; log10 of them on a logarithmic axis."""
         return self._low, self._high
 
     def _bent(self, value: float) -> float:
@@ -46,7 +46,7 @@ class Axis:
 def upright(
     values: list[float], label: Callable[[float], str], about: int
 ) -> tuple[Axis, list[Tick]]:
-    """The axis beside a curve through these finite values, of which there may be none."""
+    """The y axis of a curve with these finite values, possibly none."""
     found = values or [0.0]
     low, high = min(found), max(found)
     bend: Bend = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
@@ -56,7 +56,7 @@ def upright(
 
 
 def of_steps(axis: Axis) -> list[Tick]:
-    """Round steps, and the first one with the axis's name where there is room for it."""
+    """Round step numbers; the first one with the axis name if there is room."""
     first, last = round(axis.low), round(axis.high)
     marks = [m for m in round_marks(first, last, 5) if first < m <= last and m == round(m)]
     ticks = [Tick(axis.at(mark), f"{mark:,.0f}") for mark in marks]
@@ -66,7 +66,7 @@ def of_steps(axis: Axis) -> list[Tick]:
 
 
 def round_marks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers, `about` as many, of which the outermost enclose the range."""
+    """About `about` round numbers, the outermost of which enclose the range."""
     if low == high:
         return [low]
     rough = (high - low) / about
@@ -77,7 +77,7 @@ def round_marks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_marks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; only the powers where they are many."""
+    """1, 2 and 5 times powers of ten within the range; only powers of ten for a wide range."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     factors = (1, 2, 5) if len(powers) <= 3 else (1,)
     marks = [m * 10.0**p for p in powers for m in factors]

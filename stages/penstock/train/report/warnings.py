@@ -1,4 +1,4 @@
-"""What people should look at, the gravest first, and spikes that nobody need worry about."""
+"""Warnings of a run, most severe first, and loss spikes that recovered."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from typing import Any
 from penstock.core.remote.urls import redact_text
 
 MOST_TOLD = 200
-"""Warnings of either kind; of more, the newest."""
+"""Maximum warnings of either kind; the newest are kept."""
 AFTER = 20
-"""Steps after a spike whose median says whether the loss has come back."""
+"""Steps after a spike whose median determines whether the loss recovered."""
 LEAST_AFTER = 5
-"""So many of them have to be there."""
+"""Minimum number of them."""
 BACK = 0.5
-"""The loss has come back if no more than this share of the rise is left."""
+"""The loss has recovered if at most this fraction of the increase remains."""
 
 Rows = list[tuple[str, str]]
 """(place, text)."""
@@ -22,12 +22,12 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Warnings:
-    """Everything a run warned of."""
+    """All warnings of a run."""
 
     told: Rows
-    """First what was found of the run's size, then the rest, the newest first."""
+    """Size warnings first, then the rest, newest first."""
     passing: Rows
-    """Spikes that the loss came back from, the highest first."""
+    """Spikes that recovered, highest first."""
 
 
 def warnings_of(
@@ -35,7 +35,7 @@ def warnings_of(
     steps: Sequence[Mapping[str, Any]],
     findings: Sequence[Mapping[str, str]],
 ) -> Warnings:
-    """Those among `records`, judged by the records of steps, and `findings`, the gravest first."""
+    """The warnings in `records`, and `findings`, most severe first."""
     told: Rows = []
     passing: list[tuple[float, tuple[str, str]]] = []
     for record in records:

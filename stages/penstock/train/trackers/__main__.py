@@ -1,7 +1,7 @@
-"""`python -m penstock.train.trackers NAME FOLDER`: carry the run in FOLDER to a tracker.
+"""`python -m penstock.train.trackers NAME FOLDER`: upload the run in FOLDER to a tracker.
 
-The leading rank starts it, and ends its input when no more records come. It also ends by itself
-when that rank dies.
+Rank 0 starts it, and closes its standard input when no more records come. It also exits when that
+rank dies.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""MLflow: its server, or a file in the run's folder."""
+"""MLflow tracker: a tracking server, or a database in the run folder."""
 
 # pyright: reportMissingImports=false
 
@@ -13,19 +13,19 @@ from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 MOST_AT_ONCE = 100
-"""Parameters that a server takes in one request."""
+"""Maximum parameters per request."""
 LONGEST = 6000
-"""Characters of a parameter, at most."""
+"""Maximum characters of a parameter."""
 
 
 def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """As `Begin` has it."""
+    """See `Begin`."""
     client = MlflowClient(tracking_uri=resolve_mlflow_uri(card))
     if "id" in memory:
         client.update_run(memory["id"], status="RUNNING")
     else:
         _create(client, card, memory)
-    # Also where an attempt before this one has created the run, and came no further.
+    # Also if an earlier attempt created the run but did not log the settings.
     if memory.get("owes_settings"):
         _tell_settings(client, card, memory["id"])
         del memory["owes_settings"]
@@ -67,12 +67,12 @@ def _experiment(client: MlflowClient, name: str) -> str:
     try:
         return client.create_experiment(name)
     except MlflowException:
-        # Another run has made it since.
+        # Another run has created it in the meantime.
         if found := client.get_experiment_by_name(name):
             return found.experiment_id
         raise
 
 
 def _named(name: str) -> str:
-    """MLflow takes letters, digits and these few signs."""
+    """Replace characters that MLflow does not allow in names."""
     return "".join(sign if sign.isalnum() or sign in "_-. /" else "_" for sign in name)

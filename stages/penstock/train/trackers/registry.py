@@ -1,4 +1,4 @@
-"""The trackers there are, which of them a run wants, and whether this machine has them."""
+"""Tracker registry: supported trackers, which ones a run uses, and whether they are installed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ class TrackerSpec:
     """One tracker."""
 
     title: str
-    """What people call it."""
+    """The name shown to users."""
     module: str
-    """What must be importable; the extra of this package that brings it has the tracker's name."""
+    """The required module; the extra of this package that installs it has the tracker's name."""
     adapter: str
-    """The module of ours with its `begin`."""
+    """Our module with its `begin`."""
 
     @property
     def is_here(self) -> bool:
-        """Whether its package is installed. Nothing is imported."""
+        """Whether its package is installed. Imports nothing."""
         return find_spec(self.module) is not None
 
 
@@ -35,7 +35,7 @@ KNOWN: Mapping[str, TrackerSpec] = {
 
 
 def require_trackers(train: TrainConfig) -> None:
-    """Raise CapabilityError for a tracker that is written and whose package is not installed."""
+    """Raise CapabilityError for a configured tracker whose package is not installed."""
     for name, known in KNOWN.items():
         if getattr(train, f"use_{name}") and not known.is_here:
             raise CapabilityError(
@@ -46,7 +46,7 @@ def require_trackers(train: TrainConfig) -> None:
 
 
 def wanted(train: TrainConfig) -> tuple[list[str], list[str]]:
-    """Names of the trackers to use, and sentences to say about that."""
+    """Names of the trackers to use, and messages about that."""
     names = [name for name in KNOWN if getattr(train, f"use_{name}")]
     notes: list[str] = []
     is_logged_in = env.wandb_is_logged_in()

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run before its first step."""
+"""Run metadata for trackers, known before the first step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,35 +11,35 @@ from penstock.core.remote.urls import redact_text
 from penstock.train.launch.job import Job
 
 TRACKERS_FOLDER = "trackers"
-"""Folder in `output_dir` for what trackers must know to go on with the same run."""
+"""Folder in `output_dir` for the trackers' resume state."""
 
 TENSORBOARD = "tensorboard"
-"""Folder in `output_dir` for its events."""
+"""Folder in `output_dir` for TensorBoard event files."""
 
 NOT_SHOWN = "(not shown)"
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as trackers see it."""
+    """A run as seen by trackers."""
 
     folder: Path
-    """Its `output_dir`, on this machine."""
+    """The local `output_dir`."""
     key: str
     project: str
     name: str
     tags: tuple[str, ...]
     settings: Mapping[str, Any]
-    """The resolved config without what is secret in it: one value for each dotted name."""
+    """The resolved config without secrets: dotted name to value."""
     mlflow_uri: str | None
     events: Path
-    """Where TensorBoard's are."""
+    """Folder of TensorBoard event files."""
     every: Mapping[str, int]
-    """By tracker: tell every so many steps."""
+    """Logging interval in steps, by tracker."""
 
     @classmethod
     def of(cls, job: Job) -> "RunInfo":
-        """As the config says."""
+        """Build from the job's config."""
         run, train = job.config, job.config.train
         return cls(
             folder=job.output_dir,
@@ -58,13 +58,14 @@ class RunInfo:
 
 
 def resolve_mlflow_uri(card: RunInfo) -> str:
-    """Where the run's MLflow is: as written, else where the user's own is, else in its folder."""
+    """The MLflow tracking URI: as configured, else from the user's environment, else in the run
+    folder."""
     file = (card.folder / "mlflow.db").resolve()
     return card.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
 
 
 def settings_shown(run: RunConfig) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every setting, without what people hide in URLs and variables."""
+    """(dotted name, value) of every setting, with secrets in URLs and variables removed."""
     yield from _leaves(run.model_dump(mode="json"), "")
 
 
@@ -76,7 +77,7 @@ def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         for index, inner in enumerate(value):
             yield from _leaves(inner, f"{prefix}[{index}]")
     elif prefix.startswith("launch.env."):
-        # Variables are where people put what is nobody else's business.
+        # Environment variables may contain secrets.
         yield prefix, NOT_SHOWN
     else:
         yield prefix, _clean(value)

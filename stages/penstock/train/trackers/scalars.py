@@ -1,4 +1,4 @@
-"""A record of metrics.jsonl as trackers take it: one number for each name."""
+"""Scalars of a metrics.jsonl record: flat names and values for trackers."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -8,13 +8,13 @@ from penstock.train.metrics.jsonl import is_number
 Kind = Literal["train", "eval"]
 
 GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
-"""What nested values are called, where that is not their own name."""
+"""Name prefixes of nested values, where they differ from the record's names."""
 
 NOT_VALUES = {"step", "time", "memory_rank"}
 
 
 def record_kind(record: Mapping[str, Any]) -> Kind | None:
-    """Whether it tells of a step, or of an evaluation; None: of nothing that has numbers."""
+    """Whether it is a step or an evaluation; None: neither, without scalars."""
     if "loss" in record:
         return "train"
     return "eval" if any(name.startswith("eval_") for name in record) else None
@@ -41,7 +41,7 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _of_routers(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Of each layer how even its experts' shares are; not how many tokens each expert got."""
+    """Router entropy per layer; not the token count of each expert."""
     for name in ("entropy", "imbalance"):
         for layer, value in zip(told["layers"], told[name], strict=True):
             yield f"router/{name}.{layer}", float(value)

@@ -1,4 +1,5 @@
-"""What a process is that works beside training: the run goes first, and says when it has ended."""
+"""Sidecar process: runs at low priority beside training, until the rank closes its standard
+input."""
 
 import os
 import signal
@@ -8,16 +9,16 @@ from penstock.train.trackers.tracker import Ending
 
 
 class End:
-    """The end of a run, as standard input tells of it."""
+    """The end of the run, as read from standard input."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
         self.ending: Ending = "stopped"
-        """Also if the rank died without a word."""
+        """Also if the rank died without a message."""
 
     def wait_for(self) -> None:
         """Read standard input to its end."""
-        # Not through sys.stdin, whose lock a thread may not hold when the process ends.
+        # Not through sys.stdin, whose lock must not be held by a thread at interpreter exit.
         word = b""
         while more := os.read(0, 4096):
             word += more
@@ -27,9 +28,9 @@ class End:
 
 
 def work_beside(niceness: int) -> End:
-    """Make this process one that training does not notice, and return the end to work until."""
+    """Lower this process's priority; return the End to wait for."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # They reach everyone who works on a run; the rank finishes its step first, and then us.
+        # Signals reach the whole process group; the rank finishes its step first and then ends us.
         signal.signal(signum, signal.SIG_IGN)
     os.nice(niceness)
     end = End()

@@ -1,6 +1,6 @@
-"""The leading rank's side: processes that follow its records, started, watched and let go.
+"""Supervisor of tracker processes: starts, monitors and stops them from rank 0.
 
-None of them can hold training up: they read a file, and are looked at now and then.
+They cannot delay training: they read a file, and are polled occasionally.
 """
 
 import subprocess
@@ -13,21 +13,22 @@ from pathlib import Path
 from penstock.train.trackers.tracker import Ending
 
 PARTING_SECONDS = 20.0
-"""How long they may take together, once the run has ended, for what they have not told yet."""
+"""Seconds for all of them together to finish uploading after the run."""
 
 KILLED_SECONDS = 5.0
 
 
 class TrackerProcess:
-    """One such process."""
+    """One tracker process."""
 
     def __init__(self, title: str, module: Sequence[str], log: Path) -> None:
-        """Start `python -m module…`, which ends when its input does; it speaks in `log`."""
+        """Start `python -m module…`, which exits when its standard input closes; its output goes to
+        `log`."""
         self.title, self.log = title, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             self._process = subprocess.Popen(
-                # -P: the folder we are in holds names that are not ours to import.
+                # -P keeps the working directory off sys.path.
                 [sys.executable, "-P", "-m", *module],
                 stdin=subprocess.PIPE,
                 stdout=stream,
@@ -36,7 +37,7 @@ class TrackerProcess:
         self._is_told = False
 
     def fault(self) -> str | None:
-        """Why it ended before it was asked to; said once."""
+        """Why it exited early; returned once."""
         status = self._process.poll()
         if not status or self._is_told:
             return None
@@ -44,7 +45,7 @@ class TrackerProcess:
         return self._last_words(status)
 
     def let_go(self, ending: Ending) -> None:
-        """No more records will come: the run has `finished` or was `stopped`."""
+        """Signal the end of the run: `finished` or `stopped`."""
         stdin = self._process.stdin
         if stdin:
             with suppress(OSError):
@@ -53,9 +54,9 @@ class TrackerProcess:
                 stdin.close()
 
     def wait(self, until: float) -> str | None:
-        """Wait for it until then on the monotonic clock, and end it if that was too short.
+        """Wait for its exit until that time on the monotonic clock, then kill it.
 
-        Returns what is to be said of that.
+        Returns a message about that, if any.
         """
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
@@ -76,27 +77,27 @@ class TrackerProcess:
 
 
 class TrackerSupervisor:
-    """All of a run's. `notify` is told of each that fails, once."""
+    """All tracker processes of a run. `notify` is called once for each that fails."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self._notify = notify
         self._all: list[TrackerProcess] = []
 
     def start(self, title: str, module: Sequence[str], log: Path) -> None:
-        """Start one more. A process that cannot be started is told, and no fault of the run."""
+        """Start a process. A process that fails to start is reported and does not stop the run."""
         try:
             self._all.append(TrackerProcess(title, module, log))
         except OSError as error:
             self._notify(f"{title} does not follow this run: {error}")
 
     def look(self) -> None:
-        """Say which have failed since the last look."""
+        """Report processes that failed since the last check."""
         for courier in self._all:
             if fault := courier.fault():
                 self._tell(courier, fault)
 
     def close(self, ending: Ending) -> None:
-        """Let all of them finish, for so long at most."""
+        """Let all of them finish within PARTING_SECONDS."""
         until = time.monotonic() + PARTING_SECONDS
         for courier in self._all:
             courier.let_go(ending)

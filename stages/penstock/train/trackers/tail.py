@@ -1,4 +1,4 @@
-"""Reading a file of records while another process appends to it."""
+"""Follow a JSON Lines file while another process appends to it (tail -f)."""
 
 import threading
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ from typing import Any
 from penstock.train.metrics.jsonl import parse_line
 
 LOOK_SECONDS = 0.5
-"""How often it is looked for more."""
+"""Poll interval in seconds."""
 
 
 def follow_lines(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] | None]:
-    """Each whole record in `path`, as it appears; None whenever there is no more for now.
+    """Yield each complete record in `path` as it appears; None if there is no more for now.
 
-    Ends when `ended` is set and all is read.
+    Ends once `ended` is set and the rest has been read.
     """
     while not path.is_file():
         if ended.wait(LOOK_SECONDS):
@@ -25,7 +25,7 @@ def follow_lines(path: Path, ended: threading.Event) -> Iterator[dict[str, Any] 
     with path.open("rb") as stream:
         begun, number = b"", 0
         while True:
-            # Asked before reading: what was written before the end is read after it.
+            # Check before reading, so that everything written before the end is read.
             is_last = ended.is_set()
             for line in stream:
                 begun += line

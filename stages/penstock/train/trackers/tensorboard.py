@@ -1,4 +1,4 @@
-"""TensorBoard: files of events in a folder."""
+"""TensorBoard tracker: event files in a folder."""
 
 # pyright: reportMissingImports=false
 
@@ -13,19 +13,19 @@ from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
 def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """As `Begin` has it. Another file continues those that are there."""
+    """See `Begin`. A new event file continues the existing ones."""
     return _Events(EventFileWriter(str(card.events)), begins_after=told_until(memory))
 
 
 def told_until(memory: Memory) -> int:
-    """The last step that was told in another process."""
+    """The last step logged by an earlier process."""
     return max([0, *memory.get("told", {}).values()])
 
 
 class _Events:
     def __init__(self, writer: EventFileWriter, begins_after: int) -> None:
         self._writer = writer
-        # A process that was killed may have written more than it remembers: readers drop that.
+        # A killed process may have logged more than it recorded: readers drop those steps.
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=begins_after + 1, session_log=start))
 

@@ -1,4 +1,4 @@
-"""What a tracker is: somebody else's place for the numbers of a run."""
+"""Tracker interface: an experiment tracker that receives the metrics of a run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
@@ -8,19 +8,19 @@ from penstock.train.trackers.run_info import RunInfo
 Ending = Literal["finished", "stopped"]
 
 Memory = dict[str, Any]
-"""What a tracker must know to go on with the same run in another process; JSON, kept on disk. Its
-`url`, where it has one, is where people look for the run."""
+"""Resume state of a tracker for the same run in another process; JSON, stored on disk. Its `url`,
+if any, is where users find the run."""
 
 
 class Tracker(Protocol):
-    """One run at one tracker. Anything may be raised: who calls it tries again, or gives up."""
+    """One run at one tracker. May raise anything: the caller retries or gives up."""
 
     def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
-        """The values of a step, known at that time (seconds since the epoch)."""
+        """Log the values of a step, with its time in seconds since the epoch."""
 
     def close(self, ending: Ending) -> None:
-        """Hand over what waits. A run that was stopped may go on later."""
+        """Flush and close. A stopped run may be resumed later."""
 
 
 Begin = Callable[[RunInfo, Memory], Tracker]
-"""Begin a run there, or go on with the one that the memory names; note its name in the memory."""
+"""Create a run, or resume the one in the resume state; store its id there."""

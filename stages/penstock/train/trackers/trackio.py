@@ -1,4 +1,4 @@
-"""trackio: its database on this machine, where `trackio show` finds it."""
+"""trackio tracker: its local database, which `trackio show` displays."""
 
 # pyright: reportMissingImports=false
 
@@ -11,8 +11,8 @@ from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
 def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """As `Begin` has it. Runs are known by name there, so another one of that name gets a part of
-    its key too."""
+    """See `Begin`. trackio identifies runs by name, so another run of the same name gets a part of
+    its key appended."""
     memory.setdefault("id", f"{card.name}-{card.key[:8]}")
     run = trackio.init(
         project=card.project,

@@ -1,7 +1,7 @@
-"""The process that carries a run's records to one tracker.
+"""Uploader process: sends a run's records to one tracker.
 
 It follows metrics.jsonl, so the file is its queue: it may be slow, wait, fail or die without
-training taking notice, and the next one goes on behind the last record that was told.
+affecting training, and the next process continues after the last uploaded record.
 """
 
 import faulthandler
@@ -25,37 +25,37 @@ from penstock.train.trackers.tail import follow_lines
 from penstock.train.trackers.tracker import Begin, Memory, Tracker
 
 ANSWER_SECONDS = 120.0
-"""How long a tracker may take for one call. One that hangs ends this process."""
+"""Timeout in seconds of one tracker call; on a timeout this process exits."""
 PAUSES = (1.0, 5.0, 25.0)
-"""Seconds between attempts at a call that fails."""
+"""Seconds between tries of a failing call."""
 REMEMBER_SECONDS = 5.0
-"""How often it is noted on disk how far the tracker has been told."""
+"""Seconds between saves of the upload state."""
 
 NICENESS = 10
-"""Training goes first."""
+"""Nice value: training has priority."""
 
 T = TypeVar("T")
 
 
 def main(name: str, folder: Path) -> None:
-    """Carry until standard input ends. The last line on stderr says why, if it could not."""
+    """Upload until standard input closes. On failure, the last line on stderr says why."""
     end = work_beside(NICENESS)
     try:
         begin: Begin = import_module(f"penstock.train.trackers.{KNOWN[name].adapter}").begin
-        # That of ranks which were started again may still be finishing.
+        # The uploader of an earlier start of the ranks may still be finishing.
         with FileLock(folder / TRACKERS_FOLDER / f".{name}.lock"):
             carry(name, folder, begin, end)
     except Exception as error:  # noqa: BLE001 - the edge of the process: said, and an exit status
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
-        # Threads of the tracker's own, or what it does at exit, would keep us waiting.
+        # The tracker's own threads or exit handlers could block a normal exit.
         os._exit(1)
     sys.stderr.flush()
     os._exit(0)
 
 
 def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
-    """Tell a tracker all that is in metrics.jsonl and was not told before, until the end."""
+    """Upload all records of metrics.jsonl that were not uploaded before, until the end."""
     file = folder / TRACKERS_FOLDER / f"{name}.json"
     memory: Memory = read_json(file) if file.is_file() else {}
     card = RunInfo.of(Job.read(folder / JOB))
@@ -75,7 +75,7 @@ def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
 
 
 class UploadState:
-    """What was told to a tracker, by kind of record: nothing is told twice."""
+    """The last uploaded step by kind of record, so that nothing is uploaded twice."""
 
     def __init__(self, tracker: Tracker, memory: Memory, every: int) -> None:
         self._tracker, self._every = tracker, every
@@ -83,7 +83,8 @@ class UploadState:
         self._left_out: Mapping[str, Any] | None = None
 
     def consider(self, record: Mapping[str, Any]) -> None:
-        """Tell it, unless it was told, or lies between the steps that are wanted."""
+        """Upload a record, unless it was uploaded before or its step is not on the logging
+        interval."""
         kind = record_kind(record)
         if kind is None or record["step"] <= self._until.get(kind, -1):
             return
@@ -93,7 +94,7 @@ class UploadState:
         self._tell(kind, record)
 
     def the_last(self) -> None:
-        """Tell the last step, if it was left out."""
+        """Upload the last step if it was skipped."""
         if self._left_out and self._left_out["step"] > self._until.get("train", -1):
             self._tell("train", self._left_out)
 
@@ -104,7 +105,7 @@ class UploadState:
 
 
 def _patiently(call: Callable[[], T]) -> T:
-    """What `call` gives, after some attempts if need be; whoever hangs in it ends the process."""
+    """Call with retries; a call that hangs ends the process."""
     for pause in PAUSES:
         try:
             return _in_time(call)

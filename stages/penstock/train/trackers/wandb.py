@@ -1,4 +1,4 @@
-"""Weights & Biases; without a login, into the run's folder, from where `wandb sync` sends it."""
+"""Weights & Biases tracker; without a login, offline in the run folder, for `wandb sync`."""
 
 # pyright: reportMissingImports=false
 
@@ -13,7 +13,7 @@ from penstock.train.trackers.tracker import Ending, Memory, Tracker
 
 
 def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """As `Begin` has it."""
+    """See `Begin`."""
     memory.setdefault("id", secrets.token_hex(8))
     mode = None if env.wandb_is_logged_in() or env.wandb_mode() else "offline"
     run = wandb.init(
@@ -25,7 +25,7 @@ def begin(card: RunInfo, memory: Memory) -> Tracker:
         dir=card.folder,
         config=dict(card.settings),
         mode=mode,
-        # Nothing but what it is told: no console, no code, no commit.
+        # Log only explicit values: no console output, code or git commit.
         settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
     if run.url:
