@@ -53,7 +53,7 @@ class StageError(PenstockError):
     """A stage failed."""
 
 
-class Interrupted(PenstockError):  # noqa: N818 - an interruption is not a fault
+class Interrupted(PenstockError):  # noqa: N818 - an interruption is not an error
     """The run was stopped on request and can be resumed."""
 
     exit_code = 130

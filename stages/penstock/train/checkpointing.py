@@ -177,8 +177,9 @@ class Checkpointer:
             )
 
     def _states_of(self, folder: Path) -> States:
-        """Which states to load: optional for the run's own checkpoints, as configured for a named
-        one."""
+        """Whether to read the optimizer state. `load_optimizer` only applies to a checkpoint that
+        load_checkpoint_path names, or to all if it is "auto"; otherwise the run's own checkpoints
+        are always read in full."""
         train = self._job.config.train
         is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
         return "passed over" if is_meant and not train.load_optimizer else "read"

@@ -87,10 +87,11 @@ class RequestContext:
     async def decoding(
         self, request: Request, call: Call
     ) -> AsyncGenerator[tuple[Decoded, Pass | Sample | EncodedAsk]]:
-        """A body with samples, and its work; that of a large body is encoded already, and is to be
-        submitted within.
+        """Decode a body with samples to its request. That of a large body is already encoded, and
+        must be submitted inside the block.
 
-        Raises Refusal and RequestValidationError. The request knows of whose work they are then.
+        Raises ApiError and RequestValidationError; `request.parsed` then has the model and sequence
+        number.
         """
         assert isinstance(request, BoundedRequest)
         name = new_future()

@@ -98,7 +98,7 @@ class SessionHeartbeats:
     async def _tell_of(self, owner: str, sessions: set[str]) -> None:
         try:
             gone = await self._gone(owner, tuple(sessions))
-        except Exception as error:  # noqa: BLE001 - sessions must not end for a word that failed
+        except Exception as error:  # noqa: BLE001 - an error must not end the sessions
             # A scheduler that is disconnected or slow is informed the next time.
             LOG.warning("heartbeats could not be told: %s", error)
             self._untold[owner] |= sessions

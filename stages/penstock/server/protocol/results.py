@@ -1,4 +1,4 @@
-"""What came of a work, as the engine tells it."""
+"""Results of requests, sent from the scheduler to the API."""
 
 from typing import Literal
 
@@ -9,17 +9,18 @@ from penstock.server.protocol.types import Array, Checkpoint, Endpoint, Lora, Ru
 
 
 class Done(Message):
-    """There is nothing to tell."""
+    """An empty result."""
 
 
 class Gone(Message):
-    """Of Heartbeat: which of those sessions are not there, are another's, or have ended."""
+    """Result of Heartbeat: those sessions that do not exist, belong to another owner, or have
+    ended."""
 
     sessions: tuple[str, ...] = ()
 
 
 class SessionMade(Message):
-    """Of CreateSession."""
+    """Result of CreateSession."""
 
     session: str
     notice: str = ""
@@ -27,13 +28,13 @@ class SessionMade(Message):
 
 
 class Sessions(Message):
-    """Of ListSessions."""
+    """Result of ListSessions."""
 
     sessions: tuple[str, ...]
 
 
 class SessionResult(Message):
-    """Of SessionOf."""
+    """Result of SessionOf."""
 
     session: str
     models: tuple[str, ...]
@@ -42,7 +43,7 @@ class SessionResult(Message):
 
 
 class Served(Message):
-    """What can be trained and sampled from."""
+    """The served base model and its limits."""
 
     base_model: str
     tokenizer: str
@@ -52,43 +53,43 @@ class Served(Message):
     max_rank: int
     samples: bool
     vocab_size: int | None = None
-    """Tokens are below it; None: not known."""
+    """Vocabulary size; None: unknown."""
     notice: str = ""
-    """What whoever begins a session is to know of the model."""
+    """Notice about the model for clients that create a session."""
 
 
 class ModelMade(Message):
-    """Of CreateModel."""
+    """Result of CreateModel."""
 
     model: str
 
 
 class ModelResult(Message):
-    """Of ModelOf."""
+    """Result of ModelOf."""
 
     run: Run
     served: Served
     pending: int
-    """Asks that have not been answered."""
+    """Number of unanswered requests."""
 
 
 class Passed(Message):
-    """For each datum its outputs by name, [T] each, or [T, K] as its targets are; and numbers about
-    all of them."""
+    """Outputs by name for each datum, [T] each, or [T, K] in the shape of its targets; and metrics
+    over all of them."""
 
     outputs: tuple[dict[str, Array], ...]
     metrics: dict[str, float]
-    """Not finite where the numbers are: never hidden."""
+    """May be non-finite."""
 
 
 class Stepped(Message):
-    """Of Step: `grad_norm`, `learning_rate`, `step` and what else there is to tell."""
+    """Result of Step: `grad_norm`, `learning_rate`, `step` and other metrics."""
 
     metrics: dict[str, float]
 
 
 class Saved(Message):
-    """Of SaveState and SaveSampler."""
+    """Result of SaveState and SaveSampler."""
 
     model: str
     name: str
@@ -97,14 +98,14 @@ class Saved(Message):
 
 
 class Loaded(Message):
-    """Of LoadState."""
+    """Result of LoadState."""
 
     model: str
     name: str
 
 
 class SamplerResult(Message):
-    """Of CreateSampler and SamplerOf."""
+    """Result of CreateSampler and SamplerOf."""
 
     sampler: str
     base_model: str
@@ -112,11 +113,11 @@ class SamplerResult(Message):
 
 
 class Sampled(Message):
-    """Of Sample: one sequence for each that was asked for."""
+    """Result of Sample: one sequence per requested completion."""
 
     sequences: tuple[Sequence, ...]
     prompt_logprobs: Array | None = None
-    """float32 [T]; of the first token there is none, which is NaN."""
+    """float32 [T]; NaN for the first token, which has no logprob."""
     topk_prompt_tokens: Array | None = None
     """int32 [T, k]."""
     topk_prompt_logprobs: Array | None = None
@@ -124,35 +125,35 @@ class Sampled(Message):
 
 
 class Runs(Message):
-    """Of ListRuns."""
+    """Result of ListRuns."""
 
     runs: tuple[Run, ...]
     total: int
 
 
 class CheckpointsResult(Message):
-    """Of ListCheckpoints."""
+    """Result of ListCheckpoints."""
 
     checkpoints: tuple[Checkpoint, ...]
 
 
 class WeightsResult(Message):
-    """Of WeightsOf."""
+    """Result of WeightsOf."""
 
     base_model: str
     lora: Lora | None
-    """None: all weights."""
+    """None: full fine-tuning."""
     checkpoint: Checkpoint
 
 
 class Endpoints(Message):
-    """Of AddEndpoint, RemoveEndpoint and ListEndpoints."""
+    """Result of AddEndpoint, RemoveEndpoint and ListEndpoints."""
 
     endpoints: tuple[Endpoint, ...]
 
 
 class Synced(Message):
-    """Of SyncWeights."""
+    """Result of SyncWeights."""
 
     num_parameters: int
     total_bytes: int

@@ -91,7 +91,7 @@ class ThreadedEnd(Generic[Sent, Heard]):
     async def _live(self) -> None:
         try:
             self._channel = self._begin()
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: raised where it was made
+        except Exception as error:  # noqa: BLE001 - re-raised in the main thread
             self._fault = error
             return
         finally:

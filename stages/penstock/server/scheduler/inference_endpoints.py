@@ -67,7 +67,7 @@ class Destinations:
             end(await self._added(work, owner))
         except RequestError as error:
             end(error)
-        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+        except Exception as error:  # noqa: BLE001 - a failed request must not stop others
             end(internal_error(error))
 
     async def _added(self, work: AddEndpoint, owner: str) -> Endpoints:

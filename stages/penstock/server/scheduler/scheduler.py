@@ -218,7 +218,7 @@ class Scheduler:
                 self._end_ask(ask.id, self._told.do(cast(Immediate, ask.work), ask.owner))
         except RequestError as error:
             self._end_ask(ask.id, error)
-        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+        except Exception as error:  # noqa: BLE001 - a failed request must not stop others
             self._end_ask(ask.id, internal_error(error))
 
     def _put(self, ask: Request, work: Ordered | Sample) -> None:
@@ -328,7 +328,7 @@ class Scheduler:
                 outcomes = [await self._result(errand)]
         except RequestError as error:
             outcomes = [error] * len(errands)
-        except Exception as error:  # noqa: BLE001 - one ask is no reason to end all others
+        except Exception as error:  # noqa: BLE001 - a failed request must not stop others
             outcomes = [internal_error(error)] * len(errands)
         return errands, outcomes
 

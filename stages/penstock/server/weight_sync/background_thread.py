@@ -1,4 +1,4 @@
-"""Calls in daemon threads that no end of the process waits for. No torch."""
+"""Calls in daemon threads, which do not block process exit. No torch."""
 
 import threading
 from collections.abc import Callable
@@ -9,15 +9,15 @@ T = TypeVar("T")
 
 
 def run_in_background(act: Callable[[], T]) -> Future[T]:
-    """Do it in a thread that no end of the process waits for."""
+    """Run in a daemon thread, which does not block process exit."""
     future: Future[T] = Future()
-    # Who waits no more does not cancel it: it is done all the same.
+    # Mark as running, so that the future cannot be cancelled: the call completes anyway.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(act())
-        except BaseException as error:  # noqa: BLE001 - raised where its result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by future.result()
             future.set_exception(error)
 
     threading.Thread(target=run, name="penstock-sync", daemon=True).start()

@@ -95,7 +95,7 @@ def _row(number: int, samples: Sequence[Sample]) -> Row:
 def _informed(
     batch: MicroBatch, samples: Sequence[Sample], places: Sequence[int], most: int
 ) -> LossBatch:
-    """`most`: K."""
+    """`most`: K, the largest number of targets per token."""
     size = len(batch.input_ids_T)
     told = {
         field.name: _laid(

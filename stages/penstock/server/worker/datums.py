@@ -38,7 +38,7 @@ class Sample:
     targets: npt.NDArray[np.int32]
     """[T] or [T, K]; IGNORED where there is none."""
     told: Mapping[str, Numbers]
-    """By the fields of Told, of the targets' shape."""
+    """Loss inputs by field name, in the shape of the targets."""
 
     @property
     def num_targets(self) -> int:

@@ -46,7 +46,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
     With `launch.timeout`, hung ranks are killed, and restarted or given up. Raises StageError if no
     rank starts, and ConfigError if the rendezvous with the other nodes fails.
     """
-    from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415 - a finished run starts nothing
+    from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415 - not needed for a finished run
 
     launch = job.config.launch
     address = (

@@ -151,7 +151,7 @@ def peak_resident() -> int:
         fields = _status(Path("/proc/self/status"))
         if "VmHWM" in fields:
             return int(fields["VmHWM"].split()[0]) * 1024
-    import resource  # noqa: PLC0415 - systems that have no /proc have it, and others lack it
+    import resource  # noqa: PLC0415 - exists on Unix, including systems without /proc
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -48,8 +48,8 @@ def over_steps(
     bend: Bend = "linear",
     palest: float | None = None,
 ) -> HeatMap:
-    """`values` has, for each of `steps`, one number per row. `palest`: upper limit of the palest
-    shade's value."""
+    """`values` has, for each of `steps`, one number per row. `palest`: a value at which the palest
+    shade starts, whatever the data."""
     count = min(len(steps), MOST_COLUMNS)
     ends = [(i + 1) * len(steps) // count for i in range(count)]
     starts = [0, *ends[:-1]]

@@ -34,5 +34,5 @@ class _Events:
         self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=found)))
         self._writer.flush()
 
-    def close(self, ending: Ending) -> None:  # noqa: ARG002 - files know no end
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - event files have no status
         self._writer.close()

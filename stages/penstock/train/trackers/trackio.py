@@ -30,8 +30,8 @@ class _Run:
     def __init__(self, run: trackio.Run) -> None:
         self._run = run
 
-    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:  # noqa: ARG002 - it takes its own time
+    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:  # noqa: ARG002 - trackio sets the time
         self._run.log(dict(values), step=step)
 
-    def close(self, ending: Ending) -> None:  # noqa: ARG002 - nothing there tells of it
+    def close(self, ending: Ending) -> None:  # noqa: ARG002 - not supported by trackio
         self._run.finish()

@@ -45,7 +45,7 @@ def main(name: str, folder: Path) -> None:
         # The uploader of an earlier start of the ranks may still be finishing.
         with FileLock(folder / TRACKERS_FOLDER / f".{name}.lock"):
             carry(name, folder, begin, end)
-    except Exception as error:  # noqa: BLE001 - the edge of the process: said, and an exit status
+    except Exception as error:  # noqa: BLE001 - top level: printed, exit status 1
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
         # The tracker's own threads or exit handlers could block a normal exit.
@@ -109,7 +109,7 @@ def _patiently(call: Callable[[], T]) -> T:
     for pause in PAUSES:
         try:
             return _in_time(call)
-        except Exception as error:  # noqa: BLE001 - whatever it is, there is the next attempt
+        except Exception as error:  # noqa: BLE001 - retried
             sys.stderr.write(f"will be tried again: {type(error).__name__}: {error}\n")
             sys.stderr.flush()
             time.sleep(pause)

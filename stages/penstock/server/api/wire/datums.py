@@ -239,7 +239,8 @@ def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
 def _mark_ratio(others: Given, what: str) -> None:
     """Set the mask to the tokens of the sequence importance ratio.
 
-    Raises ApiError if other tokens have a nonzero advantage, or if some of these are masked.
+    Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
+    weight or mask.
     """
     is_of_ratio = others.pop(RATIO_MASK) != 0
     if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
