@@ -100,10 +100,10 @@ Code = Literal[
     "exists",  # 409
     "gone",  # 410
     "busy",  # 429
-    "storage_limit",  # non-finite computed values
-    "not_finite",  # of numbers that were computed
+    "storage_limit",  # 507
+    "not_finite",  # computed values
     "cancelled",
-    "lost",  # The processes that ran it died.
+    "lost",  # the worker processes died
     "unavailable",  # 503
     "internal",  # 500
 ]
