@@ -97,7 +97,7 @@ class DatasetTarget:
             self.hub.api.preupload_lfs_files(
                 self.hub.repo, additions=[addition], repo_type="dataset"
             )
-        if addition.path_or_fileobj == b"":  # already uploaded
+        if addition.path_or_fileobj == b"":  # already uploaded; small files go with the commit
             local.unlink()
         return file, addition
 
