@@ -1,7 +1,7 @@
-"""Kernels as operators of PyTorch's dispatcher, which `torch.compile` passes through.
+"""Kernels as operators of PyTorch's dispatcher, which torch.compile passes through.
 
 A kernel that is only called is opaque to the compiler: it breaks the graph there. As an operator it
-has a name (`torch.ops.penstock.…`), a schema that follows from its annotations, a fake, which says
+has a name (torch.ops.penstock.…), a schema that follows from its annotations, a fake, which says
 what comes out without computing it, and gradients, which are operators too.
 """
 
@@ -27,13 +27,13 @@ def operator(
     backward: Backward | None = None,
     writes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Register `run` as `torch.ops.penstock.<name>` on every device, and return the operator.
+    """Register run as torch.ops.penstock.<name> on every device, and return the operator.
 
     Args:
         run: takes and gives tensors and plain numbers, as annotated. What it gives is new memory,
             no view of what it took.
         fake: with the same arguments, empty tensors of the shapes, strides, dtypes and devices of
-            what `run` gives. Shapes may be symbols: no branch on them.
+            what run gives. Shapes may be symbols: no branch on them.
         keep, backward: its gradients. Without them it has none, as backward's own kernels.
         writes: the arguments that it changes in place.
     """

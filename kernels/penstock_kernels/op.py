@@ -1,7 +1,7 @@
 """An operation: what it means, what makes it fast, and when fast is allowed. No mutable state.
 
-A choice made by a plain call is free of flags and context variables, so that `torch.compile` with
-`fullgraph=True` can trace through it.
+A choice made by a plain call is free of flags and context variables, so that torch.compile with
+fullgraph=True can trace through it.
 """
 
 import os
@@ -49,7 +49,7 @@ class KernelImpl(Generic[P, R]):
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """Call it and it picks; ask for a `backend` by name and it obeys or says why not."""
+    """Call it and it picks; ask for a backend by name and it obeys or says why not."""
 
     name: str
     reference: Callable[P, R]
@@ -75,7 +75,7 @@ class Op(Generic[P, R]):
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names `backend` takes."""
+        """The names backend takes."""
         return ("auto", self.reference_name, *self.fast)
 
     def backend(self, name: str) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Philox4x32-10: random words by counter. The reference; on Triton `tl.philox` is the same."""
+"""Philox4x32-10: random words by counter. The reference; on Triton tl.philox is the same."""
 
 from collections.abc import Sequence
 

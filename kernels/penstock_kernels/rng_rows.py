@@ -61,11 +61,11 @@ def blocks(runs: Sequence[RowKeys], columns: int) -> Iterator[tuple[slice, RowKe
 def words(
     run: RowKeys, first_column: int, columns: int, purpose: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """What is drawn for groups of four columns, from the group of `first_column` on: four words of
+    """What is drawn for groups of four columns, from the group of first_column on: four words of
     32 bits, each int64 [rows, groups].
 
     Those that Philox4x32-10 has for the counter (group, low half of the row, high half of it,
-    `purpose`) and the run's key; rows and columns are counted in the whole tensor.
+    purpose) and the run's key; rows and columns are counted in the whole tensor.
     """
     groups_G = torch.arange(first_column // 4, -(-(first_column + columns) // 4), device=device)
     number_R1 = torch.arange(run.rows, device=device)[:, None] + run.first_row

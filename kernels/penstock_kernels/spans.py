@@ -6,7 +6,7 @@ import torch
 
 
 class Spans(NamedTuple):
-    """A tensor whose elements, in order, are spans of `length`, each `stride` after the one before
+    """A tensor whose elements, in order, are spans of length, each stride after the one before
     it begins."""
 
     tensor: torch.Tensor
@@ -15,7 +15,7 @@ class Spans(NamedTuple):
 
 
 def to_spans(x: torch.Tensor) -> Spans:
-    """`x`, such as one part of a fused projection; or a copy, where it is not such spans.
+    """x, such as one part of a fused projection; or a copy, where it is not such spans.
 
     Memory without a gap is one span, and its stride 0.
     """

@@ -14,7 +14,7 @@ TOGETHER = 1 << 22
 
 
 class Stepped(NamedTuple):
-    """What a step reads and writes of one weight: tensors of one shape, as `adamw_` has them."""
+    """What a step reads and writes of one weight: tensors of one shape, as adamw_ has them."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -26,13 +26,13 @@ class Stepped(NamedTuple):
 def adamw_each_(
     each: Sequence[Stepped], settings: Settings, step: Callable[..., None], small: int = SMALL
 ) -> None:
-    """`step` (an `adamw_`) of every weight, with nothing rounded at random.
+    """step (an adamw_) of every weight, with nothing rounded at random.
 
-    Weights of at most `small` numbers, of the same dtypes, are laid side by side for it. Every
+    Weights of at most small numbers, of the same dtypes, are laid side by side for it. Every
     number comes out as it would alone.
 
     Raises:
-        ValueError: as `step` does.
+        ValueError: as step does.
     """
     alike: dict[tuple[object, ...], list[Stepped]] = {}
     for one in each:

@@ -25,17 +25,17 @@ def adamw_(
 ) -> None:
     """One step (Loshchilov and Hutter 2019, algorithm 2, where decay is a share of the rate).
 
-    All are [..., N, K], each in float32 or bfloat16; `weight`, the moments `first` and `second` and
-    `lost` are changed in place. Everything is computed in float32, of which what is kept in
+    All are [..., N, K], each in float32 or bfloat16; weight, the moments first and second and
+    lost are changed in place. Everything is computed in float32, of which what is kept in
     bfloat16 is rounded once:
 
-    - the weight at random, or with `lost` to the nearest: then `lost` keeps what was rounded away,
+    - the weight at random, or with lost to the nearest: then lost keeps what was rounded away,
       and gives it to the next step (Kahan 1965);
-    - the second moment at random, since near 1 `beta2` changes it by less than half a unit;
+    - the second moment at random, since near 1 beta2 changes it by less than half a unit;
     - the first moment to the nearest.
 
-    Draws are those of `stochastic_round`: of an element's word the low half is the weight's, the
-    high half the second moment's. Without `runs` all is rounded to the nearest.
+    Draws are those of stochastic_round: of an element's word the low half is the weight's, the
+    high half the second moment's. Without runs all is rounded to the nearest.
 
     Raises:
         ValueError: these do not fit together.

@@ -46,7 +46,7 @@ def require_step(
     runs: Sequence[RowKeys] | None,
     first_column: int,
 ) -> None:
-    """Refuse what does not fit together: `tensors` are all that must be like the weight.
+    """Refuse what does not fit together: tensors are all that must be like the weight.
 
     Raises:
         ValueError: their shapes differ, one is not contiguous or neither in float32 nor bfloat16,

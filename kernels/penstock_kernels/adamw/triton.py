@@ -56,7 +56,7 @@ def _step(
     ACROSS: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """`lost_ptr` may be None, and RUNS 0: then nothing is drawn."""
+    """lost_ptr may be None, and RUNS 0: then nothing is drawn."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * ACROSS - first_column % 4 + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]

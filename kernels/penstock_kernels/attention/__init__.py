@@ -1,4 +1,4 @@
-"""Causal attention within each document of a flat micro-batch; grouped key and value heads, windows
+"""Causal attention within each document of a flat micro-batch; grouped key/value heads, windows
 that slide over a document, sinks, soft caps, and start rows that part a document further."""
 
 from collections.abc import Callable

@@ -134,7 +134,7 @@ class _Scratch:
 
 
 class _Walk:
-    """All strips of queries `q_PnRH` in fp32, scaled, and their probabilities."""
+    """All strips of queries q_PnRH in fp32, scaled, and their probabilities."""
 
     def __init__(self, q_PnRH: torch.Tensor, k_PWH: torch.Tensor, lay: _Lay, low: torch.dtype):
         self._q_PnRH, self._k_PWH, self._lay = q_PnRH, k_PWH, lay

@@ -4,7 +4,7 @@ The compiler makes a program for what it has seen, and another when that changes
 documents are others in each micro-batch: here they are numbers in a tensor, of which it knows
 nothing, and documents are laid into buckets when the program runs.
 
-T tokens, N query heads, K key and value heads, H head width.
+T tokens, N query heads, K key/value heads, H head width.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Attention of the newest token of each of several documents to all of it, from kept keys and
 values: what a model does to answer. No gradients.
 
-B documents, C tokens of the longest, K key and value heads, G query heads of each, H head width.
+B documents, C tokens of the longest, K key/value heads, G query heads of each, H head width.
 """
 
 import torch
@@ -20,7 +20,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """One query of each document to its keys, its own among them. Returns [B, N, H].
 
-    Keys and values that `sees_BC` hides (None: nothing) may be anything that is finite. Scores are
+    Keys and values that sees_BC hides (None: nothing) may be anything that is finite. Scores are
     softmaxed in fp32 or wider.
     """
     heads = k_BKCH.shape[1]

@@ -2,7 +2,7 @@
 soft caps and start rows. One call for the whole micro-batch; blocks of tokens in which no query
 sees a key are never visited.
 
-T tokens; N query heads, K key and value heads, H head width; n blocks of the T tokens.
+T tokens; N query heads, K key/value heads, H head width; n blocks of the T tokens.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ def causal_window_mask(
     device: torch.device,
     start_rows_L: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bool [L, L], queries by keys: what comes later, and what lies `window` tokens back or more.
+    """bool [L, L], queries by keys: what comes later, and what lies window tokens back or more.
 
     A token is in its own window, so a window of 1 shows a query nothing but itself. None: a query
     sees all of its past, but for the keys whose start row it has reached; these do not count in a

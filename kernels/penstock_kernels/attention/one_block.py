@@ -15,7 +15,7 @@ from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 
 class Block(NamedTuple):
-    """The two halves of one backend of `block`."""
+    """The two halves of one backend of block."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -31,7 +31,7 @@ def attend(
     window: int | None,
     sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention by `block`, with gradients. Returns [T, N, H]."""
+    """Attention by block, with gradients. Returns [T, N, H]."""
     # Autocast would turn what is computed in fp32 on purpose back.
     with torch.autocast(q_TNH.device.type, enabled=False):
         return _OneBlock.apply(q_TNH, k_TKH, v_TKH, sinks_N, segments, scale, window, block)

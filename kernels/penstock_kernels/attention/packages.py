@@ -3,7 +3,7 @@
 Each has a function of the same name; what it takes, and how it says "all of the past", differs.
 They are imported when they are first called: each loads or builds its kernels then.
 
-T tokens; N query heads, K key and value heads, H head width.
+T tokens; N query heads, K key/value heads, H head width.
 """
 
 # pyright: reportMissingImports=false
@@ -63,14 +63,14 @@ def refusal(
 
 
 def flash_attention_2(*given: Any, **settings: Any) -> torch.Tensor:
-    """As the reference's, but for sinks."""
+    """Same as the reference, except for sinks."""
     from flash_attn import flash_attn_varlen_func  # noqa: PLC0415
 
     return _without_sinks(flash_attn_varlen_func, *given, **settings)
 
 
 def flash_attention_3(*given: Any, **settings: Any) -> torch.Tensor:
-    """As the reference's, but for sinks."""
+    """Same as the reference, except for sinks."""
     from flash_attn_interface import flash_attn_varlen_func  # noqa: PLC0415
 
     return _without_sinks(flash_attn_varlen_func, *given, **settings)
@@ -114,7 +114,7 @@ def flash_attention_4(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """As the reference's, but for soft caps. Sinks are rounded to bf16."""
+    """Same as the reference, except for soft caps. Sinks are rounded to bf16."""
     from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415
 
     assert soft_cap is None, "refused"
@@ -148,7 +148,7 @@ def _past(
     segments: VarlenMetadata, window: int | None, *, everything: int | None
 ) -> tuple[int | None, int | None]:
     """How many tokens to the left of its own and to the right a query sees. Without a window both
-    are `everything`, and it is the causal mask that hides the right."""
+    are everything, and it is the causal mask that hides the right."""
     narrowed = segments.narrowed(window)
     return (everything, everything) if narrowed is None else (narrowed - 1, 0)
 

@@ -20,7 +20,7 @@ TOLERATED_TOKENS = 16
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Documents that attend in one call, as rows of `width` tokens."""
+    """Documents that attend in one call, as rows of width tokens."""
 
     num_documents: int
     width: int
@@ -89,7 +89,7 @@ class VarlenMetadata:
     ) -> "VarlenMetadata":
         """The documents whose lengths are these, one after another.
 
-        `start_rows` part a document further, as answers that share a prompt are parted: for each
+        start_rows part a document further, as answers that share a prompt are parted: for each
         of the T tokens the number, counted over all of them, of the first that no longer sees it.
         Numbers past its document's end hide it from nobody.
 

@@ -30,10 +30,10 @@ def with_sinks(
 def gradient_of_sinks(
     dy_TNH: torch.Tensor, y_TNH: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor
 ) -> torch.Tensor:
-    """The sinks' gradient [N], from what `with_sinks` returned.
+    """The sinks' gradient [N], from what with_sinks returned.
 
     A softmax's gradient at a score is its weight times (the gradient of that weight, 0 here, minus
-    all weights' mean of theirs, which is `dy . y`).
+    all weights' mean of theirs, which is dy . y).
     """
     mean_TN = (dy_TNH.to(lse_TN.dtype) * y_TNH.to(lse_TN.dtype)).sum(-1)
     weight_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).exp()

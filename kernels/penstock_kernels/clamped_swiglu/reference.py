@@ -1,12 +1,12 @@
-"""What clamped_gate means. Obvious, and the judge of every other implementation."""
+"""What clamped_gate means. The reference of every other implementation."""
 
 import torch
 
 
 def clamped_gate(both_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """Return `gate * sigmoid(alpha * gate) * (up + 1)`, [T, F], in the input's dtype.
+    """Return gate * sigmoid(alpha * gate) * (up + 1), [T, F], in the input's dtype.
 
-    T tokens, F features, those of gate and up by turns. Gates above `limit` count as `limit`, and
+    T tokens, F features, those of gate and up by turns. Gates above limit count as limit, and
     what they gate is kept between it and its negative (gpt-oss's activation).
     """
     gate_TF = both_T2F[..., 0::2].clamp(max=limit)

@@ -98,5 +98,5 @@ _clamped_gate_of = operator(
 
 
 def clamped_gate(both_T2F: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """As the reference's; rounded once, from fp32."""
+    """Same as the reference; rounded once, from fp32."""
     return _clamped_gate_of(both_T2F, alpha, limit)

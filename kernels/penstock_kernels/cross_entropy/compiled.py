@@ -1,6 +1,6 @@
-"""The passes as `torch.compile` makes them of the reference: a loop or a kernel each.
+"""The passes as torch.compile makes them of the reference: a loop or a kernel each.
 
-It takes seconds the first time, and a C++ compiler on a CPU. What is compiled is given `data`: a
+It takes seconds the first time, and a C++ compiler on a CPU. What is compiled is given data: a
 chunk is a view, and that its base had as many rows would be compiled in.
 """
 
@@ -16,7 +16,7 @@ from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOpti
 def softmax_stats(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> SoftmaxStats:
-    """As the reference."""
+    """Same as the reference."""
     return _made(terms)[0](logits_CV.data, labels_C)
 
 
@@ -27,7 +27,7 @@ def logits_to_grad_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """As the reference."""
+    """Same as the reference."""
     _made(terms)[1](logits_CV.data, labels_C, log_sum_C, *slopes)
 
 

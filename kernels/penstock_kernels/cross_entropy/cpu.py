@@ -23,7 +23,7 @@ than memory does."""
 def softmax_stats(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> SoftmaxStats:
-    """As the reference."""
+    """Same as the reference."""
     found = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
         _read(y_RV, logits_CV[rows], terms)
@@ -38,7 +38,7 @@ def logits_to_grad_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """As the reference. It has no need of the sums, which a softmax finds again."""
+    """Same as the reference. It has no need of the sums, which a softmax finds again."""
     del log_sum_C
     for rows, y_RV in _blocks(logits_CV):
         bend_RV = _read(y_RV, logits_CV[rows], terms)
@@ -63,7 +63,7 @@ def fused_loss_grad_(
 
 
 def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> torch.Tensor | None:
-    """Fill `y` with logits as the loss sees them; by how much a cap bends them, if there is one."""
+    """Fill y with logits as the loss sees them; by how much a cap bends them, if there is one."""
     y_RV.copy_(logits_RV)
     if terms.soft_cap is None:
         return None

@@ -22,7 +22,7 @@ a GPU, whose value would have to be waited for."""
 def scaled_product_(
     out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: Scale, beta: float = 0
 ) -> torch.Tensor:
-    """`out = beta * out + scale * left @ right`, rounded once.
+    """out = beta * out + scale * left @ right, rounded once.
 
     With a beta of 0 what was there does not count, not even as NaN. Sides in bf16 lie on a coarse
     grid, and so does a product rounded to bf16: to multiply that by a scale and round again moves
@@ -46,7 +46,7 @@ def largest(upstream: torch.Tensor) -> Scale:
 
 
 class WeightGradient:
-    """`scale * sum slope.T @ x` over chunks, added up in fp32 where there are several.
+    """scale * sum slope.T @ x over chunks, added up in fp32 where there are several.
 
     A sum that is wider than what comes of it lies in tiles, which go as their rows are rounded: the
     two are never there whole at the same time.
@@ -55,7 +55,7 @@ class WeightGradient:
     def __init__(
         self, matrix_VK: torch.Tensor, products: torch.dtype, num_chunks: int, scale: Scale
     ) -> None:
-        """`matrix_VK` is as it was given; `products` is the dtype of slopes and rows."""
+        """matrix_VK is as it was given; products is the dtype of slopes and rows."""
         self._matrix_VK, self._scale = matrix_VK, scale
         precise = torch.promote_types(products, torch.float32)
         self._dtype = products if num_chunks == 1 and matrix_VK.dtype == products else precise
@@ -109,7 +109,7 @@ class WeightGradient:
 
 
 def scale_(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Multiply `found` in place, and return it. `by` is a scalar, and is not rounded before."""
+    """Multiply found in place, and return it. by is a scalar, and is not rounded before."""
     precise = torch.promote_types(found.dtype, torch.float32)
     by = by.to(precise)
     if found.dtype == precise:

@@ -1,6 +1,6 @@
 """Cross-entropy of logits that are never there all at once.
 
-Logits are sums of products, `sum_i x_i @ w_i.T`: of hidden states and a head, and of what an
+Logits are sums of products, sum_i x_i @ w_i.T: of hidden states and a head, and of what an
 adapter adds to it. A chunk of tokens at a time they are made, tallied, and turned into their own
 gradient, of which those of the products' sides follow; so nothing is computed twice (idea: Liger
 Kernel, arXiv 2410.10989, its fused linear cross-entropy). Where what comes of each token's loss is
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     passes: Passes = "auto",
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """`scale` times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
+    """scale times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
     fp64).
 
     Products are in the dtype of the first's rows, to which all else is cast. Gradients of matrices
@@ -80,7 +80,7 @@ def linear_cross_entropies(
     divided: VocabShard | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
-    """As `linear_cross_entropy`, the loss of each token, [S], or of each of its labels, [S, L], for
+    """As linear_cross_entropy, the loss of each token, [S], or of each of its labels, [S, L], for
     whoever weighs them afterwards.
 
     The logits are made once more in the backward pass. Raises ValueError also for several labels
@@ -100,7 +100,7 @@ def cross_entropies(
     passes: Passes = "auto",
 ) -> torch.Tensor:
     """The loss of each token, [C], or of each of its labels, [C, L], of logits that are there
-    already. Raises ValueError as `linear_cross_entropies`."""
+    already. Raises ValueError as linear_cross_entropies."""
     _require_plain(labels_C, terms)
     width = logits_CV.shape[1]
     _require_entries(labels_C, divided.size if divided else width)

@@ -24,7 +24,7 @@ ALL = slice(None)
 
 
 def linear_logits(products: Sequence[Product]) -> torch.Tensor:
-    """The sum of products `x_i @ w_i.T`, [S, V], in fp32 (fp64 of fp64).
+    """The sum of products x_i @ w_i.T, [S, V], in fp32 (fp64 of fp64).
 
     Products are computed and rounded in the dtype of the first's rows, to which all else is cast.
     """

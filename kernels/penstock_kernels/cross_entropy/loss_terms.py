@@ -5,7 +5,7 @@ With logits y of a token, V of them, and its label l the loss is
     log_sum - (1 - smoothing) y_l - smoothing mean(y) + z log_sum^2,    log_sum = log sum_v exp(y_v)
 
 where y may be bent by a soft cap: y = cap tanh(x / cap) of what the head gives. Smoothing is as in
-`torch.nn.functional.cross_entropy` (Szegedy et al. 2016, section 7), and the last term the z-loss
+torch.nn.functional.cross_entropy (Szegedy et al. 2016, section 7), and the last term the z-loss
 (Chowdhery et al. 2022, "PaLM", section 5).
 
 C tokens of a chunk.
@@ -55,8 +55,8 @@ class SoftmaxStats(NamedTuple):
 
 
 class LogitGradFactors(NamedTuple):
-    """What the result rises by when a token's logit does, of numbers [C]: `share * softmax - floor`
-    of the logits that are here, and `hit` less for the label's; of K labels it is [C, K]."""
+    """What the result rises by when a token's logit does, of numbers [C]: share * softmax - floor
+    of the logits that are here, and hit less for the label's; of K labels it is [C, K]."""
 
     share: torch.Tensor
     hit: torch.Tensor

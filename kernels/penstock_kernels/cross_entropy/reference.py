@@ -1,4 +1,4 @@
-"""What the passes over a chunk's logits mean. Slow, obvious, and the judge of the others.
+"""What the passes over a chunk's logits mean. The slow reference of the others.
 
 C tokens of a chunk, V entries of the vocabulary; in fp32, or fp64 where the logits are.
 """
@@ -30,7 +30,7 @@ def logits_to_grad_(
 ) -> None:
     """Turn logits into what the result rises by with each of them, in place.
 
-    `log_sum_C` are those of these logits, as `softmax_stats` gives them.
+    log_sum_C are those of these logits, as softmax_stats gives them.
     """
     y_CV = capped(logits_CV, terms)
     found_CV = (y_CV - log_sum_C[:, None]).exp() * slopes.share[:, None]

@@ -1,5 +1,5 @@
 """Passes over a chunk's logits for tokens that may have several labels each, such as the entries
-that another model finds likeliest.
+that another model finds most probable.
 
 The sum of exponentials is found once for all labels of a token, by the passes for one label, which
 are told that theirs is not here. C tokens of a chunk, K labels of each, V entries of the vocabulary

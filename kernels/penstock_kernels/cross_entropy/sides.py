@@ -22,7 +22,7 @@ class Sides(NamedTuple):
     matrices: list[torch.Tensor]
 
     def multiplied(self, rows: slice, out_CV: torch.Tensor) -> torch.Tensor:
-        """The sum of the products of these rows, in `out`."""
+        """The sum of the products of these rows, in out."""
         first, *others = zip(self.rows, self.matrices, strict=True)
         torch.mm(first[0][rows], first[1].t(), out=out_CV)
         for x_SK, matrix_VK in others:
@@ -40,8 +40,8 @@ class SideGradients:
         num_chunks: int,
         scale: Scale,
     ) -> None:
-        """`sides` are as they were given, rows and matrix of one product after another; slopes are
-        `scale` times as steep as those that are added."""
+        """sides are as they were given, rows and matrix of one product after another; slopes are
+        scale times as steep as those that are added."""
         dtype = sides[0].dtype
         self._scale = scale
         self._dtypes = [x_SK.dtype for x_SK in sides[::2]]

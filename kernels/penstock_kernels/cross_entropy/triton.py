@@ -122,7 +122,7 @@ def _slope(
 
 
 def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions) -> SoftmaxStats:
-    """As the reference."""
+    """Same as the reference."""
     count, width = logits_CV.shape
     log_sum_C = logits_CV.new_empty(count, dtype=torch.float32)
     target_C = torch.empty_like(log_sum_C)
@@ -152,7 +152,7 @@ def slope_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """As the reference."""
+    """Same as the reference."""
     count, width = logits_CV.shape
     if not count:
         return

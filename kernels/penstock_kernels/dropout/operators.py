@@ -16,7 +16,7 @@ Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
 
 
 def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
-    """The operation made of the `drop` of the implementation `name`."""
+    """The operation made of the drop of the implementation name."""
 
     def run(
         x: torch.Tensor,
@@ -39,12 +39,12 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
         key: int | torch.Tensor,
         first_feature: int = 0,
     ) -> torch.Tensor:
-        """`x / (1 - rate)` where it is kept and 0 elsewhere, [T, F].
+        """x / (1 - rate) where it is kept and 0 elsewhere, [T, F].
 
-        `places_T` (int64) says of each token which one it is, and `key` (64 bits) of what the draws
-        are besides; the same four always draw the same. `first_feature` is the number of x's first
+        places_T (int64) says of each token which one it is, and key (64 bits) of what the draws
+        are besides; the same four always draw the same. first_feature is the number of x's first
         feature, where x is a run of the features of a wider one. Nothing but places is kept for the
-        backward pass. In what is compiled, rate and key are tensors on the host, as `on_host` makes
+        backward pass. In what is compiled, rate and key are tensors on the host, as on_host makes
         them.
         """
         if not isinstance(rate, torch.Tensor) or not isinstance(key, torch.Tensor):

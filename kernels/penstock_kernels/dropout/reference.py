@@ -1,4 +1,4 @@
-"""What dropout by counter means. Slow, obvious, and the judge of every other implementation.
+"""What dropout by counter means. The slow reference of every other implementation.
 
 T tokens, F features, G groups of four features.
 """
@@ -11,7 +11,7 @@ from penstock_kernels.philox import WORD, philox
 def keep_mask(
     places_T: torch.Tensor, features: int, rate: float, key: int, first_feature: int = 0
 ) -> torch.Tensor:
-    """Whether each element stays, [T, F]: whether its word is at least `rate` of the largest.
+    """Whether each element stays, [T, F]: whether its word is at least rate of the largest.
 
     Word f mod 4 of the counter (f div 4, low half of the place, high half of it, 0) is feature f's.
     """
@@ -34,7 +34,7 @@ def keep_threshold(rate: float) -> int:
 def drop(
     x_TF: torch.Tensor, places_T: torch.Tensor, rate: float, key: int, first_feature: int
 ) -> torch.Tensor:
-    """`x / (1 - rate)` where it is kept and 0 elsewhere, computed in fp32, in x's dtype.
+    """x / (1 - rate) where it is kept and 0 elsewhere, computed in fp32, in x's dtype.
 
     Raises:
         ValueError: for places that are not one for each token.

@@ -38,7 +38,7 @@ def _drop(
 def drop(
     x_TF: torch.Tensor, places_T: torch.Tensor, rate: float, key: int, first_feature: int
 ) -> torch.Tensor:
-    """As the reference's, to the bit."""
+    """Bitwise identical to the reference."""
     x_TF, places_T = x_TF.contiguous(), places_T.contiguous()
     y_TF = torch.empty_like(x_TF)
     T, F = x_TF.shape

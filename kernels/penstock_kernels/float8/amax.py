@@ -28,7 +28,7 @@ def amax(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
 def largest_of_part(
     x_RC: torch.Tensor, sharing: Sharing, first_row: int, rows: int
 ) -> torch.Tensor:
-    """Of rows from `first_row` on of a matrix of so many, one for each of the whole's scales: zero
+    """Of rows from first_row on of a matrix of so many, one for each of the whole's scales: zero
     for those that the part has nothing of."""
     if sharing == "tensor":
         return amax(x_RC, sharing)

@@ -1,4 +1,4 @@
-"""A linear layer in float8 as `torch.compile` sees it: one operator, and one of its gradients.
+"""A linear layer in float8 as torch.compile sees it: one operator, and one of its gradients.
 
 T rows of x, K columns in, N out.
 """
@@ -73,7 +73,7 @@ _linear_of = operator("float8_linear", _linear, fake=_linear_fake, keep=_keep, b
 def float8_linear(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe
 ) -> torch.Tensor:
-    """`x W^T`, [T, N], with its gradients."""
+    """x W^T, [T, N], with its gradients."""
     words = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
     return _linear_of(x_TK, weight_NK, " ".join(words), scheme.block or 0)[0]
 

@@ -39,7 +39,7 @@ class Float8Matrix(NamedTuple):
 
     @property
     def mT(self) -> "Float8Matrix":  # noqa: N802 - torch's name
-        """The transpose, as if it had been quantised; only of what is symmetric."""
+        """The transpose, as if it had been quantized; only of what is symmetric."""
         assert self.is_symmetric, self.sharing
         return Float8Matrix(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
 

@@ -22,7 +22,7 @@ THREE_QUARTERS = 0x600000
 
 
 def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The smallest powers of two, float32, that bring the magnitudes into the range of `kind`.
+    """The smallest powers of two, float32, that bring the magnitudes into the range of kind.
 
     Of what is not finite: no number, so that it is not lost.
     """
@@ -33,5 +33,5 @@ def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def cast_to_fp8(scaled: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The nearest numbers of `kind`, ties to even; what is beyond its range becomes its largest."""
+    """The nearest numbers of kind, ties to even; what is beyond its range becomes its largest."""
     return scaled.clamp(-MOST[kind], MOST[kind]).to(DTYPES[kind])

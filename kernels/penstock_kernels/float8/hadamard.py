@@ -23,7 +23,7 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 
 
 def turn(x: torch.Tensor, block: int, factor: float) -> torch.Tensor:
-    """Each block of the last dimension times the matrix and `factor`, a power of two.
+    """Each block of the last dimension times the matrix and factor, a power of two.
 
     A linear map that is its own adjoint.
     """

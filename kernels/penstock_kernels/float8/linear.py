@@ -27,7 +27,7 @@ def linear(
     scheme: Float8Recipe,
     agreement: AmaxReduceGroups = ALONE,
 ) -> torch.Tensor:
-    """`x W^T`, [..., N], of x [..., K] in its dtype, float32 or bfloat16, in which gradients are
+    """x W^T, [..., N], of x [..., K] in its dtype, float32 or bfloat16, in which gradients are
     computed too.
 
     Compiled, it is one operator, and its gradients another; then nobody else may hold parts of its

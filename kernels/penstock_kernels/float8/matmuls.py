@@ -121,8 +121,8 @@ def gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Those of x [T, K] and of W [N, K], or of one of them.
 
-    `x`: as it came, or its codes where they share one scale and W's gradient is of rounded numbers;
-    None if that is not wanted. `weight_scales`: of the forward pass.
+    x: as it came, or its codes where they share one scale and W's gradient is of rounded numbers;
+    None if that is not wanted. weight_scales: of the forward pass.
     """
     dx = dweight = dy = None
     rounds = (scheme.input_gradient == "quantised", scheme.weight_gradient == "quantised")

@@ -1,4 +1,4 @@
-"""What float8 numbers and their products are. Slow, obvious, and the judge of the others.
+"""What float8 numbers and their products are. The slow reference of the others.
 
 R rows, C columns; M and N rows of two matrices, K columns that their product is summed over.
 """
@@ -15,7 +15,7 @@ def quantise(
 ) -> Float8Matrix:
     """Round a matrix to float8 numbers; it may be the transpose of one that lies in memory.
 
-    `scales`: those it has, where they are known.
+    scales: those it has, where they are known.
     """
     if scales is None:
         scales = compute_scales(amax(x_RC, sharing), kind)
@@ -26,6 +26,6 @@ def quantise(
 def multiply(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> torch.Tensor:
-    """`a b^T`, [M, N] in float32 or bfloat16, summed in float32 and rounded once."""
+    """a b^T, [M, N] in float32 or bfloat16, summed in float32 and rounded once."""
     del sums
     return a_MK.numbers(dtype) @ b_NK.numbers(dtype).mT

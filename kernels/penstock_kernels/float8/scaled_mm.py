@@ -16,7 +16,7 @@ MULTIPLE = 16
 def multiply(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> torch.Tensor:
-    """As the reference's, but for the order of sums."""
+    """Same as the reference, except for the order of sums."""
     a, b = (_whole(each.codes) for each in (a_MK, b_NK))
     return torch._scaled_mm(
         a,

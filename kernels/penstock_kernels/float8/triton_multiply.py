@@ -98,7 +98,7 @@ def _run(
     tiles: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`a` and `b` as bytes; `tiles`: which of the two have scales of tiles, by these letters."""
+    """a and b as bytes; tiles: which of the two have scales of tiles, by these letters."""
     (M, K), N = a.shape, len(b)
     y = a.new_empty((M, N), dtype=dtype)
     if y.numel():
@@ -138,7 +138,7 @@ _product = operator("float8_multiply", _run, fake=_fake)
 def multiply(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> torch.Tensor:
-    """As the reference's, but for the order of sums."""
+    """Same as the reference, except for the order of sums."""
     del sums
     named = {"a": a_MK, "b": b_NK}
     tiles = "".join(name for name, each in named.items() if each.sharing == "tiles")

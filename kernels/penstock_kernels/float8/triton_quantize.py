@@ -126,7 +126,7 @@ _quantised = operator("float8_quantise", _run, fake=_fake)
 def quantise(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> Float8Matrix:
-    """As the reference's, to the bit, of finite numbers; others leave the same scales."""
+    """Bitwise identical to the reference, of finite numbers; others leave the same scales."""
     codes, found = _quantised(x_RC, kind, sharing, scales)
     return Float8Matrix(codes.view(DTYPES[kind]), found, sharing)
 

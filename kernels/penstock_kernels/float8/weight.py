@@ -15,7 +15,7 @@ from penstock_kernels.float8.hadamard import factors, turn
 
 
 class Float8WeightShard(torch.Tensor):
-    """What `linear` takes in the place of a weight [N, K]; to all else it is the numbers it stands
+    """What linear takes in the place of a weight [N, K]; to all else it is the numbers it stands
     for, made when they are asked for."""
 
     coded: Float8Matrix
@@ -26,7 +26,7 @@ class Float8WeightShard(torch.Tensor):
     def __new__(
         cls, coded: Float8Matrix, block: int | None, dtype: torch.dtype
     ) -> "Float8WeightShard":
-        """`dtype`: of the weight, and so of its gradient."""
+        """dtype: of the weight, and so of its gradient."""
         codes = coded.codes
         made = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device
@@ -40,7 +40,7 @@ class Float8WeightShard(torch.Tensor):
         return turned if self.block is None else turn(turned, self.block, factors(self.block)[0])
 
     def __repr__(self, **_: Any) -> str:
-        """What `print` shows."""
+        """What print shows."""
         return f"CodedWeight({list(self.shape)}, {self.coded.sharing})"
 
     @classmethod

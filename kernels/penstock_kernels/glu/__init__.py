@@ -1,4 +1,4 @@
-"""The elementwise half of gated linear units, `activation(gate) * up`, on Triton without storing
+"""The elementwise half of gated linear units, activation(gate) * up, on Triton without storing
 the activation: of SiLU (swiglu), of GELU, and of GELU by its tanh approximation (geglu)."""
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What the gated linear units mean. Obvious, and the judge of every other implementation.
+"""What the gated linear units mean. The reference of every other implementation.
 
 T tokens, F features. The order of roundings is that of Hugging Face's MLPs, so that the two agree
 to the bit (Shazeer 2020, "GLU Variants Improve Transformer").
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 
 
 def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return `silu(gate) * up` in the inputs' dtype."""
+    """Return silu(gate) * up in the inputs' dtype."""
     return F.silu(gate_TF) * up_TF
 
 
 def geglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return `gelu(gate) * up` in the inputs' dtype: the gate times the normal distribution's share
+    """Return gelu(gate) * up in the inputs' dtype: the gate times the normal distribution's share
     below it."""
     return F.gelu(gate_TF) * up_TF
 
 
 def geglu_tanh(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return `gelu(gate) * up` in the inputs' dtype, with the share below the gate as
-    `(1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2` (Hendrycks and Gimpel 2016)."""
+    """Return gelu(gate) * up in the inputs' dtype, with the share below the gate as
+    (1 + tanh(sqrt(2 / pi) * (gate + 0.044715 gate^3))) / 2 (Hendrycks and Gimpel 2016)."""
     return F.gelu(gate_TF, approximate="tanh") * up_TF

@@ -168,5 +168,5 @@ _glu_of = operator("glu", _glu, fake=_glu_fake, keep=_keep, backward=_back)
 
 
 def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return `activation(gate) * up` with a fused backward; rounded once, from fp32."""
+    """Return activation(gate) * up with a fused backward; rounded once, from fp32."""
     return _glu_of(gate_TF, up_TF, activation)

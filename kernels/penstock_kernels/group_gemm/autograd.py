@@ -24,9 +24,9 @@ class Products(NamedTuple):
 
 
 def operators(name: str, by_rows: Product, of_groups: Product) -> Products:
-    """The two products of the implementation `name` as operators.
+    """The two products of the implementation name as operators.
 
-    `by_rows` has gradients, made of both; those that nobody asks for are not computed.
+    by_rows has gradients, made of both; those that nobody asks for are not computed.
     """
 
     def back(ctx: Any, dy_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -29,7 +29,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 
 
 def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    """`a^T b` over each group's rows, zeros without rows, [G, M, N]."""
+    """a^T b over each group's rows, zeros without rows, [G, M, N]."""
     y_GMN = a_TM.new_empty(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
     for rows, y_MN in zip(rows_of_groups(counts_G), y_GMN, strict=True):
         torch.mm(_filled(a_TM[rows]).mT, _filled(b_TN[rows]), out=y_MN)

@@ -1,4 +1,4 @@
-"""What group_gemm means. Obvious, and the judge of every other implementation."""
+"""What group_gemm means. The reference of every other implementation."""
 
 import torch
 
@@ -6,13 +6,13 @@ import torch
 def group_gemm(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each group's rows by its own matrix: `y[t] = weight[g] @ x[t]`, [T, N].
+    """Multiply each group's rows by its own matrix: y[t] = weight[g] @ x[t], [T, N].
 
     Args:
-        x_TK: rows sorted by group: the first `counts_G[0]` belong to group 0, and so on. Rows past
+        x_TK: rows sorted by group: the first counts_G[0] belong to group 0, and so on. Rows past
             the last group's are never read, give rows of zeros and get a gradient of zeros.
         weight_GNK: a matrix for each group, in any memory layout: a parameter kept as [G, K, N] is
-            passed as `parameter.mT`.
+            passed as parameter.mT.
         counts_G: rows of each group, int32 or int64; together at most T.
 
     Every group's matrix gets a gradient, of zeros where the group has no rows.

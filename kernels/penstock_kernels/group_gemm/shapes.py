@@ -57,5 +57,5 @@ def rows_of_groups(counts_G: torch.Tensor) -> Iterator[slice]:
 
 
 def with_unit_stride(weight_GNK: torch.Tensor) -> torch.Tensor:
-    """`weight_GNK` itself where one of its last two dimensions is contiguous, else a copy."""
+    """weight_GNK itself where one of its last two dimensions is contiguous, else a copy."""
     return weight_GNK if 1 in weight_GNK.stride()[-2:] else weight_GNK.contiguous()

@@ -1,6 +1,6 @@
 """How large the pieces of a grouped product are that one program computes, by shape and device.
 
-A rule says it, and which others are worth measuring (`tuning`).
+A rule says it, and which others are worth measuring (tuning).
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ _SHORT = {16: 128, 32: 128, 64: 128}
 
 
 def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:
-    """Tiles for `num_groups` products that share the rows of `x_TK`."""
+    """Tiles for num_groups products that share the rows of x_TK."""
     largest = of_groups(x_TK)
     average = x_TK.shape[0] / num_groups
     for rows, columns in _SHORT.items():
@@ -57,7 +57,7 @@ def candidates(first: Tiles, like: torch.Tensor) -> list[Tiles]:
 
 
 def others(first: Tiles) -> list[Tiles]:
-    """What is worth measuring beside `first`: as many rows, so that the same instructions add in
+    """What is worth measuring beside first: as many rows, so that the same instructions add in
     the same order."""
     if first.rows < _SQUARE.rows:
         found = [first._replace(columns=64), first._replace(stages=3)]

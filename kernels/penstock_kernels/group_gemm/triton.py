@@ -43,7 +43,7 @@ def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def _place(tile, num_rows, num_columns, BAND: tl.constexpr):
-    """Row and column of the tile walked as the `tile`-th: down bands of BAND rows, then right."""
+    """Row and column of the tile walked as the tile-th: down bands of BAND rows, then right."""
     band = tile // (BAND * num_columns)
     height = tl.minimum(num_rows - band * BAND, BAND)
     within = tile % (BAND * num_columns)
@@ -73,7 +73,7 @@ def _by_rows(
     GROUPS: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of y. `WEIGHT` is the weight's contiguous dimension: contracted or resulting."""
+    """One tile of y. WEIGHT is the weight's contiguous dimension: contracted or resulting."""
     row_tile, column_tile = _place(tl.program_id(0), most_tiles, tl.cdiv(N, COLUMNS), BAND)
     each = tl.arange(0, GROUPS)
     tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + each, mask=each <= G, other=2147483647)
@@ -132,7 +132,7 @@ def _of_groups(
     DEPTH: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of one group's `a^T b`, [M, N]."""
+    """One tile of one group's a^T b, [M, N]."""
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     group = tl.program_id(0) // (down * across)
     row_tile, column_tile = _place(tl.program_id(0) % (down * across), down, across, BAND)
@@ -237,7 +237,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 
 
 def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    """`a^T b` over each group's rows, [G, M, N]; zeros for a group without rows."""
+    """a^T b over each group's rows, [G, M, N]; zeros for a group without rows."""
     a_TM, b_TN = a_TM.contiguous(), b_TN.contiguous()
     (T, M), N, G = a_TM.shape, b_TN.shape[1], counts_G.shape[0]
     y_GMN = torch.empty(G, M, N, dtype=a_TM.dtype, device=a_TM.device)

@@ -8,7 +8,7 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 
 def _reference(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor:
-    """Zero, in place, the rows of `y_RW` that `is_unwritten_R` names; return `y_RW`."""
+    """Zero, in place, the rows of y_RW that is_unwritten_R names; return y_RW."""
     return y_RW.masked_fill_(is_unwritten_R[:, None], 0)
 
 

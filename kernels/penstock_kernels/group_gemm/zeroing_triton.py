@@ -29,7 +29,7 @@ def _zero_rows(
 
 
 def zero_rows(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor:
-    """Zero, in place, the rows of `y_RW` that `is_unwritten_R` names; return `y_RW`."""
+    """Zero, in place, the rows of y_RW that is_unwritten_R names; return y_RW."""
     R, W = y_RW.shape
     if y_RW.numel():
         rows = ROWS if W <= ELEMENTS else 1

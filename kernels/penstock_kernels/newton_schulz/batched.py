@@ -23,7 +23,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """As the reference's, but that a product and what is added to it are rounded together."""
+    """Same as the reference, with fused multiply-adds."""
     require_matrices(matrix_NK, steps)
     a, b, c = coefficients
     x = scaled(matrix_NK, eps)

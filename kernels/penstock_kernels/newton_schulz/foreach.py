@@ -15,10 +15,10 @@ def each_by_shape(
     compute: Callable[[torch.Tensor], torch.Tensor],
     together: int = TOGETHER,
 ) -> list[torch.Tensor]:
-    """`compute` of every matrix [N, K], in order, called with stacks of at most `together` numbers.
+    """compute of every matrix [N, K], in order, called with stacks of at most together numbers.
 
     What it makes of a matrix must not depend on the others of a stack, and be transposed where the
-    matrix is, as it is of `newton_schulz`.
+    matrix is, as it is of newton_schulz.
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
     wide = [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]

@@ -1,4 +1,4 @@
-"""What the iteration of Muon means. Slow, obvious, and the judge of every other implementation.
+"""What the iteration of Muon means. The slow reference of every other implementation.
 
 N rows, K columns of a matrix, a stack of such matrices with leading dimensions.
 """
@@ -20,9 +20,9 @@ def newton_schulz(
 ) -> torch.Tensor:
     """A matrix with the same singular vectors whose singular values are near 1, in bfloat16.
 
-    `X <- a X + (b A + c A A) X` with `A = X X'`, so many times, from the matrix divided by its
+    X <- a X + (b A + c A A) X with A = X X', so many times, from the matrix divided by its
     Frobenius norm (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
-    A singular value s becomes `a s + b s^3 + c s^5` each time. All is in bfloat16, whose products
+    A singular value s becomes a s + b s^3 + c s^5 each time. All is in bfloat16, whose products
     are summed in float32. A matrix with more rows than columns is transposed meanwhile.
 
     Matrices [..., N, K] are taken each by itself.
@@ -56,7 +56,7 @@ def scaled(matrix_NK: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, like_NK: torch.Tensor) -> torch.Tensor:
-    """`x` as the matrix lies that it was made of."""
+    """x as the matrix lies that it was made of."""
     return x.mT if is_tall(like_NK) else x
 
 

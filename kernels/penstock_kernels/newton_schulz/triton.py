@@ -56,7 +56,7 @@ def _symmetric(
     DEPTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A tile of `y = times x x' + plus add` and the one across the diagonal; `add` is symmetric, or
+    """A tile of y = times x x' + plus add and the one across the diagonal; add is symmetric, or
     None."""
     # Tiles on and below the diagonal are counted row by row: row i begins at i (i + 1) / 2.
     tile = tl.program_id(0)
@@ -101,7 +101,7 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """As the reference's, but that a product and what is added to it are rounded together."""
+    """Same as the reference, with fused multiply-adds."""
     require_matrices(matrix_NK, steps)
     a, b, c = coefficients
     x = scaled(matrix_NK, eps)
@@ -117,7 +117,7 @@ def newton_schulz(
 def _product(
     x_BNK: torch.Tensor, times: float, add_BNN: torch.Tensor | None = None, plus: float = 0.0
 ) -> torch.Tensor:
-    """`times x x' + plus add`, [B, N, N]."""
+    """times x x' + plus add, [B, N, N]."""
     B, N, K = x_BNK.shape
     y_BNN = x_BNK.new_empty(B, N, N)
     rows = min(TILE, max(LEAST, triton.next_power_of_2(N)))

@@ -1,4 +1,4 @@
-"""Noise on dequantised weights, by counter: a function of key, row and column alone.
+"""Noise on dequantized weights, by counter: a function of key, row and column alone.
 
 So it is the same however a matrix is cut over processes, and in the backward pass and in a layer
 that is computed again it is drawn again rather than kept.

@@ -1,4 +1,4 @@
-"""What noise by counter means. Slow, obvious, and the judge of every other implementation.
+"""What noise by counter means. The slow reference of every other implementation.
 
 N rows, K columns, a stack of such matrices with leading dimensions; R rows of all.
 """
@@ -23,12 +23,12 @@ def add_noise_(
     runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
-    """`weight + alpha * n * step`, in place: n is normal, and a group's step is `step_size`'s.
+    """weight + alpha * n * step, in place: n is normal, and a group's step is step_size's.
 
-    `weight` [..., N, K] is `quantised`, dequantised; the sum is made in float32 and rounded once.
-    `runs` say of all R rows, one after another, whose they are, and `first_column` is the first
+    weight [..., N, K] is quantised, dequantized; the sum is made in float32 and rounded once.
+    runs say of all R rows, one after another, whose they are, and first_column is the first
     one's number in the whole. What is drawn for an element is a function of its run's key and of
-    its row and column in the whole, as `normals` says.
+    its row and column in the whole, as normals says.
 
     Raises:
         ValueError: these do not fit together.
@@ -52,8 +52,8 @@ def normals(run: RowKeys, first_column: int, columns: int, device: torch.device)
 
     Columns 4c to 4c + 3 of row r are made of the four words that Philox4x32-10 has for the counter
     (c, low half of r, high half of r, 1) and the run's key: of two words v and w, by Box and Muller
-    (1958), `sqrt(-2 log u(v)) cos(2 pi u(w))` and the same with `sin`. `u` of a word is
-    `word * 2^-32 + 2^-33`, in float32 like all the rest: at least 2^-33, so that no logarithm is
+    (1958), sqrt(-2 log u(v)) cos(2 pi u(w)) and the same with sin. u of a word is
+    word * 2^-32 + 2^-33, in float32 like all the rest: at least 2^-33, so that no logarithm is
     infinite and no number beyond 6.8, and at most 1.
     """
     one, two, three, four = words(run, first_column, columns, PURPOSE, device)

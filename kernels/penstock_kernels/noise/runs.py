@@ -1,4 +1,4 @@
-"""What fits together: a weight, what it is dequantised of, and whose rows it has."""
+"""What fits together: a weight, what it is dequantized of, and whose rows it has."""
 
 import math
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ def require_runs(
     """Refuse what does not fit together.
 
     Raises:
-        ValueError: the weight is not of the quantised one's shape, the runs are not its rows, a key
-            has more than 64 bits, columns begin within a group, or `alpha` is negative or not
+        ValueError: the weight is not of the quantized one's shape, the runs are not its rows, a key
+            has more than 64 bits, columns begin within a group, or alpha is negative or not
             finite.
     """
     if tuple(weight_NK.shape) != quantised.shape:

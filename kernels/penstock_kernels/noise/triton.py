@@ -51,8 +51,8 @@ def _add(
     RUNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """ROWS x COLUMNS of w. `runs_ptr`: of each run its last row's end, its key, and what its rows'
-    numbers in their tensor are more than here; `spread_ptr`: of each group, or each row."""
+    """ROWS x COLUMNS of w. runs_ptr: of each run its last row's end, its key, and what its rows'
+    numbers in their tensor are more than here; spread_ptr: of each group, or each row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < R)[:, None]
     row = row.to(tl.int64)
@@ -107,7 +107,7 @@ def add_noise_(
     runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
-    """As the reference's, but for the last bits of logarithms and cosines."""
+    """Same as the reference, except for the last bits of logarithms and cosines."""
     require_runs(weight_NK, quantised, alpha, runs, first_column)
     if alpha == 0 or not weight_NK.numel():
         return weight_NK

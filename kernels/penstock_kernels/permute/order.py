@@ -27,7 +27,7 @@ class Order:
 def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     """The order by expert in which the copies of an expert are in the order of their tokens.
 
-    `choice_TK` holds experts' numbers. Any number but 0 to `num_experts` - 1 is nobody: its copy is
+    choice_TK holds experts' numbers. Any number but 0 to num_experts - 1 is nobody: its copy is
     in no expert's rows, and adds nothing to its token. Found on the device, without waiting.
     """
     is_somebody_TK = (choice_TK >= 0) & (choice_TK < num_experts)

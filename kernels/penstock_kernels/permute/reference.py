@@ -1,4 +1,4 @@
-"""What permute and unpermute mean. Obvious, and the judges of every other implementation."""
+"""What permute and unpermute mean. The references of every other implementation."""
 
 import torch
 

@@ -62,7 +62,7 @@ def _weigh(
     D,
     BLOCK: tl.constexpr,
 ):
-    """Of one row: its gradient, `weight * dy`, and its weight's, `dy . row`."""
+    """Of one row: its gradient, weight * dy, and its weight's, dy . row."""
     row = tl.program_id(0).to(tl.int64)
     copy = tl.load(copy_of_row_ptr + row)
     known = tl.where(copy >= 0, D, 0)

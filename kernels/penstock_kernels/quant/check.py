@@ -1,4 +1,4 @@
-"""What cannot be quantised."""
+"""What cannot be quantized."""
 
 import torch
 

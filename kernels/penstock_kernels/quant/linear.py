@@ -1,6 +1,6 @@
-"""Layers whose matrix is quantised and does not learn: the gradient of their rows, and no more.
+"""Layers whose matrix is quantized and does not learn: the gradient of their rows, and no more.
 
-T rows, K columns in, N out, G matrices. The dequantised matrix is never kept for the backward pass;
+T rows, K columns in, N out, G matrices. The dequantized matrix is never kept for the backward pass;
 it is made again there.
 """
 
@@ -26,7 +26,7 @@ GroupGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def linear(x: torch.Tensor, quantised: Quantised, change: Change | None = None) -> torch.Tensor:
-    """`x W^T`, [..., N], of x [..., K] in its dtype; few rows without dequantising all of W.
+    """x W^T, [..., N], of x [..., K] in its dtype; few rows without dequantising all of W.
 
     Raises:
         ValueError: W is not one matrix, or x has other columns.
@@ -46,7 +46,7 @@ def group_linear(
 ) -> torch.Tensor:
     """Rows of x, sorted by group, each by its group's matrix of [G, N, K]: [T, N].
 
-    `multiply` is `group_gemm`, or one of its backends.
+    multiply is group_gemm, or one of its backends.
     """
     return _GroupLinear.apply(x_TK, counts_G, *_parts(quantised), multiply, change)
 

@@ -32,7 +32,7 @@ def _refuses_dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat1
 
 
 def _dequantised(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
-    """`x W^T` of the dequantised matrix."""
+    """x W^T of the dequantized matrix."""
     return x_TK @ dequantise(quantised, x_TK.dtype).mT
 
 

@@ -1,4 +1,4 @@
-"""Matrices that others quantised, in the tensors they are published with, used as they are.
+"""Matrices that others quantized, in the tensors they are published with, used as they are.
 
 ..., N rows and K columns; G groups of a row.
 """
@@ -24,11 +24,11 @@ __all__ = [
 def nf4_of_bitsandbytes(
     packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], group: int = 64
 ) -> Quantised:
-    """bitsandbytes' NF4: `packed` (uint8) and one scale for each group, of the matrix flattened.
+    """bitsandbytes' NF4: packed (uint8) and one scale for each group, of the matrix flattened.
 
     It has the column before in the high four bits of a byte, where ours is in the low ones; all
-    else is alike while groups end where rows do. Scales that were quantised again are made by
-    `bitsandbytes_scales`.
+    else is alike while groups end where rows do. Scales that were quantized again are made by
+    bitsandbytes_scales.
 
     Raises:
         ValueError: rows are not whole groups, or there are fewer numbers than the shape has.
@@ -55,10 +55,10 @@ def bitsandbytes_scales(
     offset: float,
     group: int = 256,
 ) -> torch.Tensor:
-    """Scales that bitsandbytes quantised once more ("double quantisation"), flat, float32.
+    """Scales that bitsandbytes quantized once more ("double quantisation"), flat, float32.
 
-    `codes` choose of 256 levels (`quant_map`), which `scales` (`nested_absmax`) multiply, one for
-    `group` codes; `offset` is their mean, which was taken away before.
+    codes choose of 256 levels (quant_map), which scales (nested_absmax) multiply, one for
+    group codes; offset is their mean, which was taken away before.
     """
     each = levels[codes.flatten().int()]
     return each * scales.repeat_interleave(group)[: len(each)] + offset
@@ -78,7 +78,7 @@ def of_fp8_tiles(
 ) -> Quantised:
     """FP8 in tiles of 128 x 128: e4m3 [..., N, K] and float32 [..., N/128, K/128], rounded up.
 
-    Of a run of a matrix's rows, `first_row` is the first's number, and the scales are those of the
+    Of a run of a matrix's rows, first_row is the first's number, and the scales are those of the
     tiles from that row's on.
     """
     within, rows = first_row % TILE, weight.shape[-2]
@@ -92,7 +92,7 @@ def of_fp8_tiles(
 
 
 def tile_scales(quantised: Quantised) -> torch.Tensor:
-    """`weight_scale_inv` of `block_fp8`, [..., N/128, G]: of a whole matrix, or one from a tile's
+    """weight_scale_inv of block_fp8, [..., N/128, G]: of a whole matrix, or one from a tile's
     first row on.
     """
     return quantised.scales[..., ::TILE, :]

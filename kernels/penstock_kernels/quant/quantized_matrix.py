@@ -1,8 +1,8 @@
-"""A quantised matrix, or a stack of them: its tensors, and how it is cut and laid together.
+"""A quantized matrix, or a stack of them: its tensors, and how it is cut and laid together.
 
 N rows, K columns, B bytes and G groups of a row. Every tensor has the matrices' rows as its last
 dimension but one and leading dimensions (of experts) before it, and a row needs nothing of others:
-any run of rows, of one matrix or of several that are flattened, is a quantised matrix as well.
+any run of rows, of one matrix or of several that are flattened, is a quantized matrix as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["Quantised", "cat"]
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """`codes` times `scales` (times `global_scales`): matrices [..., N, K]."""
+    """codes times scales (times global_scales): matrices [..., N, K]."""
 
     format: Format
     columns: int
@@ -82,7 +82,7 @@ class Quantised:
 
     @staticmethod
     def of_bytes(format: Format, columns: int, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
-        """What `as_bytes` gave, or any run of its rows; views, no copies.
+        """What as_bytes gave, or any run of its rows; views, no copies.
 
         Raises:
             ValueError: a tensor is missing, or is not this format's.
@@ -99,7 +99,7 @@ class Quantised:
         )
 
     def narrow(self, dim: int, start: int, length: int) -> "Quantised":
-        """`length` matrices, rows or columns from `start` on, as a view.
+        """length matrices, rows or columns from start on, as a view.
 
         Columns are cut between groups; where a row has one scale, anywhere.
 
@@ -133,7 +133,7 @@ class Quantised:
         )
 
     def copy_(self, other: "Quantised") -> None:
-        """Take another's numbers, in place: how a parameter or rows of it are requantised.
+        """Take another's numbers, in place: how a parameter or rows of it are requantized.
 
         Not columns: they may share scales with the columns beside them, which would change.
 
@@ -153,7 +153,7 @@ def cat(parts: Sequence[Quantised], dim: int = -2) -> Quantised:
     """Matrices of one format and width, one after another along rows or a leading dimension.
 
     Raises:
-        ValueError: they differ in format or width, or `dim` is that of columns.
+        ValueError: they differ in format or width, or dim is that of columns.
     """
     first = parts[0]
     if dim in (-1, len(first.shape) - 1):

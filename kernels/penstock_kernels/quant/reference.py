@@ -1,4 +1,4 @@
-"""What quantising and dequantising mean. Obvious, and the judge of every other implementation."""
+"""What quantising and dequantising mean. The reference of every other implementation."""
 
 import torch
 
@@ -15,10 +15,10 @@ def quantise(
     format: Format,
     largest: torch.Tensor | None = None,
 ) -> Quantised:
-    """Matrices [..., N, K] in a format; `largest` as `scales.largest` gives it, of the whole.
+    """Matrices [..., N, K] in a format; largest as scales.largest gives it, of the whole.
 
     Raises:
-        ValueError: it is no matrix of floating point numbers, a number is not finite, or `largest`
+        ValueError: it is no matrix of floating point numbers, a number is not finite, or largest
             has another shape.
     """
     require_matrix(weight_NK)

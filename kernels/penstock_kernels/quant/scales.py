@@ -25,12 +25,12 @@ def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torch.Tensor | None:
-    """The largest magnitudes that `quantise` takes, of [..., N, K]; None if it takes none.
+    """The largest magnitudes that quantise takes, of [..., N, K]; None if it takes none.
 
-    Of a matrix [..., 1, 1] for `nvfp4`, of a row [..., N, 1] for `int8` and `fp8`, and for
-    `block_fp8` of the tile that each row's group lies in, [..., N, G]. Whoever holds a part of what
+    Of a matrix [..., 1, 1] for nvfp4, of a row [..., N, 1] for int8 and fp8, and for
+    block_fp8 of the tile that each row's group lies in, [..., N, G]. Whoever holds a part of what
     they are the largest of takes the maximum over all parts' before quantising its own; then the
-    parts' codes are those of the whole. Where a part's rows begin within a tile, `first_row` says
+    parts' codes are those of the whole. Where a part's rows begin within a tile, first_row says
     where in the whole that is. What is no number counts as infinite: maxima over ranks keep it.
     """
     if format.scales == "e4m3":
@@ -45,7 +45,7 @@ def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torc
 def of_rows(
     weight_NK: torch.Tensor, format: Format, given: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """`largest`, given or found, for each row of the weight: [..., N, 1] or [..., N, G].
+    """largest, given or found, for each row of the weight: [..., N, 1] or [..., N, G].
 
     Raises:
         ValueError: what is given has another shape, or the format takes none.
@@ -76,7 +76,7 @@ def _largest(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _of_tiles(weight_NK: torch.Tensor, tall: int, wide: int, above: int) -> torch.Tensor:
-    """Of the tiles that rows' groups lie in, where `above` rows of the first tile are missing."""
+    """Of the tiles that rows' groups lie in, where above rows of the first tile are missing."""
     N, K = weight_NK.shape[-2:]
     missing = 0, -K % wide, above, -(above + N) % tall
     if any(missing):

@@ -1,4 +1,4 @@
-"""How far quantised numbers lie apart: what noise for adaptive quantisation is a multiple of."""
+"""How far quantized numbers lie apart: what noise for adaptive quantisation is a multiple of."""
 
 import torch
 

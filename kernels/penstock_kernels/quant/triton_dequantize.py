@@ -31,7 +31,7 @@ def read(
 ):
     """The numbers of some rows from a column on, float32 [ROWS, COLUMNS]; zeros outside.
 
-    GROUP 0 is a scale for each row, else COLUMNS and `column` are multiples of it.
+    GROUP 0 is a scale for each row, else COLUMNS and column are multiples of it.
     """
     wide = rows.to(tl.int64)[:, None]
     if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "block_fp8":
@@ -116,7 +116,7 @@ def pointers(quantised: Quantised) -> list[torch.Tensor | None]:
 
 
 def dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """As the reference's, to the bit."""
+    """Bitwise identical to the reference."""
     format, shape = quantised.format, quantised.shape
     K = quantised.columns
     y = torch.empty(shape, dtype=dtype, device=quantised.codes.device)

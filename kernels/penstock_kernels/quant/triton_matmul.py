@@ -1,4 +1,4 @@
-"""Few rows times a quantised matrix on Triton: codes become numbers in registers.
+"""Few rows times a quantized matrix on Triton: codes become numbers in registers.
 
 T rows of x, N rows and K columns of the matrix.
 """
@@ -94,7 +94,7 @@ def _multiply(
 
 
 def matmul(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
-    """`x W^T`, [T, N] in x's dtype; sums in float32."""
+    """x W^T, [T, N] in x's dtype; sums in float32."""
     format = quantised.format
     x_TK = x_TK.contiguous()
     (T, K), N = x_TK.shape, quantised.shape[0]

@@ -47,7 +47,7 @@ def _by_groups(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Codes of two to a byte, and their groups' scales. `largest_ptr`: of each row's matrix."""
+    """Codes of two to a byte, and their groups' scales. largest_ptr: of each row's matrix."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS
     inside = (rows < R)[:, None]
@@ -140,7 +140,7 @@ def quantise(
     format: Format,
     largest: torch.Tensor | None = None,
 ) -> Quantised:
-    """As the reference's, to the bit."""
+    """Bitwise identical to the reference."""
     require_matrix(weight_NK)
     in_tiles = format.tile_rows > 1 and largest is None
     magnitudes = None if in_tiles else of_rows(weight_NK, format, largest)

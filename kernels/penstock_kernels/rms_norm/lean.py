@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference's, but for the last bits of sums."""
+    """Same as the reference, except for the last bits of sums."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x_TD, weight_D, eps)
     # To the same bits: what looks again is to see what was seen.
@@ -64,6 +64,6 @@ def _normed(
 def add_rms_norm(
     x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's, but for the last bits of sums."""
+    """Same as the reference, except for the last bits of sums."""
     sum_TD = stream_TD + x_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps)

@@ -1,12 +1,12 @@
-"""What rms_norm means. Obvious, and the judge of every other implementation."""
+"""What rms_norm means. The reference of every other implementation."""
 
 import torch
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `x / rms(x) * weight` over the last dimension, in x's dtype. Any leading dimensions.
+    """Return x / rms(x) * weight over the last dimension, in x's dtype. Any leading dimensions.
 
-    Normalised in fp32, cast back, then scaled: Hugging Face's LlamaRMSNorm, except that a weight
+    Normalized in fp32, cast back, then scaled: Hugging Face's LlamaRMSNorm, except that a weight
     kept in another precision (fp32 masters under autocast) never raises the dtype of the result.
     """
     x = x_TD.float()
@@ -17,6 +17,6 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `stream + x`, rounded to their dtype, and `rms_norm` of it."""
+    """Return stream + x, rounded to their dtype, and rms_norm of it."""
     sum_TD = stream_TD + x_TD
     return sum_TD, rms_norm(sum_TD, weight_D, eps)

@@ -164,7 +164,7 @@ def _gradients(
     scale: torch.Tensor,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """That of x, plus `dsum`, and that of the weight, or nothing if it is not wanted."""
+    """That of x, plus dsum, and that of the weight, or nothing if it is not wanted."""
     D = x.shape[-1]
     num_rows = x.numel() // D
     dx = x.new_empty(x.shape)
@@ -274,7 +274,7 @@ _add_norm_of = operator(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return `x / rms(x) * weight` over the last dimension, with a fused backward."""
+    """Return x / rms(x) * weight over the last dimension, with a fused backward."""
     y_TD, _ = _norm_of(x_TD, weight_D, eps)
     return y_TD
 

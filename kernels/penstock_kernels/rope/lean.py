@@ -35,7 +35,7 @@ def rope(
     sin_TR: torch.Tensor,
     pairs: Pairs = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's, to the bit."""
+    """Bitwise identical to the reference."""
     both = torch.cat((q_TNH, k_TKH), dim=1)
     both = turned(both, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
     heads = q_TNH.shape[1]

@@ -1,4 +1,4 @@
-"""What rope means. Obvious, and the judge of every other implementation."""
+"""What rope means. The reference of every other implementation."""
 
 from typing import Literal
 
@@ -16,8 +16,8 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn queries and keys by their positions. T tokens, N and K heads, H head width.
 
-    Of each head the first R features turn, R <= H. With `halves` feature i is paired with feature
-    i + R/2 (Hugging Face's convention), with `neighbours` feature 2i with 2i + 1 (the RoFormer
+    Of each head the first R features turn, R <= H. With halves feature i is paired with feature
+    i + R/2 (Hugging Face's convention), with neighbours feature 2i with 2i + 1 (the RoFormer
     paper's); cos and sin hold each of the R/2 angles twice, where its two features are. Computed in
     the wider of the dtypes; the results have those of q and k.
     """

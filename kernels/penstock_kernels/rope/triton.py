@@ -194,5 +194,5 @@ def rope(
     sin_TR: torch.Tensor,
     pairs: Pairs = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's; rounded once, from fp32."""
+    """Same as the reference; rounded once, from fp32."""
     return _turned_of(q_TNH, k_TKH, cos_TR, sin_TR, pairs, False)

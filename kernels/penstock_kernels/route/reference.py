@@ -1,4 +1,4 @@
-"""What route means. Obvious, and the judge of every other implementation."""
+"""What route means. The reference of every other implementation."""
 
 from typing import Literal
 
@@ -18,8 +18,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best experts of each token, int64 [T, K], and their weights, fp32 [T, K].
 
-    T tokens, E experts in `num_groups` runs of equal length. A token chooses among the experts of
-    the groups whose two best scores have the largest sum. `bias_E` counts for choosing alone.
+    T tokens, E experts in num_groups runs of equal length. A token chooses among the experts of
+    the groups whose two best scores have the largest sum. bias_E counts for choosing alone.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()

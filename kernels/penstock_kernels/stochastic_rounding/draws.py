@@ -1,4 +1,4 @@
-"""Draws and roundings in registers, for Triton's kernels: as `runs` and the reference say."""
+"""Draws and roundings in registers, for Triton's kernels: as runs and the reference say."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false

@@ -1,4 +1,4 @@
-"""What rounding at random means. Slow, obvious, and the judge of every other implementation.
+"""What rounding at random means. The slow reference of every other implementation.
 
 N rows, K columns, a stack of such matrices with leading dimensions; R rows of all.
 """
@@ -19,19 +19,19 @@ LOW = 0xFFFF
 def stochastic_round(
     x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
 ) -> torch.Tensor:
-    """`x` [..., N, K], float32, in bfloat16: one of the two neighbours, the nearer more often.
+    """x [..., N, K], float32, in bfloat16: one of the two neighbours, the nearer more often.
 
     The mean of what a number is rounded to is the number: of the distance between its neighbours it
     is some share above the one that is closer to zero, in 65536ths, and that is the chance of the
     other one. What bfloat16 holds stays, infinities and what is no number too. Beyond the largest
     number the other neighbour is infinite.
 
-    `runs` say of all R rows, one after another, whose they are, and `first_column` is the first
+    runs say of all R rows, one after another, whose they are, and first_column is the first
     one's number in the whole tensor. What is drawn for an element is a function of its run's key
     and of its row and column there.
 
     Raises:
-        ValueError: `x` is not in float32, or runs are not its rows.
+        ValueError: x is not in float32, or runs are not its rows.
     """
     require_float32(x_NK)
     require_rows(x_NK.shape, runs, first_column)
@@ -61,7 +61,7 @@ def drawn_words(
 
 
 def rounded(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """float32 as bfloat16, up where the low half of its bits and `drawn`, 0 to 65535, make more
+    """float32 as bfloat16, up where the low half of its bits and drawn, 0 to 65535, make more
     than 65535 together."""
     bits = (x.contiguous().view(torch.int32) + drawn.to(torch.int32)) & ~LOW
     return torch.where(x.isnan(), x, bits.view(torch.float32)).to(torch.bfloat16)

@@ -38,7 +38,7 @@ def _round(
 def stochastic_round(
     x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
 ) -> torch.Tensor:
-    """As the reference's, to the bit."""
+    """Bitwise identical to the reference."""
     require_float32(x_NK)
     require_rows(x_NK.shape, runs, first_column)
     x_NK = x_NK.contiguous()

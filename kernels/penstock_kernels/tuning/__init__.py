@@ -4,7 +4,7 @@ A kernel has a rule that gives a good choice for every shape, and may have a few
 it. Candidates leave every sum in its order, so that what is chosen changes no result: ranks agree,
 and a run that goes on elsewhere goes on alike. What would change one has a rule alone.
 
-Files are `tuning/<device>.json` in the folder that PENSTOCK_CACHE_HOME names, else in `penstock` in
+Files are tuning/<device>.json in the folder that PENSTOCK_CACHE_HOME names, else in penstock in
 the user's cache folder.
 """
 
@@ -31,7 +31,7 @@ def chosen(
     run: Callable[[Candidate], Any],
     kind: str = "",
 ) -> Candidate:
-    """Which of `candidates` a Triton kernel is launched with, the first being what its rule says.
+    """Which of candidates a Triton kernel is launched with, the first being what its rule says.
 
     Args:
         like: a tensor of the launch, for its device and dtype.

@@ -60,7 +60,7 @@ class AutotuneCache:
         return kernel["choices"].get(question.inputs, {}).get("choice")
 
     def add(self, question: AutotuneKey, choice: Choice, microseconds: dict[str, float]) -> None:
-        """Note a choice, and what it was chosen by. To be called `alone`."""
+        """Note a choice, and what it was chosen by. To be called alone."""
         kernels = self._read()
         kernel = kernels.get(question.kernel, {})
         if kernel.get("made_by") != question.made_by:

@@ -36,9 +36,9 @@ class Autotuner:
         *,
         may_measure: bool = True,
     ) -> Candidate:
-        """The fastest of `candidates`, the first of which is what is taken unmeasured.
+        """The fastest of candidates, the first of which is what is taken unmeasured.
 
-        `run` does a candidate's work, again and again if need be.
+        run does a candidate's work, again and again if need be.
         """
         key = question, candidates[0]
         if (known := self._known.get(key)) is not None:

@@ -1,6 +1,6 @@
 """Attention of some queries to some keys, with what it takes to merge it with attention to others.
 
-Q queries, S keys, N query heads, K key and value heads (N a multiple of K), H head width. The
+Q queries, S keys, N query heads, K key/value heads (N a multiple of K), H head width. The
 backends are called as attention's are, so that one name chooses both. The packages of
 FlashAttention give no gradients of a block; PyTorch's kernels of the same algorithm do.
 """

@@ -31,7 +31,7 @@ class Rectangle:
         *,
         reaches: Sequence[int | None] = (),
     ) -> list["Rectangle"]:
-        """One for each pair of queries and keys, at the price of one copy to the device. `reaches`
+        """One for each pair of queries and keys, at the price of one copy to the device. reaches
         are theirs in turn; None where there are no more."""
         bounds = [((0, queries), (0, keys)) for queries, keys in sizes]
         laid = torch.tensor(bounds, dtype=torch.int32, device=device).unbind()
@@ -53,7 +53,7 @@ Sees = Rectangle | VarlenMetadata
 
 
 def refuses_sizes(q_QNH: torch.Tensor, k_SKH: torch.Tensor, sees: Sees) -> str | None:
-    """Whether there are as many queries and keys as `sees` speaks of."""
+    """Whether there are as many queries and keys as sees speaks of."""
     if isinstance(sees, Rectangle):
         expected = (sees.num_queries, sees.num_keys)
     else:

@@ -23,7 +23,7 @@ def forward(
     k_BLKH: torch.Tensor,
     v_BLKH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of all tokens, from `attend(hidden, q, k, v)` of rows of chunks."""
+    """Output and log-sum-exp of all tokens, from attend(hidden, q, k, v) of rows of chunks."""
     hidden_C2C = _hidden(window, q_BLNH.device)
     q, k, v = (_cut(part, window) for part in (q_BLNH, k_BLKH, v_BLKH))
     results = [attend(_own(hidden_C2C), q[:, 0], k[:, 0], v[:, 0])]
@@ -44,7 +44,7 @@ def backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of rows of chunks."""
+    """Gradients of all tokens, from gradients(hidden, dy, q, k, v, y, lse) of rows of chunks."""
     hidden_C2C = _hidden(window, q_BLNH.device)
     whole = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (_cut(part, window) for part in whole)

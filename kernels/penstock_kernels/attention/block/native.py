@@ -32,7 +32,7 @@ def refuses_backward(
     scale: float,
     window: int | None = None,
 ) -> str | None:
-    """What the forward pass refuses."""
+    """Same as in the forward pass."""
     del dy_QNH, y_QNH, lse_QN
     return unsupported_reason(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
@@ -45,7 +45,7 @@ def block(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's, in one call."""
+    """Same as the reference, in one call."""
     *bounds, causal, left, right = _limits(sees, window)
     y_QNH, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
         q_QNH,
@@ -73,7 +73,7 @@ def block_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the reference's, in one call."""
+    """Same as the reference, in one call."""
     *bounds, causal, left, right = _limits(sees, window)
     # Without dropout the state of the random numbers is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)

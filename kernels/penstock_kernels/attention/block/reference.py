@@ -1,4 +1,4 @@
-"""What a block of attention means. Slow, obvious, and the judge of the others.
+"""What a block of attention means. The slow reference of the others.
 
 The backward formulas are those of Dao et al. 2022, "FlashAttention", appendix B.2: with the output
 and log-sum-exp of all keys, each block's gradients are its own summands of the whole's.
@@ -23,7 +23,7 @@ def block(
     """Attention of the queries to the keys they see, as if there were no others.
 
     Of documents a query sees no token whose start row it has reached, and of the others the last
-    `window` up to its own; None: all. A rectangle says for itself what it shows.
+    window up to its own; None: all. A rectangle says for itself what it shows.
 
     Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
     [Q, N], in fp32 or wider.
@@ -51,7 +51,7 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This block's part of the gradients of the queries [Q, N, H], keys and values [S, K, H].
 
-    `y_QNH` and `lse_QN` are those of the queries' attention to all keys, of this block and others.
+    y_QNH and lse_QN are those of the queries' attention to all keys, of this block and others.
     """
     dq_QNH, dk_SKH, dv_SKH = (torch.zeros_like(part) for part in (q_QNH, k_SKH, v_SKH))
     for queries, keys, hidden in _parts(q_QNH, sees, window):

@@ -56,7 +56,7 @@ def refuses_backward(
     scale: float,
     window: int | None = None,
 ) -> str | None:
-    """What the forward pass refuses."""
+    """Same as in the forward pass."""
     del dy_QNH, y_QNH, lse_QN
     return unsupported_reason(q_QNH, k_SKH, v_SKH, sees, scale, window)
 
@@ -69,7 +69,7 @@ def block(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's."""
+    """Same as the reference."""
     q, k, v = (_computable(part) for part in (q_QNH, k_SKH, v_SKH))
     if isinstance(sees, Rectangle):
         attend = partial(_forward, scale, "all", sees.hidden_keys(q.device))
@@ -94,7 +94,7 @@ def block_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the reference's."""
+    """Same as the reference."""
     dy, q, k, v, y = (_computable(part) for part in (dy_QNH, q_QNH, k_SKH, v_SKH, y_QNH))
     if isinstance(sees, Rectangle):
         parts = (part.unsqueeze(0) for part in (dy, q, k, v, y, lse_QN))
@@ -189,7 +189,7 @@ def _forward(
     k_BSKH: torch.Tensor,
     v_BSKH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [B, L, N, H] and its log-sum-exp [B, L, N]; of the keys, S in a row, `hidden_LS`
+    """The output [B, L, N, H] and its log-sum-exp [B, L, N]; of the keys, S in a row, hidden_LS
     are not seen."""
     q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BSKH, v_BSKH))
     causal, bias = keys == "past", _bias(hidden_LS, q)
