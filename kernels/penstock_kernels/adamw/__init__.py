@@ -1,7 +1,7 @@
-"""A step of AdamW in one pass, for weights and states in float32 or bfloat16.
+"""Fused AdamW step, for weights and states in float32 or bfloat16.
 
-What is rounded is rounded at random by counter, so that small steps are not lost, and so that no
-cut of a tensor changes it; or what is rounded away is kept.
+bfloat16 results are rounded stochastically with counter-based random numbers, so that small updates
+are kept and results do not depend on sharding; or with Kahan summation.
 """
 
 from collections.abc import Mapping, Sequence

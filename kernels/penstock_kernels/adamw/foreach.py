@@ -1,4 +1,4 @@
-"""A step of AdamW of many tensors: the small ones side by side, as one."""
+"""AdamW step of many tensors: small ones are concatenated."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ TOGETHER = 1 << 22
 
 
 class Stepped(NamedTuple):
-    """What a step reads and writes of one weight: tensors of one shape, as adamw_ has them."""
+    """Inputs and outputs of a step of one weight: tensors of one shape, as in `adamw_`."""
 
     weight: torch.Tensor
     gradient: torch.Tensor
@@ -26,13 +26,13 @@ class Stepped(NamedTuple):
 def adamw_each_(
     each: Sequence[Stepped], settings: Settings, step: Callable[..., None], small: int = SMALL
 ) -> None:
-    """step (an adamw_) of every weight, with nothing rounded at random.
+    """Apply `step` (an `adamw_`) to every weight, without stochastic rounding.
 
-    Weights of at most small numbers, of the same dtypes, are laid side by side for it. Every
-    number comes out as it would alone.
+    Weights of at most `small` elements, of the same dtypes, are concatenated for it. Results equal
+    those of separate calls.
 
     Raises:
-        ValueError: as step does.
+        ValueError: as `step` does.
     """
     alike: dict[tuple[object, ...], list[Stepped]] = {}
     for one in each:

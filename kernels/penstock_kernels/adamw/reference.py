@@ -1,4 +1,4 @@
-"""What a step of AdamW means, also with weights and states in bfloat16. The judge of every other.
+"""Definition of an AdamW step, also with weights and states in bfloat16.
 
 R rows of all matrices, K columns.
 """
@@ -23,22 +23,22 @@ def adamw_(
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:
-    """One step (Loshchilov and Hutter 2019, algorithm 2, where decay is a share of the rate).
+    """One step (Loshchilov and Hutter 2019, algorithm 2, with decay multiplied by the learning rate).
 
-    All are [..., N, K], each in float32 or bfloat16; weight, the moments first and second and
-    lost are changed in place. Everything is computed in float32, of which what is kept in
-    bfloat16 is rounded once:
+    All are [..., N, K], each in float32 or bfloat16; `weight`, the moments `first` and `second` and
+    `lost` are changed in place. Everything is computed in float32, and bfloat16 results are rounded
+    once:
 
-    - the weight at random, or with lost to the nearest: then lost keeps what was rounded away,
-      and gives it to the next step (Kahan 1965);
-    - the second moment at random, since near 1 beta2 changes it by less than half a unit;
-    - the first moment to the nearest.
+    - the weight stochastically, or with `lost` to nearest: then `lost` stores the rounding error
+      and adds it in the next step (Kahan 1965);
+    - the second moment stochastically, since near 1 `beta2` changes it by less than half a unit;
+    - the first moment to nearest.
 
-    Draws are those of stochastic_round: of an element's word the low half is the weight's, the
-    high half the second moment's. Without runs all is rounded to the nearest.
+    Random numbers are those of `stochastic_round`: the low half of an element's word is for the
+    weight, the high half for the second moment. Without `runs` everything is rounded to nearest.
 
     Raises:
-        ValueError: these do not fit together.
+        ValueError: the arguments do not fit together.
     """
     require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
     columns = weight.shape[-1]

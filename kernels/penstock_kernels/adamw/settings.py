@@ -1,4 +1,4 @@
-"""What a step of AdamW is told, and what of it does not fit together."""
+"""Settings of an AdamW step, and their validation."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of one step."""
+    """Hyperparameters of one step."""
 
     lr: float
     beta1: float
@@ -46,7 +46,7 @@ def require_step(
     runs: Sequence[RowKeys] | None,
     first_column: int,
 ) -> None:
-    """Refuse what does not fit together: tensors are all that must be like the weight.
+    """Validate a step: `tensors` are all tensors that must be like the weight.
 
     Raises:
         ValueError: their shapes differ, one is not contiguous or neither in float32 nor bfloat16,

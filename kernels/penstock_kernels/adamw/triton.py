@@ -56,7 +56,7 @@ def _step(
     ACROSS: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """lost_ptr may be None, and RUNS 0: then nothing is drawn."""
+    """`lost_ptr` may be None, and RUNS 0: then nothing is rounded stochastically."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * ACROSS - first_column % 4 + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
@@ -100,8 +100,9 @@ def adamw_(
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:
-    """As the reference's, but for products and sums that are rounded together, and what is drawn
-    within a hair of that."""
+    """Same as the reference, except for fused multiply-adds, and for stochastic rounding of values that
+    differ because of them.
+    """
     require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
     if not weight.numel():
         return

@@ -1,5 +1,6 @@
-"""Causal attention within each document of a flat micro-batch; grouped key/value heads, windows
-that slide over a document, sinks, soft caps, and start rows that part a document further."""
+"""Varlen attention: causal within each document of a packed micro-batch; grouped-query attention,
+sliding windows, sinks, soft caps, and start rows that mask a document further.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,11 @@
-"""Causal attention of documents of one width on a CPU: a strip of queries at a time, against all
-the keys up to its end.
+"""Causal attention of documents of one width on a CPU: a strip (block) of queries at a time, against
+all keys up to its end.
 
-PyTorch's fused kernel multiplies small tiles by itself, at half the speed of the libraries that
-multiply matrices. A strip's scores are whole rows, so they are two products and PyTorch's softmax;
-in the backward pass they are made once more, and nothing quadratic is kept. Scores and their
-gradients are products in fp32; probabilities and what comes of scores' gradients are rounded to
-the inputs' dtype before they are multiplied on, as in FlashAttention (arXiv 2307.08691).
+PyTorch's fused kernel multiplies small tiles itself, at half the speed of BLAS libraries. The
+scores of a strip are complete rows, so they are two matmuls and PyTorch's softmax; the backward
+pass recomputes them, and nothing quadratic is stored. Scores and their gradients are fp32;
+probabilities and gradients of scores are rounded to the inputs' dtype before the next matmul, as
+in FlashAttention (arXiv 2307.08691).
 
 B documents, W tokens of each, padded to whole strips; N query heads, K key heads, G = N / K; P
 pairs of a document and a key head; n strips of L queries, R = G * L rows of a pair's strip; E keys
@@ -36,14 +36,14 @@ SCORES = 8 << 20
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of this dtype."""
+    """Whether this CPU has matmul instructions for this dtype."""
     if dtype == torch.bfloat16:
         return bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     return dtype == torch.float32
 
 
 def should_use(q_SNH: torch.Tensor, k_SKH: torch.Tensor, bucket: LengthBucket) -> bool:
-    """Whether documents of this bucket are attended to faster this way."""
+    """Whether strips are faster for the documents of this bucket."""
     if q_SNH.device.type != "cpu" or not _multiplies(q_SNH.dtype) or bucket.width < SHORTEST:
         return False
     rows = q_SNH.shape[1] // k_SKH.shape[1] * QUERIES[q_SNH.dtype]
@@ -57,7 +57,7 @@ def cpu_flash_attention(
     bucket: LengthBucket,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of each document of a bucket, which is served, to itself. Returns [S, N, H].
+    """Causal attention within each document of a supported bucket. Returns [S, N, H].
 
     Inputs have one dtype, which is the result's.
     """
@@ -120,8 +120,8 @@ class _Strip(NamedTuple):
 
 
 class _Scratch:
-    """Memory for one strip's rows of numbers after another: fresh memory costs a CPU as much as
-    what is done with it."""
+    """Reusable memory for one strip's rows: allocating memory costs a CPU as much as the computation.
+    """
 
     def __init__(self, like_PnRH: torch.Tensor, width: int, at_once: int, dtype: torch.dtype):
         self._rows = like_PnRH.shape[2]

@@ -1,8 +1,7 @@
-"""attention on a CPU as one operator, for models that are compiled.
+"""attention on a CPU as one custom operator, for torch.compile.
 
-The compiler makes a program for what it has seen, and another when that changes. The lengths of
-documents are others in each micro-batch: here they are numbers in a tensor, of which it knows
-nothing, and documents are laid into buckets when the program runs.
+The compiler specializes on sizes, and document lengths differ in each micro-batch: here they are
+values of a tensor, which the compiler does not inspect, and buckets are formed at run time.
 
 T tokens, N query heads, K key/value heads, H head width.
 """
@@ -129,7 +128,7 @@ def traced(
     window: int | None,
     sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As sdpa's, [T, N, H]. Of the documents it reads their bounds and start rows."""
+    """Same as sdpa, [T, N, H]. Uses only boundaries and start rows of the documents."""
     y_TNH, _ = _operator(
         q_TNH, k_TKH, v_TKH, sinks_N, segments.cu_seqlens, segments.start_rows, scale, window
     )

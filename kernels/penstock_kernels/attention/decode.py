@@ -1,5 +1,5 @@
-"""Attention of the newest token of each of several documents to all of it, from kept keys and
-values: what a model does to answer. No gradients.
+"""Decode attention: the newest token of each of several documents attends to the KV cache. No
+gradients.
 
 B documents, C tokens of the longest, K key/value heads, G query heads of each, H head width.
 """
@@ -18,10 +18,10 @@ def decode_attention(
     scale: float,
     sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query of each document to its keys, its own among them. Returns [B, N, H].
+    """One query of each document to its keys, including its own. Returns [B, N, H].
 
-    Keys and values that sees_BC hides (None: nothing) may be anything that is finite. Scores are
-    softmaxed in fp32 or wider.
+    Keys and values that `sees_BC` masks (None: none) may be any finite values. The softmax is computed
+    in fp32 or wider.
     """
     heads = k_BKCH.shape[1]
     # The query heads of a key head are as queries that see the same: nothing has to be repeated.

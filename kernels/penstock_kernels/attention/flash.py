@@ -1,4 +1,4 @@
-"""What the flash attention kernels behind PyTorch refuse, whatever the documents are."""
+"""Unsupported inputs of the flash attention kernels behind PyTorch, for any documents."""
 
 import torch
 
@@ -8,7 +8,7 @@ WIDEST = 256
 
 
 def refuses_tensors(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> str | None:
-    """bf16 and fp16 on CUDA alone."""
+    """bf16 and fp16 on CUDA only."""
     if not all(part.is_cuda for part in (q_TNH, k_TKH, v_TKH)):
         return f"its tensors are on {q_TNH.device.type}, and it needs cuda"
     if q_TNH.dtype not in (torch.bfloat16, torch.float16):

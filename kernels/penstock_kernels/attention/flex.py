@@ -1,6 +1,6 @@
-"""attention through PyTorch's flex_attention, for what its variable-length kernel does not compute:
-soft caps and start rows. One call for the whole micro-batch; blocks of tokens in which no query
-sees a key are never visited.
+"""attention through PyTorch's flex_attention, for cases that its variable-length kernel does not
+support: soft caps and start rows. One call for the whole micro-batch; fully masked blocks are
+skipped.
 
 T tokens; N query heads, K key/value heads, H head width; n blocks of the T tokens.
 """
@@ -41,7 +41,7 @@ def flex(
     sinks_N: torch.Tensor | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """As the reference's. On CPUs it is computed without being compiled, and without gradients."""
+    """Same as the reference. On CPUs it is not compiled, and has no gradients."""
     # It brings the compiler with it, a second for those alone who use it.
     from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415
 
@@ -85,8 +85,7 @@ def capped(soft_cap: float) -> Callable[..., torch.Tensor]:
 
 
 def blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
-    """Which blocks of keys each block of queries visits, and what is seen in them. Made once for
-    each window."""
+    """The block mask. Computed once for each window."""
     if ("flex", window) not in segments.kept:
         segments.kept["flex", window] = _blocks(segments, window)
     return segments.kept["flex", window]

@@ -1,4 +1,4 @@
-"""Which keys of its own document a query does not see."""
+"""Masks within a document: causal, sliding window, start rows."""
 
 import torch
 
@@ -9,10 +9,10 @@ def causal_window_mask(
     device: torch.device,
     start_rows_L: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bool [L, L], queries by keys: what comes later, and what lies window tokens back or more.
+    """bool [L, L], queries by keys: True for later tokens, and for tokens `window` or more back.
 
-    A token is in its own window, so a window of 1 shows a query nothing but itself. None: a query
-    sees all of its past, but for the keys whose start row it has reached; these do not count in a
+    A token is in its own window, so with a window of 1 a query attends only to itself. None: no
+    window. Keys whose start row the query has reached are masked; these do not count in a
     window either. For start rows [..., L] of several documents the result is [..., L, L].
     """
     at_L = torch.arange(length, device=device)
@@ -26,10 +26,10 @@ def causal_window_mask(
 
 
 def visible_counts(start_rows_L: torch.Tensor) -> torch.Tensor:
-    """How many tokens each one sees without a window, itself too: [..., L], int64.
+    """Number of unmasked keys of each query without a window, itself included: [..., L], int64.
 
-    What lies between two tokens and is hidden from the second one parts them by nothing: an answer
-    is as far from its prompt as if it followed it.
+    Masked tokens between two tokens add no distance: a completion has the same distance from its
+    prompt as if it followed it directly.
     """
     length = start_rows_L.shape[-1]
     starts_L = start_rows_L.long().clamp(max=length)

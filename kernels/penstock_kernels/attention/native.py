@@ -1,5 +1,6 @@
-"""attention through PyTorch's own variable-length flash attention, and through its flex_attention
-for what that does not compute: no padding, CUDA only."""
+"""attention through PyTorch's own variable-length flash attention, and through flex_attention
+for unsupported cases: no padding, CUDA only.
+"""
 
 import inspect
 from functools import cache
@@ -16,7 +17,7 @@ from penstock_kernels.attention.sinks import refuses_sinks
 
 @cache
 def _lacks() -> list[str]:
-    """What this build's function does not take: grouped heads and windows came after it."""
+    """Features missing in this build's function: grouped heads and windows were added later."""
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
 
     taken = inspect.signature(varlen_attn).parameters
@@ -36,7 +37,7 @@ def unsupported_reason(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> str | None:
-    """bf16 and fp16 on CUDA alone."""
+    """bf16 and fp16 on CUDA only."""
     del scale, window
     if reason := refuses_tensors(q_TNH, k_TKH, v_TKH) or refuses_sinks(q_TNH, sinks_N):
         return reason
@@ -60,7 +61,7 @@ def native(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each document to itself, in one call. Returns [T, N, H]."""
+    """Causal attention within each document, in one call. Returns [T, N, H]."""
     if _needs_flex(segments, soft_cap):
         return flex(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
     if sinks_N is not None:

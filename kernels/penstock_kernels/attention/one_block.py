@@ -1,5 +1,5 @@
-"""Attention as a single block: for what a backend's own function does not compute, and its block
-does, or what needs the log-sum-exp that the function keeps back.
+"""Attention as a single block: for cases that a backend's own function does not support but its block
+does, or that need the log-sum-exp.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -15,7 +15,7 @@ from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 
 class Block(NamedTuple):
-    """The two halves of one backend of block."""
+    """Forward and backward of one backend of `block`."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

@@ -1,7 +1,7 @@
-"""attention through the packages of Dao's FlashAttention, 2 to 4: one call for all documents.
+"""attention through the FlashAttention packages, 2 to 4: one call for all documents.
 
-Each has a function of the same name; what it takes, and how it says "all of the past", differs.
-They are imported when they are first called: each loads or builds its kernels then.
+Each has a function of the same name, with different parameters. They are imported at the first
+call, because each loads or builds its kernels then.
 
 T tokens; N query heads, K key/value heads, H head width.
 """
@@ -33,7 +33,7 @@ def refusal(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> str | None:
-    """Why the package of that name does not compute this; None if it does."""
+    """Why the package of that name does not support this; None if it does."""
     del scale
     package = PACKAGES[name]
     if reason := refuses_tensors(q_TNH, k_TKH, v_TKH) or refuses_sinks(q_TNH, sinks_N):
@@ -87,7 +87,7 @@ def _without_sinks(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """By the function that the second and the third package share the parameters of."""
+    """The call that versions 2 and 3 share."""
     assert sinks_N is None, "refused"
     y_TNH = varlen(
         q_TNH,
@@ -147,14 +147,15 @@ def _bounds(segments: VarlenMetadata) -> dict[str, Any]:
 def _past(
     segments: VarlenMetadata, window: int | None, *, everything: int | None
 ) -> tuple[int | None, int | None]:
-    """How many tokens to the left of its own and to the right a query sees. Without a window both
-    are everything, and it is the causal mask that hides the right."""
+    """Window to the left and to the right. Without a window both are `everything`, and the causal mask
+    hides the right.
+    """
     narrowed = segments.narrowed(window)
     return (everything, everything) if narrowed is None else (narrowed - 1, 0)
 
 
 class _WithSinks(torch.autograd.Function):
-    """Output that was computed with sinks, as it is, and the sinks' gradient from it."""
+    """Output that was computed with sinks, unchanged, and the sinks' gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""What attention means. The slow reference of every other implementation."""
+"""Definition of attention. The slow reference of every other implementation."""
 
 from collections.abc import Callable
 
@@ -22,13 +22,13 @@ def eager(
     soft_cap: float | None = None,
     drop: Drop | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each document to itself, one document after another.
+    """Causal attention within each document, one document after another.
 
-    T tokens, N query heads, K key/value heads (N a multiple of K), H head width. A query never
-    sees a token whose start row it has reached; of the others the last window up to its own, or
-    with None all of them. Scores are kept within soft_cap and its negative by a tanh, as Gemma
-    2's are. sinks_N are scores beside those of the keys, to which no value belongs. Scores are
-    softmaxed in fp32 or wider. drop says what is left of a document's weights. Returns [T, N, H].
+    T tokens, N query heads, K key/value heads (N a multiple of K), H head width. A query attends to
+    the last `window` tokens up to its own (None: all) whose start row it has not reached. Scores are
+    soft-capped at `soft_cap` by a tanh, as in Gemma 2. `sinks_N` are additional logits without
+    values. The softmax is computed in fp32 or wider. `drop` is the dropout of a document's attention
+    weights. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     wide = torch.promote_types(q_TNH.dtype, torch.float32)

@@ -1,5 +1,6 @@
 """attention through PyTorch's scaled_dot_product_attention: one call per bucket of documents. On a
-CPU, where its products are slow, strips of queries are quicker for all but short documents."""
+CPU, where its matmuls are slow, strips of queries are faster for all but short documents.
+"""
 
 # pyright: reportIncompatibleMethodOverride=false
 
@@ -28,8 +29,9 @@ def refuses(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> str | None:
-    """Runs everywhere, for any shapes that fit one another; with windows, sinks and start rows
-    where its block does. It has no soft cap."""
+    """Supports every device and all consistent shapes; windows, sinks and start rows
+    where its block does. No soft cap.
+    """
     if soft_cap is not None:
         return f"scores are capped at {soft_cap}, and PyTorch's fused kernels do not cap them"
     sizes = (q_TNH.shape[0], k_TKH.shape[0], v_TKH.shape[0], segments.num_tokens)
@@ -53,7 +55,7 @@ def sdpa(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each document to itself, in one call per bucket. Returns [T, N, H].
+    """Causal attention within each document, in one call per bucket. Returns [T, N, H].
 
     No work is quadratic across documents, and a bucket's padding is bounded (see segments).
     """
@@ -66,7 +68,7 @@ def sdpa(
 
 
 def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tensor | None) -> bool:
-    """Whether each token sees all of its document's past, and nothing else."""
+    """Whether attention is causal within documents, without any other mask."""
     return segments.narrowed(window) is None and segments.start_rows is None and sinks_N is None
 
 
@@ -122,8 +124,9 @@ def _attend(
 
 
 class _ToSlots(torch.autograd.Function):
-    """Copy tokens into slots. Autograd's own backward would add slot by slot into zeros; but what
-    comes back to padding is exactly zero, so the gradient is a copy as well."""
+    """Copy tokens into padded slots. Autograd's backward would scatter-add into zeros; gradients
+    of padding are exactly zero, so this backward is a copy as well.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TNH: torch.Tensor, to: torch.Tensor, back: torch.Tensor):

@@ -1,8 +1,8 @@
-"""Which tokens of a flat micro-batch belong to which document, and their layout for attention.
+"""Documents of a packed micro-batch, and their layout for attention.
 
 Documents of similar length form a bucket: each is padded on the right to the bucket's longest, and
 attention runs once per bucket. Padding on the right needs no mask, because causal attention never
-looks to the right; what padded positions compute is dropped.
+attends to the right; outputs of padding are dropped.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TOLERATED_TOKENS = 16
 
 @dataclass(frozen=True)
 class LengthBucket:
-    """Documents that attend in one call, as rows of width tokens."""
+    """Documents that are processed in one call, as rows of `width` tokens."""
 
     num_documents: int
     width: int
@@ -33,7 +33,7 @@ class LengthBucket:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The buckets' rows as one list of slots, where that differs from the tokens in order."""
+    """The buckets' rows as one list of slots, if it differs from the tokens in order."""
 
     token_of_slot: torch.Tensor
     """int64 [S]: the token in each slot; a padding slot names its document's last token."""
@@ -65,10 +65,10 @@ class VarlenMetadata:
     """What backends make of the documents once, for all layers."""
 
     def narrowed(self, window: int | None) -> int | None:
-        """The window, if it hides something of some document; else None.
+        """The window, if it masks a token of some document; else None.
 
         Raises:
-            ValueError: it shows a token nothing, not even itself.
+            ValueError: the window is below 1.
         """
         if window is not None and window < 1:
             raise ValueError(
@@ -87,15 +87,15 @@ class VarlenMetadata:
         *,
         start_rows: Sequence[int] | None = None,
     ) -> "VarlenMetadata":
-        """The documents whose lengths are these, one after another.
+        """Documents of these lengths, one after another.
 
-        start_rows part a document further, as answers that share a prompt are parted: for each
-        of the T tokens the number, counted over all of them, of the first that no longer sees it.
-        Numbers past its document's end hide it from nobody.
+        `start_rows` mask a document further, for completions that share a prompt: for each
+        of the T tokens the number, counted over all of them, of the first one that does not attend to
+        it. Numbers past its document's end mask it for none.
 
         Raises:
             ValueError: for no documents at all, or a document without tokens; for other start rows
-                than one for each token, or a token that would be hidden from itself.
+                than one for each token, or a token that would be masked for itself.
         """
         lengths = tuple(int(length) for length in lengths)
         if not lengths or min(lengths) < 1:
@@ -117,7 +117,7 @@ class VarlenMetadata:
 
 
 def _hides_anything(start_rows: Sequence[int], lengths: tuple[int, ...]) -> bool:
-    """Whether a token is hidden from a later one of its own document."""
+    """Whether a token is masked for a later one of its own document."""
     if len(start_rows) != sum(lengths):
         raise ValueError(f"there are {len(start_rows)} start rows for {sum(lengths)} tokens")
     for token, start in enumerate(start_rows):

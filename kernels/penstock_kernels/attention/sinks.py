@@ -1,9 +1,9 @@
-"""Attention sinks: a learned score of each head that belongs to no key.
+"""Attention sinks: a learned logit of each head without a key.
 
-It joins the sum that a query's weights are divided by and adds nothing to the output, so that a
-head can look at nothing (Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+It joins the softmax's denominator and adds nothing to the output, so that a
+head can attend to nothing (Xiao et al. 2023, "Efficient Streaming Language Models with Attention
 Sinks"; the learned form is gpt-oss's). With the log-sum-exp of the scores it is one multiplication
-after attention without it, and attention's own gradients, taken with the joint sum, stay right.
+after attention without it; attention's own gradients, with the joint sum, stay correct.
 
 T tokens, N query heads, H head width.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def refuses_sinks(q_TNH: torch.Tensor, sinks_N: torch.Tensor | None) -> str | None:
-    """Whether there are other sinks than one for each query head."""
+    """Reason if there is not one sink for each query head."""
     if sinks_N is None or sinks_N.shape == q_TNH.shape[1:2]:
         return None
     return f"there are sinks of shape {tuple(sinks_N.shape)} for {q_TNH.shape[1]} query heads"
@@ -30,10 +30,10 @@ def with_sinks(
 def gradient_of_sinks(
     dy_TNH: torch.Tensor, y_TNH: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor
 ) -> torch.Tensor:
-    """The sinks' gradient [N], from what with_sinks returned.
+    """The sinks' gradient [N], from the results of `with_sinks`.
 
-    A softmax's gradient at a score is its weight times (the gradient of that weight, 0 here, minus
-    all weights' mean of theirs, which is dy . y).
+    The gradient of a softmax with respect to a score is its weight times (the gradient of that
+    weight, 0 here, minus the weighted mean of all weights' gradients, which is `dy . y`).
     """
     mean_TN = (dy_TNH.to(lse_TN.dtype) * y_TNH.to(lse_TN.dtype)).sum(-1)
     weight_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).exp()

@@ -1,4 +1,4 @@
-"""gpt-oss's gate: clamped, and one added to what it gates; on Triton in one pass each way."""
+"""gpt-oss's clamped SwiGLU, with one added to the up projection; on Triton in one pass each way."""
 
 from collections.abc import Mapping
 

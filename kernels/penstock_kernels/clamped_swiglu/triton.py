@@ -1,4 +1,4 @@
-"""clamped_gate on Triton: one pass forward, one pass backward, which keep the input alone."""
+"""clamped_gate on Triton: one pass forward, one pass backward, which save only the input."""
 
 # pyright: reportArgumentType=false
 
@@ -15,8 +15,8 @@ BLOCK = 1024
 
 @triton.jit
 def _read(both_ptr, n, BLOCK: tl.constexpr):
-    """Gates and what they gate, as they are. They lie by turns, and are read as they lie: whole
-    vectors, of which each thread parts its own."""
+    """Gate and up, unclamped. They are interleaved and read as whole vectors, which each thread splits.
+    """
     at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     both = tl.load(both_ptr + at, mask=at < 2 * n, other=0).to(tl.float32)
     return tl.split(both.reshape(BLOCK, 2))

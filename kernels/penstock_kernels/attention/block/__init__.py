@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, with what it takes to merge it with attention to others.
+"""Attention of a block of queries to a block of keys, with log-sum-exps for merging blocks.
 
 Q queries, S keys, N query heads, K key/value heads (N a multiple of K), H head width. The
-backends are called as attention's are, so that one name chooses both. The packages of
-FlashAttention give no gradients of a block; PyTorch's kernels of the same algorithm do.
+backends have the names of attention's, so that one name selects both. The FlashAttention packages
+have no gradients of a block; PyTorch's kernels of the same algorithm do.
 """
 
 from penstock_kernels.attention.block import native as _native

@@ -1,4 +1,4 @@
-"""Which keys of a block a query sees: all of them, the last ones, or those of its own past."""
+"""Mask of a block: all keys, a sliding window, or causal within documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ from penstock_kernels.attention.segments import VarlenMetadata
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Each of some queries sees every one of some keys, or of a window that moves on with it the
-    part that lies in these keys."""
+    """Each query attends to every key of the block, or to the part of its sliding window that is in the
+    block.
+    """
 
     num_queries: int
     num_keys: int
@@ -41,7 +42,7 @@ class Rectangle:
         ]
 
     def hidden_keys(self, device: torch.device) -> torch.Tensor | None:
-        """bool [Q, S]: which keys a query does not see; None if it sees all."""
+        """bool [Q, S]: keys that are masked for a query; None if none are."""
         if self.reach is None:
             return None
         first_Q1 = torch.arange(self.num_queries, device=device).unsqueeze(1) - self.reach
@@ -53,7 +54,7 @@ Sees = Rectangle | VarlenMetadata
 
 
 def refuses_sizes(q_QNH: torch.Tensor, k_SKH: torch.Tensor, sees: Sees) -> str | None:
-    """Whether there are as many queries and keys as sees speaks of."""
+    """Reason if the numbers of queries and keys differ from those of `sees`."""
     if isinstance(sees, Rectangle):
         expected = (sees.num_queries, sees.num_keys)
     else:

@@ -1,8 +1,9 @@
-"""Documents longer than a window, cut into chunks no shorter than it: what a token sees is in its
-own chunk and the one before. So work grows with a document's length and not with its square.
+"""Sliding-window attention by chunks: documents longer than a window are split into chunks no shorter
+than it, and a token attends to its own chunk and the previous one. So work is linear in a
+document's length.
 
-B documents, L tokens of each, n chunks of a document, C tokens in a chunk; N query heads, K key and
-value heads, H head width.
+B documents, L tokens of each, n chunks of a document, C tokens in a chunk; N query heads, K
+key/value heads, H head width.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def forward(
     k_BLKH: torch.Tensor,
     v_BLKH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of all tokens, from attend(hidden, q, k, v) of rows of chunks."""
+    """Output and log-sum-exp of all tokens, from `attend(hidden, q, k, v)` of batches of chunks."""
     hidden_C2C = _hidden(window, q_BLNH.device)
     q, k, v = (_cut(part, window) for part in (q_BLNH, k_BLKH, v_BLKH))
     results = [attend(_own(hidden_C2C), q[:, 0], k[:, 0], v[:, 0])]
@@ -44,7 +45,8 @@ def backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of all tokens, from gradients(hidden, dy, q, k, v, y, lse) of rows of chunks."""
+    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of batches of chunks.
+    """
     hidden_C2C = _hidden(window, q_BLNH.device)
     whole = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (_cut(part, window) for part in whole)
@@ -66,7 +68,7 @@ def _chunk(window: int) -> int:
 
 
 def _hidden(window: int, device: torch.device) -> torch.Tensor:
-    """bool [C, 2C]: what a chunk's queries do not see of the chunk before and of their own."""
+    """bool [C, 2C]: masked keys of the previous and the own chunk, by query."""
     chunk = _chunk(window)
     at_C1 = torch.arange(chunk, 2 * chunk, device=device).unsqueeze(1)
     back_C2C = at_C1 - torch.arange(2 * chunk, device=device)

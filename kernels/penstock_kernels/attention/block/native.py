@@ -14,7 +14,7 @@ def unsupported_reason(
     scale: float,
     window: int | None = None,
 ) -> str | None:
-    """bf16 and fp16 on CUDA alone, without start rows."""
+    """bf16 and fp16 on CUDA only, without start rows."""
     del scale, window
     if not isinstance(sees, Rectangle) and sees.start_rows is not None:
         return "start rows hide some of a document's past, and it has causal masks and windows"
@@ -99,7 +99,7 @@ def block_backward(
 def _limits(
     sees: Sees, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, bool, int, int]:
-    """Bounds and longest of queries and keys, whether causal, and the window to left and right.
+    """cu_seqlens and max lengths of queries and keys, causal flag, and window to left and right.
 
     Windows are counted from the diagonal that ends at the last query and the last key; -1 is all.
     """

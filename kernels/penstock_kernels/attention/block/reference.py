@@ -1,7 +1,7 @@
-"""What a block of attention means. The slow reference of the others.
+"""Definition of a block of attention; slow.
 
 The backward formulas are those of Dao et al. 2022, "FlashAttention", appendix B.2: with the output
-and log-sum-exp of all keys, each block's gradients are its own summands of the whole's.
+and log-sum-exp of all keys, the gradients of all blocks add up to those of full attention.
 """
 
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ def block(
     scale: float,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the queries to the keys they see, as if there were no others.
+    """Attention of the queries to the unmasked keys of this block only.
 
-    Of documents a query sees no token whose start row it has reached, and of the others the last
-    window up to its own; None: all. A rectangle says for itself what it shows.
+    Within documents, a query attends to the last `window` tokens up to its own (None: all) whose
+    start row it has not reached. A `Rectangle` defines its own mask.
 
-    Returns the output [Q, N, H], and the log of the sum of the exponentials of each query's scores
-    [Q, N], in fp32 or wider.
+    Returns the output [Q, N, H], and the log-sum-exp of each query's scores [Q, N], in fp32 or
+    wider.
     """
     outputs, sums = [], []
     for queries, keys, hidden in _parts(q_QNH, sees, window):
@@ -51,7 +51,7 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This block's part of the gradients of the queries [Q, N, H], keys and values [S, K, H].
 
-    y_QNH and lse_QN are those of the queries' attention to all keys, of this block and others.
+    `y_QNH` and `lse_QN` are the output and log-sum-exp over all keys, of this block and others.
     """
     dq_QNH, dk_SKH, dv_SKH = (torch.zeros_like(part) for part in (q_QNH, k_SKH, v_SKH))
     for queries, keys, hidden in _parts(q_QNH, sees, window):

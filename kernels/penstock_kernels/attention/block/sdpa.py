@@ -1,5 +1,5 @@
-"""A block through the fused kernels behind scaled_dot_product_attention, which give the
-log-sum-exp that the function itself keeps back: one call per bucket of documents.
+"""A block through the fused kernels behind scaled_dot_product_attention, which return the
+log-sum-exp that the public function does not return: one call per bucket of documents.
 
 B documents of a bucket, L tokens of each.
 """
@@ -33,7 +33,7 @@ def unsupported_reason(
     scale: float,
     window: int | None = None,
 ) -> str | None:
-    """CPU and CUDA; on CUDA heads that the kernel can read in whole vectors."""
+    """CPU and CUDA; on CUDA, head widths that the kernel reads as whole vectors."""
     del scale, v_SKH, window
     device, width = q_QNH.device.type, q_QNH.shape[-1]
     if device not in ("cpu", "cuda"):
@@ -110,14 +110,15 @@ def block_backward(
 
 
 def _computable(x: torch.Tensor) -> torch.Tensor:
-    """On CPUs without matrix units for them the 16-bit kernels are slower than the fp32 one."""
+    """fp32 on CPUs without bf16 matmul units, where the 16-bit kernels are slower than the fp32 one.
+    """
     return x.float() if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _rows(
     x_TN: torch.Tensor, documents: VarlenMetadata, padding: Literal["copied", "zero"] = "copied"
 ) -> list[torch.Tensor]:
-    """Of each bucket the documents as rows, [B, L, ...].
+    """The documents of each bucket as a batch, [B, L, ...].
 
     Padding on the right repeats a document's last token, or is zero.
     """
@@ -134,8 +135,9 @@ def _rows(
 
 
 def _starts(documents: VarlenMetadata) -> Sequence[torch.Tensor | None]:
-    """Of each bucket the documents' start rows [B, L], counted from their first tokens; None where
-    a token sees all of its past."""
+    """Start rows of each bucket's documents [B, L], counted from their first tokens; None without any
+    masked token.
+    """
     if documents.start_rows is None:
         return [None] * len(documents.buckets)
     lengths = documents.cu_seqlens.diff()
@@ -189,8 +191,7 @@ def _forward(
     k_BSKH: torch.Tensor,
     v_BSKH: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [B, L, N, H] and its log-sum-exp [B, L, N]; of the keys, S in a row, hidden_LS
-    are not seen."""
+    """The output [B, L, N, H] and its log-sum-exp [B, L, N]; keys in `hidden_LS` are masked."""
     q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BSKH, v_BSKH))
     causal, bias = keys == "past", _bias(hidden_LS, q)
     if q.is_cuda:
@@ -240,8 +241,9 @@ def _backward(
 
 
 def _bias(hidden_LS: torch.Tensor | None, q_BNLH: torch.Tensor) -> torch.Tensor | None:
-    """What is added to scores so that nothing hidden is seen, for every head of every row: one mask
-    [L, S] for all rows, or [B, L, S], one for each."""
+    """Attention bias for masked keys, for every head: one mask [L, S] for the whole batch, or
+    [B, L, S].
+    """
     if hidden_LS is None:
         return None
     *rows, queries, keys = hidden_LS.shape
