@@ -23,7 +23,8 @@ def adamw_(
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:
-    """One step (Loshchilov and Hutter 2019, algorithm 2, with decay multiplied by the learning rate).
+    """One step (Loshchilov and Hutter 2019, algorithm 2, with decay multiplied by the learning
+    rate).
 
     All are [..., N, K], each in float32 or bfloat16; `weight`, the moments `first` and `second` and
     `lost` are changed in place. Everything is computed in float32, and bfloat16 results are rounded

@@ -100,8 +100,8 @@ def adamw_(
     first_column: int = 0,
     lost: torch.Tensor | None = None,
 ) -> None:
-    """Same as the reference, except for fused multiply-adds, and for stochastic rounding of values that
-    differ because of them.
+    """Same as the reference, except for fused multiply-adds, and for stochastic rounding of values
+    that differ because of them.
     """
     require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
     if not weight.numel():

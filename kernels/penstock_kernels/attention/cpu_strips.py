@@ -1,5 +1,5 @@
-"""Causal attention of documents of one width on a CPU: a strip (block) of queries at a time, against
-all keys up to its end.
+"""Causal attention of documents of one width on a CPU: a strip (block) of queries at a time,
+against all keys up to its end.
 
 PyTorch's fused kernel multiplies small tiles itself, at half the speed of BLAS libraries. The
 scores of a strip are complete rows, so they are two matmuls and PyTorch's softmax; the backward
@@ -120,7 +120,8 @@ class _Strip(NamedTuple):
 
 
 class _Scratch:
-    """Reusable memory for one strip's rows: allocating memory costs a CPU as much as the computation.
+    """Reusable memory for one strip's rows: allocating memory costs a CPU as much as the
+    computation.
     """
 
     def __init__(self, like_PnRH: torch.Tensor, width: int, at_once: int, dtype: torch.dtype):

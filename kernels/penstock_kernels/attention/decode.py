@@ -20,8 +20,8 @@ def decode_attention(
 ) -> torch.Tensor:
     """One query of each document to its keys, including its own. Returns [B, N, H].
 
-    Keys and values that `sees_BC` masks (None: none) may be any finite values. The softmax is computed
-    in fp32 or wider.
+    Keys and values that `sees_BC` masks (None: none) may be any finite values. The softmax is
+    computed in fp32 or wider.
     """
     heads = k_BKCH.shape[1]
     # The query heads of a key head are as queries that see the same: nothing has to be repeated.

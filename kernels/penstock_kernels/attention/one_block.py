@@ -1,5 +1,5 @@
-"""Attention as a single block: for cases that a backend's own function does not support but its block
-does, or that need the log-sum-exp.
+"""Attention as a single block: for cases that a backend's own function does not support but its
+block does, or that need the log-sum-exp.
 """
 
 # pyright: reportIncompatibleMethodOverride=false

@@ -25,10 +25,10 @@ def eager(
     """Causal attention within each document, one document after another.
 
     T tokens, N query heads, K key/value heads (N a multiple of K), H head width. A query attends to
-    the last `window` tokens up to its own (None: all) whose start row it has not reached. Scores are
-    soft-capped at `soft_cap` by a tanh, as in Gemma 2. `sinks_N` are additional logits without
-    values. The softmax is computed in fp32 or wider. `drop` is the dropout of a document's attention
-    weights. Returns [T, N, H].
+    the last `window` tokens up to its own (None: all) whose start row it has not reached. Scores
+    are soft-capped at `soft_cap` by a tanh, as in Gemma 2. `sinks_N` are additional logits without
+    values. The softmax is computed in fp32 or wider. `drop` is the dropout of a document's
+    attention weights. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     wide = torch.promote_types(q_TNH.dtype, torch.float32)

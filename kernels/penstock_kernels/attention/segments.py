@@ -89,9 +89,9 @@ class VarlenMetadata:
     ) -> "VarlenMetadata":
         """Documents of these lengths, one after another.
 
-        `start_rows` mask a document further, for completions that share a prompt: for each
-        of the T tokens the number, counted over all of them, of the first one that does not attend to
-        it. Numbers past its document's end mask it for none.
+        `start_rows` mask a document further, for completions that share a prompt: for each of the T
+        tokens the number, counted over all of them, of the first one that does not attend to it.
+        Numbers past its document's end mask it for none.
 
         Raises:
             ValueError: for no documents at all, or a document without tokens; for other start rows

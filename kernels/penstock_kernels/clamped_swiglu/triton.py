@@ -15,7 +15,8 @@ BLOCK = 1024
 
 @triton.jit
 def _read(both_ptr, n, BLOCK: tl.constexpr):
-    """Gate and up, unclamped. They are interleaved and read as whole vectors, which each thread splits.
+    """Gate and up, unclamped. They are interleaved and read as whole vectors, which each thread
+    splits.
     """
     at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     both = tl.load(both_ptr + at, mask=at < 2 * n, other=0).to(tl.float32)

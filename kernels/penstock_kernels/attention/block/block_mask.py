@@ -11,8 +11,8 @@ from penstock_kernels.attention.segments import VarlenMetadata
 
 @dataclass(frozen=True, eq=False)
 class Rectangle:
-    """Each query attends to every key of the block, or to the part of its sliding window that is in the
-    block.
+    """Each query attends to every key of the block, or to the part of its sliding window that is in
+    the block.
     """
 
     num_queries: int

@@ -1,5 +1,5 @@
-"""Sliding-window attention by chunks: documents longer than a window are split into chunks no shorter
-than it, and a token attends to its own chunk and the previous one. So work is linear in a
+"""Sliding-window attention by chunks: documents longer than a window are split into chunks no
+shorter than it, and a token attends to its own chunk and the previous one. So work is linear in a
 document's length.
 
 B documents, L tokens of each, n chunks of a document, C tokens in a chunk; N query heads, K
@@ -45,8 +45,7 @@ def backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of batches of chunks.
-    """
+    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of batches of chunks."""
     hidden_C2C = _hidden(window, q_BLNH.device)
     whole = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (_cut(part, window) for part in whole)

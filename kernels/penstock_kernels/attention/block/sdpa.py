@@ -110,7 +110,8 @@ def block_backward(
 
 
 def _computable(x: torch.Tensor) -> torch.Tensor:
-    """fp32 on CPUs without bf16 matmul units, where the 16-bit kernels are slower than the fp32 one.
+    """fp32 on CPUs without bf16 matmul units, where the 16-bit kernels are slower than the fp32
+    one.
     """
     return x.float() if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -135,8 +136,8 @@ def _rows(
 
 
 def _starts(documents: VarlenMetadata) -> Sequence[torch.Tensor | None]:
-    """Start rows of each bucket's documents [B, L], counted from their first tokens; None without any
-    masked token.
+    """Start rows of each bucket's documents [B, L], counted from their first tokens; None without
+    any masked token.
     """
     if documents.start_rows is None:
         return [None] * len(documents.buckets)
