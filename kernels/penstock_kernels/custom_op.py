@@ -1,8 +1,8 @@
-"""Kernels as operators of PyTorch's dispatcher, which torch.compile passes through.
+"""Kernels as custom operators of PyTorch's dispatcher, for torch.compile.
 
-A kernel that is only called is opaque to the compiler: it breaks the graph there. As an operator it
-has a name (torch.ops.penstock.…), a schema that follows from its annotations, a fake, which says
-what comes out without computing it, and gradients, which are operators too.
+A plain kernel call breaks the compiler's graph. A custom operator has a name
+(`torch.ops.penstock.…`), a schema derived from its annotations, a fake implementation for shapes,
+and gradients, which are operators too.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ def operator(
     backward: Backward | None = None,
     writes: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Register run as torch.ops.penstock.<name> on every device, and return the operator.
+    """Register `run` as `torch.ops.penstock.<name>` on every device, and return the operator.
 
     Args:
-        run: takes and gives tensors and plain numbers, as annotated. What it gives is new memory,
-            no view of what it took.
-        fake: with the same arguments, empty tensors of the shapes, strides, dtypes and devices of
-            what run gives. Shapes may be symbols: no branch on them.
+        run: takes and returns tensors and plain numbers, as annotated. It returns new memory, never a
+            view of its inputs.
+        fake: with the same arguments, returns empty tensors of the shapes, strides, dtypes and devices
+            of the result. Shapes may be symbolic: do not branch on them.
         keep, backward: its gradients. Without them it has none, as backward's own kernels.
         writes: the arguments that it changes in place.
     """

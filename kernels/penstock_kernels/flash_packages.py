@@ -1,6 +1,6 @@
-"""The packages of Dao's FlashAttention, 2 to 4, and whether they are here.
+"""The FlashAttention packages, 2 to 4, and whether they are installed.
 
-It imports neither torch nor any of them: a plan asks, too.
+It imports neither torch nor the packages, because `penstock plan` uses it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ HOPPER = 9
 
 @dataclass(frozen=True)
 class Package:
-    """One of the packages, and the GPUs and heads that it has kernels for."""
+    """One of the packages, with the GPUs and head widths that it supports."""
 
     module: str
     """What is imported from; or the package that holds it."""

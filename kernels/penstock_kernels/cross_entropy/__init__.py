@@ -1,4 +1,4 @@
-"""Cross-entropy of a head's logits, which are made a chunk of tokens at a time."""
+"""Linear cross-entropy: logits are computed for a chunk of tokens at a time."""
 
 from penstock_kernels.cross_entropy.linear import (
     cross_entropies,

@@ -1,7 +1,7 @@
-"""The passes as torch.compile makes them of the reference: a loop or a kernel each.
+"""The passes as compiled by `torch.compile` from the reference: a loop or a kernel each.
 
-It takes seconds the first time, and a C++ compiler on a CPU. What is compiled is given data: a
-chunk is a view, and that its base had as many rows would be compiled in.
+Compilation takes seconds, and a C++ compiler on a CPU. Compiled functions get `data`: a chunk is a
+view, and the number of rows of its base would be compiled in.
 """
 
 from functools import cache

@@ -1,5 +1,5 @@
-"""The passes on a CPU: a few rows at a time, which stay in a core's caches from the first operation
-to the last. A pass over logits that do not would wait for memory each time.
+"""The passes on a CPU: a few rows at a time, which stay in a core's caches for all operations. A
+pass over logits outside the caches would wait for memory.
 
 C tokens of a chunk, R of them at a time, V entries of the vocabulary.
 """
@@ -38,7 +38,7 @@ def logits_to_grad_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """Same as the reference. It has no need of the sums, which a softmax finds again."""
+    """Same as the reference. It does not use the sums, which its softmax recomputes."""
     del log_sum_C
     for rows, y_RV in _blocks(logits_CV):
         bend_RV = _read(y_RV, logits_CV[rows], terms)
@@ -50,7 +50,7 @@ def logits_to_grad_(
 def fused_loss_grad_(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions
 ) -> SoftmaxStats:
-    """Both at once, with one softmax for the two."""
+    """Both passes at once, with one softmax."""
     found = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
         bend_RV = _read(y_RV, logits_CV[rows], terms)
@@ -63,7 +63,7 @@ def fused_loss_grad_(
 
 
 def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> torch.Tensor | None:
-    """Fill y with logits as the loss sees them; by how much a cap bends them, if there is one."""
+    """Fill `y` with the (soft-capped) logits; return the derivative of the cap, if there is one."""
     y_RV.copy_(logits_RV)
     if terms.soft_cap is None:
         return None
@@ -74,7 +74,7 @@ def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> to
 
 
 def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: SoftmaxStats, rows: slice) -> None:
-    """Turn logits into their shares of the sum of exponentials, and fill in what is to be known."""
+    """Replace logits by softmax probabilities, and fill in the statistics."""
     target_R = y_RV.gather(1, label_R.clamp(min=0)[:, None]).squeeze(1)
     found.target[rows] = target_R.masked_fill_(label_R < 0, 0)
     if found.total is not None:
@@ -89,7 +89,7 @@ def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: SoftmaxStats, r
 def _to_slopes(
     y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: LogitGradFactors
 ) -> None:
-    """Turn shares into slopes."""
+    """Replace probabilities by gradients of the logits."""
     y_RV.mul_(rises.share[:, None])
     if rises.floor is not None:
         y_RV.sub_(rises.floor[:, None])
@@ -113,7 +113,7 @@ def _unfilled(logits_CV: torch.Tensor, terms: LossOptions) -> SoftmaxStats:
 
 
 def _blocks(logits_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Which rows are next, and where to work on them; what is there is no longer needed."""
+    """The next rows, and a buffer for them; its contents may be overwritten."""
     count, width = logits_CV.shape
     # A softmax gives each core whole rows.
     each = torch.get_num_threads() * max(1, EACH // max(1, width))

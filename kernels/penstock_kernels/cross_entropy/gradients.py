@@ -1,4 +1,4 @@
-"""Gradients of the sides of products, which come one chunk of tokens after another.
+"""Gradients of the operands of matmuls, accumulated over chunks of tokens.
 
 V rows of a matrix, K its columns, C tokens of a chunk.
 """
@@ -22,11 +22,11 @@ a GPU, whose value would have to be waited for."""
 def scaled_product_(
     out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: Scale, beta: float = 0
 ) -> torch.Tensor:
-    """out = beta * out + scale * left @ right, rounded once.
+    """`out = beta * out + scale * left @ right`, rounded once.
 
-    With a beta of 0 what was there does not count, not even as NaN. Sides in bf16 lie on a coarse
-    grid, and so does a product rounded to bf16: to multiply that by a scale and round again moves
-    most of its numbers the same way (with 1/513 they come out as 1/512 of it).
+    With a beta of 0 the old value of `out` is ignored, even NaN. A bf16 product that is multiplied
+    by a scale and rounded again is biased: most elements are rounded in the same direction (with
+    1/513 they become 1/512 of it).
     """
     if not isinstance(scale, torch.Tensor):
         return torch.addmm(out, left, right, beta=beta, alpha=scale, out=out)
@@ -35,8 +35,8 @@ def scaled_product_(
 
 
 def largest(upstream: torch.Tensor) -> Scale:
-    """The largest magnitude, or 1 if all are 0 or there are none: a scale for slopes, of which each
-    is then a share. Equal ones, such as 1/N of each of N tokens, are shares of 1, which bf16 has.
+    """The absolute maximum, or 1 if all are 0 or there are none: a scale for logit gradients. Equal
+    gradients, such as 1/N of each of N tokens, become 1, which bf16 represents exactly.
     """
     if not upstream.numel():
         return 1.0
@@ -46,16 +46,18 @@ def largest(upstream: torch.Tensor) -> Scale:
 
 
 class WeightGradient:
-    """scale * sum slope.T @ x over chunks, added up in fp32 where there are several.
+    """`scale * sum slope.T @ x` over chunks, accumulated in fp32 if there are several.
 
-    A sum that is wider than what comes of it lies in tiles, which go as their rows are rounded: the
-    two are never there whole at the same time.
+    An fp32 sum for a 16-bit result is stored in tiles, which are freed as their rows are rounded:
+    both are never in memory in full at the same time.
     """
 
     def __init__(
         self, matrix_VK: torch.Tensor, products: torch.dtype, num_chunks: int, scale: Scale
     ) -> None:
-        """matrix_VK is as it was given; products is the dtype of slopes and rows."""
+        """`matrix_VK` is the unconverted matrix; `products` is the dtype of logit gradients and
+        rows.
+        """
         self._matrix_VK, self._scale = matrix_VK, scale
         precise = torch.promote_types(products, torch.float32)
         self._dtype = products if num_chunks == 1 and matrix_VK.dtype == products else precise
@@ -72,7 +74,7 @@ class WeightGradient:
         self._is_empty = True
 
     def add(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
-        """A chunk's contribution."""
+        """Add a chunk's contribution."""
         beta = 0 if self._is_empty else 1
         if self._dtype == x_CK.dtype and self._whole_VK is not None:
             scaled_product_(self._whole_VK, slope_CV.t(), x_CK, self._scale, beta)
@@ -94,7 +96,7 @@ class WeightGradient:
             start = stop
 
     def take(self) -> torch.Tensor:
-        """What was added up, in the matrix's dtype. To be called once."""
+        """The sum, in the matrix's dtype. Call it once."""
         if self._is_empty:
             return torch.zeros_like(self._matrix_VK)
         if self._whole_VK is not None:
@@ -109,7 +111,7 @@ class WeightGradient:
 
 
 def scale_(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Multiply found in place, and return it. by is a scalar, and is not rounded before."""
+    """Multiply `found` in place, and return it. `by` is a scalar, and is not rounded first."""
     precise = torch.promote_types(found.dtype, torch.float32)
     by = by.to(precise)
     if found.dtype == precise:

@@ -1,14 +1,14 @@
-"""Cross-entropy of logits that are never there all at once.
+"""Fused linear cross-entropy: the loss from hidden states, without storing all logits.
 
-Logits are sums of products, sum_i x_i @ w_i.T: of hidden states and a head, and of what an
-adapter adds to it. A chunk of tokens at a time they are made, tallied, and turned into their own
-gradient, of which those of the products' sides follow; so nothing is computed twice (idea: Liger
-Kernel, arXiv 2410.10989, its fused linear cross-entropy). Where what comes of each token's loss is
-not known yet, gradients wait for the backward pass and logits are made once more.
+Logits are sums of products, `sum_i x_i @ w_i.T`: of hidden states and a head, and of an adapter.
+For each chunk of tokens they are computed, reduced to softmax statistics, and replaced by their
+own gradient, from which the gradients of the operands follow; so nothing is computed twice (idea:
+Liger Kernel, arXiv 2410.10989, its fused linear cross-entropy). Where the gradient of each token's
+loss is not known yet, logits are recomputed in the backward pass.
 
-S tokens, all with a label, C those of a chunk; V entries of the vocabulary that are here; K the
-width that a product is summed over. What gives a loss for each token also takes labels [S, L] of
-tokens with L of them, of which each has a loss.
+S tokens, all with a label, C those of a chunk; V entries of the local vocabulary; K the contracted
+dimension of a product. Functions that return a loss for each token also take labels [S, L] of
+tokens with L labels, each with its own loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -50,22 +50,22 @@ def linear_cross_entropy(
     passes: Passes = "auto",
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """scale times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
+    """`scale` times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
     fp64).
 
-    Products are in the dtype of the first's rows, to which all else is cast. Gradients of matrices
-    are added up over chunks in fp32. Gradients are made with the loss.
+    Products are in the dtype of the first's rows, to which everything else is cast. Gradients of
+    matrices are accumulated over chunks in fp32. Gradients are computed with the loss.
 
     Args:
         labels_S: entries of the whole vocabulary, int64.
-        chunk: tokens at a time; unset, as many as are quick.
-        divided: what is here of the vocabulary, where that is not all; gradients are then those of
-            the logits here.
+        chunk: tokens at a time; unset, a fast default.
+        divided: the local part of the vocabulary, with vocab parallelism; gradients are then those
+            of the local logits.
         scale: such as 1/N, in fp32; gradients are multiplied by it before they are rounded.
 
     Raises:
-        ValueError: for tensors that do not fit, a chunk below 1, or, on a CPU, labels that are no
-            entries. On a GPU such labels end the process.
+        ValueError: for tensors that do not fit, a chunk below 1, or, on a CPU, invalid labels. On a
+            GPU such labels end the process.
     """
     work = _work(products, labels_S, terms, chunk, divided, passes)
     return _Summed.apply(work, scale, *seen_by_autograd(products))
@@ -80,11 +80,11 @@ def linear_cross_entropies(
     divided: VocabShard | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
-    """As linear_cross_entropy, the loss of each token, [S], or of each of its labels, [S, L], for
-    whoever weighs them afterwards.
+    """Like `linear_cross_entropy`, the loss of each token, [S], or of each of its labels, [S, L],
+    unreduced.
 
-    The logits are made once more in the backward pass. Raises ValueError also for several labels
-    where terms are added to cross-entropy.
+    Logits are recomputed in the backward pass. Raises ValueError also for several labels
+    with label smoothing or z-loss.
     """
     _require_plain(labels_S, terms)
     work = _work(products, labels_S, terms, chunk, divided, passes)
@@ -99,8 +99,9 @@ def cross_entropies(
     divided: VocabShard | None = None,
     passes: Passes = "auto",
 ) -> torch.Tensor:
-    """The loss of each token, [C], or of each of its labels, [C, L], of logits that are there
-    already. Raises ValueError as linear_cross_entropies."""
+    """The loss of each token, [C], or of each of its labels, [C, L], from logits. Raises ValueError
+    as `linear_cross_entropies`.
+    """
     _require_plain(labels_C, terms)
     width = logits_CV.shape[1]
     _require_entries(labels_C, divided.size if divided else width)
@@ -110,7 +111,7 @@ def cross_entropies(
 def eager_cross_entropies(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions = PLAIN
 ) -> torch.Tensor:
-    """The same by PyTorch's own operations and their gradients."""
+    """The same with PyTorch's own operations and their gradients."""
     _require_plain(labels_C, terms)
     return losses(
         tally_by(reference.softmax_stats, logits_CV, labels_C, terms), logits_CV.shape[1], terms
@@ -119,7 +120,7 @@ def eager_cross_entropies(
 
 @dataclass(frozen=True)
 class _Work:
-    """Everything but the tensors that have gradients."""
+    """All arguments but the tensors with gradients."""
 
     labels: torch.Tensor
     """[S] or [S, L], by their place here; -1 where others hold them."""
@@ -131,16 +132,18 @@ class _Work:
 
     @property
     def num_chunks(self) -> int:
-        """How often logits are made."""
+        """Number of chunks."""
         return -(-len(self.labels) // self.chunk)
 
     def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[SoftmaxStats, SoftmaxStats]:
-        """That of the entries here, and that of all."""
+        """Statistics of the local entries, and of the whole vocabulary."""
         own = tally_by(self.made_by.tally, logits_CV, self.labels[rows], self.terms)
         return own, self.divided.merge(own) if self.divided else own
 
     def turn_(self, logits_CV: torch.Tensor, rows: slice) -> SoftmaxStats:
-        """The tally of all; in the logits' place the slopes of their tokens' losses."""
+        """Statistics of the whole vocabulary; replaces logits by the gradients of their tokens'
+        losses.
+        """
         labels_C = self.labels[rows]
         if self.divided is None:
             return self.made_by.turn_(logits_CV, labels_C, self.entries, self.terms)
@@ -150,7 +153,7 @@ class _Work:
         return whole
 
     def chunks(self, sides: Sides) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Logits of a chunk after another, in the same memory."""
+        """Logits of one chunk after another, in the same memory."""
         count, width = len(self.labels), len(sides.matrices[0])
         # Made once: fresh memory for each chunk would cost a CPU as much as a pass over it.
         kept = sides.rows[0].new_empty(min(count, self.chunk), width)
@@ -187,7 +190,7 @@ class _Summed(torch.autograd.Function):
 
 
 def _total(work: _Work, sides: Sides, gradients: SideGradients | None) -> torch.Tensor:
-    """The summed loss; gradients, where wanted, on the way. No logits outlive it."""
+    """The summed loss, and the requested gradients. No logits outlive it."""
     total = sides.rows[0].new_zeros((), dtype=precise(sides.rows[0]))
     for rows, logits_CV in work.chunks(sides):
         whole = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
@@ -229,7 +232,7 @@ def _go_back(
     upstream_S: torch.Tensor,
     gradients: SideGradients,
 ) -> None:
-    """Make logits once more, and gradients of them. No logits outlive it."""
+    """Recompute logits, and compute their gradients. No logits outlive it."""
     for rows, logits_CV in work.chunks(sides):
         own_C, labels_C = own_S[rows], work.labels[rows]
         rises = slopes(own_C, whole_S[rows], work.entries, work.terms, upstream_S[rows])
@@ -315,7 +318,7 @@ def _require_entries(labels: torch.Tensor, entries: int) -> None:
 
 
 def _here(labels: torch.Tensor, divided: VocabShard | None, width: int) -> torch.Tensor:
-    """The labels' places among the entries that are here, else -1."""
+    """Indices of the labels in the local vocabulary, else -1."""
     if divided is None:
         return labels
     at = labels - divided.first

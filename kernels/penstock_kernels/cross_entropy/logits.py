@@ -1,9 +1,9 @@
-"""Logits that are all there at once, with gradients that are rounded once.
+"""Full logits in fp32, with gradients that are rounded once.
 
 PyTorch gives a product's output and its gradient one dtype. In bf16 the gradients of a mean's
-logits, such as (share - 1) / 513, would lie on a grid on which 1/513 is 1/512; so logits are given
-in fp32, and what comes back is rounded as shares of its largest, by which products are multiplied
-in fp32.
+logits, such as (probability - 1) / 513, would be rounded as if 1/513 were 1/512. So logits are
+fp32, and their gradient is divided by its maximum, rounded, and multiplied by that maximum in fp32
+after the matmul.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ ALL = slice(None)
 
 
 def linear_logits(products: Sequence[Product]) -> torch.Tensor:
-    """The sum of products x_i @ w_i.T, [S, V], in fp32 (fp64 of fp64).
+    """The sum of products `x_i @ w_i.T`, [S, V], in fp32 (fp64 of fp64).
 
-    Products are computed and rounded in the dtype of the first's rows, to which all else is cast.
+    Products are computed and rounded in the dtype of the first's rows, to which everything else is
+    cast.
     """
     return _Logits.apply(*seen_by_autograd(products))
 

@@ -1,11 +1,11 @@
-"""What a loss is made of, and the few numbers of each token from which it and its slope follow.
+"""Terms of the loss, and the statistics of each token from which the loss and its gradient follow.
 
 With logits y of a token, V of them, and its label l the loss is
 
     log_sum - (1 - smoothing) y_l - smoothing mean(y) + z log_sum^2,    log_sum = log sum_v exp(y_v)
 
-where y may be bent by a soft cap: y = cap tanh(x / cap) of what the head gives. Smoothing is as in
-torch.nn.functional.cross_entropy (Szegedy et al. 2016, section 7), and the last term the z-loss
+where y may be soft-capped: y = cap tanh(x / cap) of the head's output x. Smoothing is as in
+`torch.nn.functional.cross_entropy` (Szegedy et al. 2016, section 7), and the last term the z-loss
 (Chowdhery et al. 2022, "PaLM", section 5).
 
 C tokens of a chunk.
@@ -20,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class LossOptions:
-    """What is added to, or changed in, plain cross-entropy."""
+    """Options of the cross-entropy: label smoothing, z-loss, soft cap."""
 
     smoothing: float = 0.0
     """The share of each target that is spread evenly over the vocabulary."""
@@ -43,8 +43,9 @@ PLAIN = LossOptions()
 
 
 class SoftmaxStats(NamedTuple):
-    """What a loss needs to know of each token's logits, [C] each, in fp32 or wider. The target of
-    tokens with K labels each is [C, K]."""
+    """Statistics of each token's logits that the loss needs, [C] each, in fp32 or wider. The target
+    of tokens with K labels each is [C, K].
+    """
 
     log_sum: torch.Tensor
     """The logarithm of the sum of their exponentials."""
@@ -55,8 +56,9 @@ class SoftmaxStats(NamedTuple):
 
 
 class LogitGradFactors(NamedTuple):
-    """What the result rises by when a token's logit does, of numbers [C]: share * softmax - floor
-    of the logits that are here, and hit less for the label's; of K labels it is [C, K]."""
+    """Factors of the gradient of a token's logits, [C] each: `share * softmax - floor`
+    of the local logits, minus `hit` for the label's; with K labels `hit` is [C, K].
+    """
 
     share: torch.Tensor
     hit: torch.Tensor
@@ -65,7 +67,7 @@ class LogitGradFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabShard:
-    """A vocabulary of which others hold the rest."""
+    """The local shard of a vocabulary."""
 
     first: int
     """The entry that is the first here."""
@@ -94,13 +96,12 @@ def slopes(
     terms: LossOptions,
     upstream_C: torch.Tensor | None = None,
 ) -> LogitGradFactors:
-    """How each token's logits change the result.
+    """Factors of the gradient of each token's logits.
 
     Args:
-        own_log_sum_C: of the logits that are here.
-        log_sum_C: of those of the whole vocabulary.
-        upstream_C: what the result rises by with each token's loss, or [C, K] with that of each of
-            its labels; absent, 1.
+        own_log_sum_C: of the local logits.
+        log_sum_C: of the whole vocabulary.
+        upstream_C: the gradient of each token's loss, or [C, K] of each of its labels; absent, 1.
     """
     hit_C = torch.ones_like(log_sum_C) if upstream_C is None else upstream_C.to(log_sum_C.dtype)
     rise_C = hit_C.sum(1) if hit_C.dim() > 1 else hit_C

@@ -1,4 +1,4 @@
-"""Which implementation makes the passes over a chunk's logits."""
+"""Selects the implementation of the passes over a chunk's logits."""
 
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
@@ -80,7 +80,7 @@ slope_ = Op("slope_", reference.logits_to_grad_, _SLOPE)
 
 
 def two_pass(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
-    """A tally of a whole vocabulary, and each loss's own slopes in the logits' place."""
+    """Statistics of a full vocabulary, then gradients in the logits' place."""
 
     def turn_(
         logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions

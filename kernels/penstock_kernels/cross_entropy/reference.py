@@ -1,4 +1,4 @@
-"""What the passes over a chunk's logits mean. The slow reference of the others.
+"""Definition of the passes over a chunk's logits; slow.
 
 C tokens of a chunk, V entries of the vocabulary; in fp32, or fp64 where the logits are.
 """
@@ -11,7 +11,7 @@ from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOpti
 def softmax_stats(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> SoftmaxStats:
-    """What the loss needs to know of each token's logits. A label of -1 is not among them."""
+    """Statistics of each token's logits. A label of -1 is in another shard."""
     y_CV = capped(logits_CV, terms)
     target_C = y_CV.gather(1, labels_C.clamp(min=0)[:, None]).squeeze(1)
     return SoftmaxStats(
@@ -28,9 +28,9 @@ def logits_to_grad_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """Turn logits into what the result rises by with each of them, in place.
+    """Replace logits by their gradient, in place.
 
-    log_sum_C are those of these logits, as softmax_stats gives them.
+    `log_sum_C` are those of these logits, as `softmax_stats` returns them.
     """
     y_CV = capped(logits_CV, terms)
     found_CV = (y_CV - log_sum_C[:, None]).exp() * slopes.share[:, None]
@@ -44,7 +44,7 @@ def logits_to_grad_(
 
 
 def capped(logits_CV: torch.Tensor, terms: LossOptions) -> torch.Tensor:
-    """The logits, precise, as the loss sees them."""
+    """The soft-capped logits in fp32 or fp64."""
     y_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     if terms.soft_cap is None:
         return y_CV

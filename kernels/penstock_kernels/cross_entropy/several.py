@@ -1,9 +1,8 @@
-"""Passes over a chunk's logits for tokens that may have several labels each, such as the entries
-that another model finds most probable.
+"""Passes over a chunk's logits for tokens with several labels each, such as a teacher's top-k
+tokens.
 
-The sum of exponentials is found once for all labels of a token, by the passes for one label, which
-are told that theirs is not here. C tokens of a chunk, K labels of each, V entries of the vocabulary
-that are here.
+The log-sum-exp is computed once for all labels of a token, by the passes for one label, with a
+label of -1. C tokens of a chunk, K labels of each, V entries of the local vocabulary.
 """
 
 import torch
@@ -16,8 +15,9 @@ from penstock_kernels.cross_entropy.reference import capped
 def tally_by(
     tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: LossOptions
 ) -> SoftmaxStats:
-    """By a pass for labels [C]; of labels [C, K] with a target for each, [C, K]. A label of -1 is
-    not among the logits."""
+    """A pass for labels [C], extended to labels [C, K] with a target for each, [C, K]. A label of
+    -1 is not among the logits.
+    """
     if labels.dim() == 1:
         return tally(logits_CV, labels, terms)
     found = tally(logits_CV, _nowhere(labels), terms)
@@ -33,8 +33,9 @@ def slope_by_(
     slopes: LogitGradFactors,
     terms: LossOptions,
 ) -> None:
-    """By a pass for labels [C]; of labels [C, K] with a hit for each, [C, K]. What a token has for
-    a label twice counts twice."""
+    """A pass for labels [C], extended to labels [C, K] with a `hit` for each, [C, K]. Duplicate
+    labels of a token count twice.
+    """
     if labels.dim() == 1:
         slope_(logits_CV, labels, log_sum_C, slopes, terms)
         return

@@ -1,7 +1,7 @@
-"""The sides of products that add up to logits, and their gradients.
+"""The operands of the products that add up to logits, and their gradients.
 
-S tokens, C those of a chunk; V entries of the vocabulary that are here; K the width that a product
-is summed over.
+S tokens, C those of a chunk; V entries of the local vocabulary; K the contracted dimension of a
+product.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Product = tuple[torch.Tensor, torch.Tensor]
 
 
 class Sides(NamedTuple):
-    """Those of the products, in the dtype in which they are multiplied."""
+    """The operands of the products, in the dtype of the matmul."""
 
     rows: list[torch.Tensor]
     matrices: list[torch.Tensor]
@@ -31,7 +31,7 @@ class Sides(NamedTuple):
 
 
 class SideGradients:
-    """Those of the products' sides that want one, from the slopes of one chunk after another."""
+    """Gradients of the operands that require one, accumulated over chunks."""
 
     def __init__(
         self,
@@ -40,8 +40,9 @@ class SideGradients:
         num_chunks: int,
         scale: Scale,
     ) -> None:
-        """sides are as they were given, rows and matrix of one product after another; slopes are
-        scale times as steep as those that are added."""
+        """`sides` are the unconverted operands, rows and matrix of one product after another; true
+        gradients are `scale` times those that are added.
+        """
         dtype = sides[0].dtype
         self._scale = scale
         self._dtypes = [x_SK.dtype for x_SK in sides[::2]]
@@ -55,7 +56,7 @@ class SideGradients:
         ]
 
     def add(self, rows: slice, slope_CV: torch.Tensor, sides: Sides) -> None:
-        """What follows from the slopes of a chunk."""
+        """Add the gradients of a chunk."""
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:
                 scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)
@@ -64,7 +65,7 @@ class SideGradients:
                 found.add(slope_CV, x_SK[rows])
 
     def take(self) -> list[torch.Tensor | None]:
-        """Rows' and matrix's of one product after another, in their dtypes. To be called once."""
+        """Rows' and matrix's gradients of one product after another, in their dtypes. Call it once."""
         taken: list[torch.Tensor | None] = []
         for found_SK, dtype, found in zip(self._rows, self._dtypes, self._matrices, strict=True):
             taken.append(None if found_SK is None else found_SK.to(dtype))
@@ -73,17 +74,17 @@ class SideGradients:
 
 
 def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
-    """Rows and matrix of one product after another; without a graph, nobody wants gradients."""
+    """Rows and matrix of one product after another; detached if gradients are disabled."""
     sides = [side for product in products for side in product]
     return sides if torch.is_grad_enabled() else [side.detach() for side in sides]
 
 
 def computed(sides: Sequence[torch.Tensor]) -> Sides:
-    """As they are multiplied: in the dtype of the first rows."""
+    """The operands, cast to the dtype of the first rows."""
     cast = [side.to(sides[0].dtype) for side in sides]
     return Sides(cast[::2], cast[1::2])
 
 
 def precise(x: torch.Tensor) -> torch.dtype:
-    """What sums over the vocabulary are computed in."""
+    """The dtype of sums over the vocabulary."""
     return torch.promote_types(x.dtype, torch.float32)

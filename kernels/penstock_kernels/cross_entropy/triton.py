@@ -1,6 +1,6 @@
-"""The passes on Triton: a tally reads each logit once, a slope reads and writes it once.
+"""The passes on Triton: `tally` reads each logit once, `slope_` reads and writes it once.
 
-A tally is one program a row, which keeps the largest logit so far and the sum of exponentials
+`tally` is one program a row, which keeps the running maximum and the sum of exponentials
 relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 """
 
@@ -21,7 +21,7 @@ WARPS = 8
 
 
 class Tile(NamedTuple):
-    """Logits of a row that a program turns, and its warps."""
+    """Logits of a row that a program processes at a time, and its warps."""
 
     block: int
     warps: int

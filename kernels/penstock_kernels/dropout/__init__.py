@@ -1,7 +1,7 @@
-"""Dropout by counter: what is kept is a function of token, feature and key, never of draws before.
+"""Counter-based dropout: the mask is a function of token, feature and key, without generator state.
 
-So it is the same however tokens and features are cut over processes, and in whatever order they
-are computed, and it can be drawn again in the backward pass.
+So it does not depend on sharding or on the order of computation, and is recomputed in the backward
+pass.
 """
 
 from collections.abc import Mapping

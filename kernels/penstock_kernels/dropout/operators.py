@@ -1,7 +1,6 @@
-"""Dropout as an operator: its gradient is dropped alike, by draws that are made once more.
+"""Dropout as a custom operator: the backward pass recomputes the mask.
 
-What is drawn is data to it. So a program that was compiled once drops at every step what that step
-drops, and is not compiled anew for it.
+Rate and key are tensors, so compiled code is not recompiled for each step.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
 
 
 def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
-    """The operation made of the drop of the implementation name."""
+    """Build the operation from the `drop` of the implementation `name`."""
 
     def run(
         x: torch.Tensor,
@@ -39,13 +38,12 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
         key: int | torch.Tensor,
         first_feature: int = 0,
     ) -> torch.Tensor:
-        """x / (1 - rate) where it is kept and 0 elsewhere, [T, F].
+        """`x / (1 - rate)` where it is kept and 0 elsewhere, [T, F].
 
-        places_T (int64) says of each token which one it is, and key (64 bits) of what the draws
-        are besides; the same four always draw the same. first_feature is the number of x's first
-        feature, where x is a run of the features of a wider one. Nothing but places is kept for the
-        backward pass. In what is compiled, rate and key are tensors on the host, as on_host makes
-        them.
+        `places_T` (int64) identifies each token, and `key` (64 bits) the mask; the same arguments
+        always give the same mask. `first_feature` is the index of x's first feature, where x is a
+        range of the features of a wider tensor. Only places are saved for the backward pass. In
+        compiled code, rate and key are host tensors, as `on_host` makes them.
         """
         if not isinstance(rate, torch.Tensor) or not isinstance(key, torch.Tensor):
             rate, key = on_host(float(rate), int(key))

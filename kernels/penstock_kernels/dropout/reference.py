@@ -1,4 +1,4 @@
-"""What dropout by counter means. The slow reference of every other implementation.
+"""Definition of counter-based dropout; slow.
 
 T tokens, F features, G groups of four features.
 """
@@ -11,7 +11,7 @@ from penstock_kernels.philox import WORD, philox
 def keep_mask(
     places_T: torch.Tensor, features: int, rate: float, key: int, first_feature: int = 0
 ) -> torch.Tensor:
-    """Whether each element stays, [T, F]: whether its word is at least rate of the largest.
+    """Keep mask, [T, F]: whether an element's random word is at least `rate` of the largest word.
 
     Word f mod 4 of the counter (f div 4, low half of the place, high half of it, 0) is feature f's.
     """
@@ -25,7 +25,7 @@ def keep_mask(
 
 
 def keep_threshold(rate: float) -> int:
-    """The least word that is kept. Raises ValueError for a rate that is not in [0, 1)."""
+    """The smallest word that is kept. Raises ValueError for a rate that is not in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(f"the rate is {rate}; it must be at least 0 and less than 1")
     return min(round(rate * 2**32), WORD)

@@ -1,4 +1,4 @@
-"""dropout on Triton: draws are made in registers, forward and backward, and never stored."""
+"""dropout on Triton: the mask is computed in registers, forward and backward, and never stored."""
 
 # pyright: reportArgumentType=false
 

@@ -1,4 +1,4 @@
-"""Linear layers in float8: numbers, scales, products and a layer of them."""
+"""FP8 linear layers: formats, scales, matmuls and a layer."""
 
 from penstock_kernels.float8.amax import amax, largest_of_part
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales

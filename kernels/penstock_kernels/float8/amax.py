@@ -1,7 +1,7 @@
-"""The largest magnitudes among numbers that share a scale.
+"""Absolute maxima of values that share a scale.
 
-Whoever holds some rows or columns of a matrix takes the maximum over all that share a scale before
-rounding its own; then its codes are those of the whole.
+Ranks with shards of a matrix reduce these maxima over ranks before quantizing; then their codes
+equal those of the full matrix.
 """
 
 import torch
@@ -11,7 +11,7 @@ from penstock_kernels.float8.float8_matrix import BLOCK, Sharing, shape_of_scale
 
 
 def amax(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
-    """Of [R, C], one for each scale, float32. No number counts as no number."""
+    """Absolute maxima of [R, C], one for each scale, float32. NaN gives NaN."""
     if not x_RC.numel():
         return x_RC.new_zeros(shape_of_scales(sharing, *x_RC.shape), dtype=torch.float32)
     if sharing == "tensor":
@@ -28,8 +28,9 @@ def amax(x_RC: torch.Tensor, sharing: Sharing) -> torch.Tensor:
 def largest_of_part(
     x_RC: torch.Tensor, sharing: Sharing, first_row: int, rows: int
 ) -> torch.Tensor:
-    """Of rows from first_row on of a matrix of so many, one for each of the whole's scales: zero
-    for those that the part has nothing of."""
+    """Absolute maxima of the rows from `first_row` on of a larger matrix, one for each scale of
+    that matrix: zero where this part has no values.
+    """
     if sharing == "tensor":
         return amax(x_RC, sharing)
     above = first_row % BLOCK if sharing == "tiles" else 0

@@ -1,4 +1,4 @@
-"""A linear layer in float8 as torch.compile sees it: one operator, and one of its gradients.
+"""An FP8 linear layer for torch.compile: one custom operator, and one for its gradients.
 
 T rows of x, K columns in, N out.
 """

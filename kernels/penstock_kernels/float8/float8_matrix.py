@@ -1,6 +1,6 @@
-"""A matrix in float8 numbers, with the scales that some of them share.
+"""A matrix in FP8, with its scales.
 
-R rows, C columns, which products are summed over; B = 128 columns of a group.
+R rows, C columns (the contracted dimension); B = 128 columns of a group.
 """
 
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ Sums = Literal["exact", "fast"]
 
 
 class Float8Matrix(NamedTuple):
-    """What a matrix has become."""
+    """FP8 codes and scales of a matrix."""
 
     codes: torch.Tensor
     """[R, C] float8, rows one after another."""
@@ -27,25 +27,25 @@ class Float8Matrix(NamedTuple):
     sharing: Sharing
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix [R, C]; exact in float32 and bfloat16."""
+        """The dequantized matrix [R, C]; exact in float32 and bfloat16."""
         rows, columns = self.codes.shape
         scales = spread(self.scales, self.sharing, rows, columns)
         return self.codes.to(dtype) * scales.to(dtype)
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether a column shares as a row does."""
+        """Whether scales are shared along columns as along rows."""
         return self.sharing in ("tensor", "tiles")
 
     @property
     def mT(self) -> "Float8Matrix":  # noqa: N802 - torch's name
-        """The transpose, as if it had been quantized; only of what is symmetric."""
+        """The transpose, equal to the quantized transpose; only with symmetric sharing."""
         assert self.is_symmetric, self.sharing
         return Float8Matrix(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
 
 
 def shape_of_scales(sharing: Sharing, rows: int, columns: int) -> tuple[int, int]:
-    """How many scales a matrix has."""
+    """Shape of a matrix's scales."""
     across, down = -(-columns // BLOCK), -(-rows // BLOCK)
     shapes = {
         "tensor": (1, 1),
@@ -57,7 +57,7 @@ def shape_of_scales(sharing: Sharing, rows: int, columns: int) -> tuple[int, int
 
 
 def spread(scales: torch.Tensor, sharing: Sharing, rows: int, columns: int) -> torch.Tensor:
-    """Each number's scale, [R, C] or what is broadcast to it."""
+    """The scale of each element, broadcastable to [R, C]."""
     if sharing == "tiles":
         scales = scales.repeat_interleave(BLOCK, 0)[:rows]
     if sharing in ("tiles", "groups"):

@@ -1,7 +1,6 @@
-"""The two kinds of float8 numbers, and the scales that bring numbers into their range.
+"""The two FP8 formats, and power-of-two scales.
 
-A scale is a power of two: to divide by it and to multiply with it is exact, so numbers are rounded
-once, and what was rounded is left alone when it is rounded again.
+Power-of-two scales make scaling exact, so values are rounded once and quantization is idempotent.
 """
 
 from typing import Literal
@@ -22,9 +21,9 @@ THREE_QUARTERS = 0x600000
 
 
 def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The smallest powers of two, float32, that bring the magnitudes into the range of kind.
+    """The smallest powers of two, float32, that bring the maxima into the range of `kind`.
 
-    Of what is not finite: no number, so that it is not lost.
+    NaN for non-finite maxima, so that they are not hidden.
     """
     bits = largest.float().view(torch.int32)
     exponent = (bits >> 23) - EXPONENTS[kind] + ((bits & FRACTION) > THREE_QUARTERS).int()
@@ -33,5 +32,5 @@ def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def cast_to_fp8(scaled: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The nearest numbers of kind, ties to even; what is beyond its range becomes its largest."""
+    """The nearest values of `kind`, ties to even; saturates at its largest value."""
     return scaled.clamp(-MOST[kind], MOST[kind]).to(DTYPES[kind])

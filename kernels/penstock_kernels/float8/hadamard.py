@@ -1,8 +1,8 @@
-"""Turning features by a block-diagonal Hadamard matrix, so that none stands out.
+"""Block-diagonal Hadamard transform of features, which spreads outliers.
 
-A number far larger than its neighbours takes the scale for itself, and they are rounded to nothing.
-Turned, a block of features shares its size evenly (as in Ashkboos et al. 2024, "QuaRot"). Turning
-both sides of a product changes nothing of it but rounding.
+An outlier determines the scale, and other values are rounded to zero. The transform distributes
+its magnitude over a block of features (as in Ashkboos et al. 2024, "QuaRot"). Applied to both
+operands of a matmul, it changes nothing but rounding.
 
 F features, in blocks of B, a power of two.
 """
@@ -23,7 +23,8 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 
 
 def turn(x: torch.Tensor, block: int, factor: float) -> torch.Tensor:
-    """Each block of the last dimension times the matrix and factor, a power of two.
+    """Multiply each block of the last dimension by the Hadamard matrix and `factor`, a power of
+    two.
 
     A linear map that is its own adjoint.
     """
@@ -32,6 +33,6 @@ def turn(x: torch.Tensor, block: int, factor: float) -> torch.Tensor:
 
 
 def factors(block: int) -> tuple[float, float]:
-    """Two powers of two, as near as can be, that with two turns make the identity."""
+    """Two powers of two, as equal as possible, with which two transforms are the identity."""
     bits = block.bit_length() - 1
     return 2.0 ** -(bits // 2), 2.0 ** -(bits - bits // 2)

@@ -1,4 +1,4 @@
-"""A linear layer whose products are of float8 numbers, and so are those of its gradients.
+"""A linear layer with FP8 matmuls, forward and backward.
 
 T rows of x, K columns in, N out.
 """
@@ -27,11 +27,11 @@ def linear(
     scheme: Float8Recipe,
     agreement: AmaxReduceGroups = ALONE,
 ) -> torch.Tensor:
-    """x W^T, [..., N], of x [..., K] in its dtype, float32 or bfloat16, in which gradients are
-    computed too.
+    """`x W^T`, [..., N], of x [..., K] in its dtype, float32 or bfloat16, which is also the dtype
+    of gradients.
 
-    Compiled, it is one operator, and its gradients another; then nobody else may hold parts of its
-    matrices.
+    Compiled, it is one custom operator, and its gradients another; scales shared by ranks are then
+    not supported.
 
     Raises:
         ValueError: x has other columns than W, or they are not whole blocks.

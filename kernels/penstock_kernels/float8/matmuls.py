@@ -1,7 +1,8 @@
-"""The products of a linear layer and of its gradients, of float8 numbers.
+"""The FP8 matmuls of a linear layer and of its gradients.
 
-T rows of x, K columns in, N out. Three products: y of x and W, summed over K; the gradient of x of
-dy and W, over N; that of W of dy and x, over T. What is summed over shares a scale, or some of it.
+T rows of x, K columns in, N out. Three matmuls: y of x and W, contracted over K; the gradient of x
+of dy and W, over N; that of W of dy and x, over T. Scales are shared along the contracted
+dimension, or a part of it.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ SHARING: dict[Recipe, tuple[Sharing, Sharing]] = {
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How a layer's numbers are rounded."""
+    """How a layer's tensors are quantized."""
 
     recipe: Recipe = "rowwise"
     gradients: Kind = "e5m2"
@@ -46,18 +47,18 @@ class Float8Recipe:
 
     @property
     def of_rows(self) -> Sharing:
-        """What shares a scale in x and in gradients."""
+        """Sharing of scales in x and in gradients."""
         return SHARING[self.recipe][0]
 
     @property
     def of_weights(self) -> Sharing:
-        """What shares a scale in W."""
+        """Sharing of scales in W."""
         return SHARING[self.recipe][1]
 
 
 @dataclass(frozen=True)
 class AmaxReduceGroups:
-    """Who else holds parts of the layer's matrices: along each of their dimensions, if anybody."""
+    """Process groups over which maxima are reduced, for each dimension of the layer's matrices."""
 
     tokens: Agree | None = None
     inputs: Agree | None = None
@@ -70,9 +71,9 @@ ALONE = AmaxReduceGroups()
 def coded(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, rows: Agree | None, columns: Agree | None
 ) -> Float8Matrix:
-    """A matrix rounded as the whole is of which others hold rows or columns.
+    """Quantize a shard with the scales of the full matrix.
 
-    Groups and tiles never reach into what others hold.
+    Groups and tiles never span shards.
     """
     reaches = {"tensor": (rows, columns), "rows": (columns,)}.get(sharing, ())
     asked = [agree for agree in reaches if agree]
@@ -85,19 +86,23 @@ def coded(
 
 
 def seen(weight_NK: torch.Tensor, block: int | None) -> torch.Tensor:
-    """The weight as it is rounded; and back, its gradient."""
+    """The weight before quantization (Hadamard-transformed if enabled); and the inverse for its
+    gradient.
+    """
     return weight_NK if block is None else turn(weight_NK, block, factors(block)[1])
 
 
 def turned(x: torch.Tensor, block: int | None) -> torch.Tensor:
-    """Rows as they are rounded; and back, of what is a product with W as it is rounded."""
+    """Rows before quantization (Hadamard-transformed if enabled); and the inverse for their
+    gradient.
+    """
     return x if block is None else turn(x, block, factors(block)[0])
 
 
 def outputs(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe, agreement: AmaxReduceGroups
 ) -> tuple[torch.Tensor, Float8Matrix, Float8Matrix]:
-    """y [T, N] in x's dtype, and what it is the product of."""
+    """y [T, N] in x's dtype, and its quantized operands."""
     x = coded(
         turned(x_TK, scheme.block), "e4m3", scheme.of_rows, agreement.tokens, agreement.inputs
     )
@@ -119,10 +124,10 @@ def gradients(
     *,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Those of x [T, K] and of W [N, K], or of one of them.
+    """Gradients of x [T, K] and of W [N, K], or of one of them.
 
-    x: as it came, or its codes where they share one scale and W's gradient is of rounded numbers;
-    None if that is not wanted. weight_scales: of the forward pass.
+    `x`: unquantized, or its codes where they share one scale and W's gradient uses FP8;
+    None if W's gradient is not needed. `weight_scales`: of the forward pass.
     """
     dx = dweight = dy = None
     rounds = (scheme.input_gradient == "quantised", scheme.weight_gradient == "quantised")

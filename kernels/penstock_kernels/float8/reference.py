@@ -1,6 +1,6 @@
-"""What float8 numbers and their products are. The slow reference of the others.
+"""Definition of FP8 quantization and matmuls; slow.
 
-R rows, C columns; M and N rows of two matrices, K columns that their product is summed over.
+R rows, C columns; M and N rows of two matrices, K columns (the contracted dimension).
 """
 
 import torch
@@ -13,9 +13,9 @@ from penstock_kernels.float8.formats import Kind, cast_to_fp8, compute_scales
 def quantise(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> Float8Matrix:
-    """Round a matrix to float8 numbers; it may be the transpose of one that lies in memory.
+    """Quantize a matrix to FP8; it may be a transposed view.
 
-    scales: those it has, where they are known.
+    `scales`: its scales, if they are known.
     """
     if scales is None:
         scales = compute_scales(amax(x_RC, sharing), kind)
@@ -26,6 +26,6 @@ def quantise(
 def multiply(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> torch.Tensor:
-    """a b^T, [M, N] in float32 or bfloat16, summed in float32 and rounded once."""
+    """`a b^T`, [M, N] in float32 or bfloat16, accumulated in float32 and rounded once."""
     del sums
     return a_MK.numbers(dtype) @ b_NK.numbers(dtype).mT

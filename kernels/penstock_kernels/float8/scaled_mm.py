@@ -1,7 +1,6 @@
-"""Products of float8 numbers as PyTorch has them, on tensor cores: one scale for each matrix, or
-for each of its rows.
+"""FP8 matmuls of PyTorch, on tensor cores: one scale for each matrix, or for each of its rows.
 
-M and N rows of two matrices, K columns that their product is summed over.
+M and N rows of two matrices, K columns (the contracted dimension).
 """
 
 import torch
@@ -31,7 +30,7 @@ def multiply(
 def refuses(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> str | None:
-    """Why it cannot multiply them."""
+    """Why these inputs are not supported."""
     del sums
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
         return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"
@@ -52,7 +51,7 @@ def refuses(
 
 
 def _whole(codes: torch.Tensor) -> torch.Tensor:
-    """Columns filled up with zeros where CUDA wants more."""
+    """Columns padded with zeros to the multiple that CUDA requires."""
     if not codes.is_cuda:
         return codes
     missing = -codes.shape[1] % MULTIPLE

@@ -1,10 +1,10 @@
-"""Products of float8 numbers on Triton, of which 128 columns share a scale.
+"""Block-scaled FP8 matmuls on Triton, with a scale for 128 columns.
 
-What is summed over a group's columns is multiplied by its scales and added in float32, so that no
-sum is kept in the few bits that tensor cores add float8 products in (DeepSeek-AI 2024,
-"DeepSeek-V3", section 3.3.2).
+The partial sum of a group's columns is multiplied by its scales and added in float32, because
+tensor cores accumulate FP8 products with few bits (DeepSeek-AI 2024, "DeepSeek-V3", section
+3.3.2).
 
-M and N rows of two matrices, K columns that their product is summed over.
+M and N rows of two matrices, K columns (the contracted dimension).
 """
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportCallIssue=false
@@ -150,7 +150,7 @@ def multiply(
 def refuses(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> str | None:
-    """Why it cannot multiply them."""
+    """Why these inputs are not supported."""
     del sums
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
         return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"

@@ -1,5 +1,5 @@
-"""Rounding to float8 numbers on Triton: one pass over the matrix, whichever way it lies, and one
-before it where scales reach further than a block.
+"""FP8 quantization on Triton: one pass over the matrix, in either memory layout, and one
+before it where scales span more than a block.
 
 R rows, C columns.
 """
@@ -134,7 +134,7 @@ def quantise(
 def refuses(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> str | None:
-    """Why it cannot round it."""
+    """Why these inputs are not supported."""
     del kind
     if x_RC.dim() != 2:
         return f"it rounds matrices, and this is {tuple(x_RC.shape)}"

@@ -1,4 +1,4 @@
-"""A weight of which only the float8 numbers are here: what ranks gather that hold parts of it.
+"""A weight that is stored only in FP8: the result of FSDP's FP8 all-gather.
 
 N rows, K columns.
 """
@@ -15,8 +15,9 @@ from penstock_kernels.float8.hadamard import factors, turn
 
 
 class Float8WeightShard(torch.Tensor):
-    """What linear takes in the place of a weight [N, K]; to all else it is the numbers it stands
-    for, made when they are asked for."""
+    """Replaces a weight [N, K] in `linear`; other operations get the dequantized values, computed
+    on demand.
+    """
 
     coded: Float8Matrix
     """Of the weight as products see it: turned, if there is a block."""
@@ -26,7 +27,7 @@ class Float8WeightShard(torch.Tensor):
     def __new__(
         cls, coded: Float8Matrix, block: int | None, dtype: torch.dtype
     ) -> "Float8WeightShard":
-        """dtype: of the weight, and so of its gradient."""
+        """`dtype`: of the weight, and so of its gradient."""
         codes = coded.codes
         made = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device
@@ -47,7 +48,7 @@ class Float8WeightShard(torch.Tensor):
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """A view of all of it stays what it is."""
+        """A view of the full tensor keeps this class."""
         aten = torch.ops.aten
         if function in (aten.detach.default, aten.as_strided.default):
             weight = args[0]

@@ -1,5 +1,6 @@
-"""The elementwise half of gated linear units, activation(gate) * up, on Triton without storing
-the activation: of SiLU (swiglu), of GELU, and of GELU by its tanh approximation (geglu)."""
+"""Gated linear units, `activation(gate) * up`, on Triton without storing
+the activation: SiLU (swiglu), GELU, and GELU with the tanh approximation (geglu).
+"""
 
 from collections.abc import Mapping
 from functools import partial

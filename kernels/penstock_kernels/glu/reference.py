@@ -1,7 +1,7 @@
-"""What the gated linear units mean. The reference of every other implementation.
+"""Definition of the gated linear units.
 
-T tokens, F features. The order of roundings is that of Hugging Face's MLPs, so that the two agree
-to the bit (Shazeer 2020, "GLU Variants Improve Transformer").
+T tokens, F features. The order of roundings is that of Hugging Face's MLPs, so that the two are
+bitwise identical (Shazeer 2020, "GLU Variants Improve Transformer").
 """
 
 import torch

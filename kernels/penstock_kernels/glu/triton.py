@@ -1,5 +1,5 @@
-"""Gated linear units on Triton: one pass forward, one pass backward, activations computed again
-rather than kept.
+"""Gated linear units on Triton: one pass forward, one pass backward, activations recomputed instead
+of saved.
 
 An activation of g is g * s(g), with a sigmoid or a distribution function s.
 """
@@ -27,7 +27,7 @@ CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _share(gate, ACTIVATION: tl.constexpr):
-    """s(g) and its slope."""
+    """s(g) and its derivative."""
     if ACTIVATION == "gelu":
         share = 0.5 * (1 + tl.erf(gate * SQRT_HALF))
         slope = tl.exp(-0.5 * gate * gate) * DENSITY_AT_0
@@ -131,7 +131,7 @@ def _gradients(
 
 
 def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
-    """Both, in spans of the same length."""
+    """Both, as spans of the same length."""
     gates, ups = to_spans(gate), to_spans(up)
     if gates.length == ups.length:
         return gates, ups
