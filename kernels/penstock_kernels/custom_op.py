@@ -30,10 +30,10 @@ def operator(
     """Register `run` as `torch.ops.penstock.<name>` on every device, and return the operator.
 
     Args:
-        run: takes and returns tensors and plain numbers, as annotated. It returns new memory, never a
-            view of its inputs.
-        fake: with the same arguments, returns empty tensors of the shapes, strides, dtypes and devices
-            of the result. Shapes may be symbolic: do not branch on them.
+        run: takes and returns tensors and plain numbers, as annotated. It returns new memory,
+            never a view of its inputs.
+        fake: with the same arguments, returns empty tensors of the shapes, strides, dtypes and
+            devices of the result. Shapes may be symbolic: do not branch on them.
         keep, backward: its gradients. Without them it has none, as backward's own kernels.
         writes: the arguments that it changes in place.
     """

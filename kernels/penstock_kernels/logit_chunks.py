@@ -1,6 +1,6 @@
-"""How many tokens' logits are there at a time. No torch: whoever foretells memory asks here too.
+"""Chunk size of the linear cross-entropy. No torch, because the memory estimate uses it too.
 
-With few, a head's matrix is read from memory too often; with many, logits fill it.
+With small chunks, a head's matrix is read from memory too often; with large ones, logits fill it.
 """
 
 ON_CPU, FEWEST_ON_CPU, MOST_ON_CPU = 16 << 20, 192, 1024
@@ -9,7 +9,7 @@ ON_GPU, FEWEST_ON_GPU = 768 << 20, 256
 
 
 def tokens_at_once(row_bytes: int, kind: str) -> int:
-    """For logits of so many bytes a token, on a device of that kind."""
+    """Tokens per chunk, for logits of so many bytes a token, on a device of that kind."""
     row = max(1, row_bytes)
     if kind == "cpu":
         return min(max(FEWEST_ON_CPU, ON_CPU // row), MOST_ON_CPU)

@@ -1,7 +1,8 @@
-"""An operation: what it means, what makes it fast, and when fast is allowed. No mutable state.
+"""An operation: a reference, its fast implementations, and their unsupported inputs. No mutable
+state.
 
-A choice made by a plain call is free of flags and context variables, so that torch.compile with
-fullgraph=True can trace through it.
+Calling an operation reads no flags and no context variables, so that `torch.compile` with
+`fullgraph=True` can trace through it.
 """
 
 import os
@@ -27,12 +28,12 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class UnsupportedError(RuntimeError):
-    """A backend was asked for by name and cannot serve."""
+    """A backend that was selected by name does not support the inputs or the machine."""
 
 
 @dataclass(frozen=True)
 class KernelImpl(Generic[P, R]):
-    """One fast implementation, and its refusal: a reason, or None when it can serve."""
+    """One fast implementation, and `refuses`: the reason why it does not support inputs, or None."""
 
     run: Callable[P, R]
     refuses: Callable[P, str | None]
@@ -42,14 +43,14 @@ class KernelImpl(Generic[P, R]):
 
     @property
     def may_be_picked(self) -> bool:
-        """Interpreted kernels are for judging them, by name; no work is ever given to them."""
+        """Interpreted kernels run only by name, in tests; they are never selected automatically."""
         runs = self.written_in == "torch" or (BUILT_FOR_GPUS and not INTERPRETED)
         return self.missing is None and runs
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """Call it and it picks; ask for a backend by name and it obeys or says why not."""
+    """Calling it selects a backend automatically; `backend` selects one by name."""
 
     name: str
     reference: Callable[P, R]
@@ -62,12 +63,12 @@ class Op(Generic[P, R]):
     of a few questions."""
 
     def __post_init__(self) -> None:
-        """Find them."""
+        """Find the available implementations."""
         found = tuple(backend for backend in self.fast.values() if backend.may_be_picked)
         object.__setattr__(self, "able", found)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The first fast backend that does not refuse, else the reference."""
+        """Run the first fast backend that supports the inputs, else the reference."""
         for backend in self.able:
             if backend.refuses(*args, **kwargs) is None:
                 return backend.run(*args, **kwargs)
@@ -75,15 +76,15 @@ class Op(Generic[P, R]):
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names backend takes."""
+        """The names that `backend` accepts."""
         return ("auto", self.reference_name, *self.fast)
 
     def backend(self, name: str) -> Callable[P, R]:
-        """Exactly this backend. Settings call it once, at assembly, not at every step.
+        """This backend only. Call it once, when the model is built, not at every step.
 
         Raises:
             UnsupportedError: at once for an unknown name, and for a backend that is missing here;
-                when called, for inputs that the backend refuses, with its reason.
+                when called, for unsupported inputs, with the reason.
         """
         if name == "auto":
             return self
@@ -105,7 +106,7 @@ class Op(Generic[P, R]):
 
 
 def cache_home() -> Path:
-    """Where small files of this user are kept that can be made again (XDG)."""
+    """The user's folder for small cached files (XDG)."""
     if root := os.environ.get("PENSTOCK_CACHE_HOME"):
         return Path(root)
     xdg = os.environ.get("XDG_CACHE_HOME")
@@ -113,7 +114,7 @@ def cache_home() -> Path:
 
 
 def needs_cuda(*tensors: torch.Tensor) -> str | None:
-    """The refusal every Triton kernel shares: it runs on CUDA, or on a CPU when interpreted."""
+    """Common to all Triton kernels: they run on CUDA, or on a CPU when interpreted."""
     kinds = {t.device.type for t in tensors}
     if INTERPRETED or kinds == {"cuda"}:
         return None
@@ -121,7 +122,7 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
 
 
 def needs_floats(*tensors: torch.Tensor) -> str | None:
-    """The refusal of kernels that compute in fp32 what has at most its precision."""
+    """Common to kernels that compute in fp32: wider dtypes are not supported."""
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"a tensor is in {tensor.dtype}, and it takes float32, bfloat16 and float16"

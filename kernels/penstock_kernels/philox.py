@@ -1,4 +1,4 @@
-"""Philox4x32-10: random words by counter. The reference; on Triton tl.philox is the same."""
+"""Philox4x32-10: counter-based random words. The reference; on Triton `tl.philox` is the same."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ WORD = 0xFFFFFFFF
 
 
 def philox(counter: Sequence[torch.Tensor], key: int) -> tuple[torch.Tensor, ...]:
-    """Four random words of 32 bits for each counter, which is four words itself; broadcast.
+    """Four random words of 32 bits for each counter of four words; broadcasts.
 
     With a key of 64 bits (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
     section 5.1.2).
@@ -28,9 +28,9 @@ def philox(counter: Sequence[torch.Tensor], key: int) -> tuple[torch.Tensor, ...
 
 
 def _product(word: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low word of a product of two, the second at least 2^31.
+    """The high and the low word of a product of two words, the second at least 2^31.
 
-    Of 2^32 times the word less than it, which a signed number of 64 bits holds.
+    Computed with 2^32 minus the second word, so that the product fits a signed 64-bit integer.
     """
     less = word * (by - 2**32)
     return (less >> 32) + word, less & WORD

@@ -1,7 +1,7 @@
-"""Whose rows a matrix has: fused projections and stacks of experts are several tensors' rows.
+"""Keys for counter-based random numbers of matrices whose rows belong to several tensors.
 
-And what is drawn for their elements: a function of a tensor's key and of row and column in it, so
-that it is the same however tensors are cut and laid together.
+Fused projections and stacks of experts are such matrices. An element's random number is a function
+of its tensor's key and of its row and column there, so it does not depend on sharding or fusion.
 """
 
 import math
@@ -19,7 +19,7 @@ AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class RowKeys:
-    """Rows of one tensor, side by side here as they are there."""
+    """A range of rows of one tensor, with its key."""
 
     rows: int
     key: int
@@ -32,8 +32,8 @@ def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: in
     """Refuse runs that are not the rows of all matrices of this shape [..., N, K].
 
     Raises:
-        ValueError: there are fewer or more rows, a key has more than 64 bits, or something that is
-            counted is negative.
+        ValueError: there are fewer or more rows, a key has more than 64 bits, or a count is
+            negative.
     """
     rows, have = math.prod(shape[:-1]), sum(run.rows for run in runs)
     if rows != have:
@@ -45,7 +45,7 @@ def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: in
 
 
 def blocks(runs: Sequence[RowKeys], columns: int) -> Iterator[tuple[slice, RowKeys]]:
-    """The rows of all runs, a block at a time, and whose they are."""
+    """The rows of all runs, a block at a time, with their runs."""
     each = max(AT_ONCE // max(columns, 1), 1)
     start = 0
     for run in runs:
@@ -61,11 +61,11 @@ def blocks(runs: Sequence[RowKeys], columns: int) -> Iterator[tuple[slice, RowKe
 def words(
     run: RowKeys, first_column: int, columns: int, purpose: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """What is drawn for groups of four columns, from the group of first_column on: four words of
+    """Random words for groups of four columns, from the group of `first_column` on: four words of
     32 bits, each int64 [rows, groups].
 
-    Those that Philox4x32-10 has for the counter (group, low half of the row, high half of it,
-    purpose) and the run's key; rows and columns are counted in the whole tensor.
+    Philox4x32-10 of the counter (group, low half of the row, high half of it, `purpose`) and the
+    run's key; rows and columns are indices in the full tensor.
     """
     groups_G = torch.arange(first_column // 4, -(-(first_column + columns) // 4), device=device)
     number_R1 = torch.arange(run.rows, device=device)[:, None] + run.first_row
@@ -74,13 +74,14 @@ def words(
 
 
 def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) -> torch.Tensor:
-    """What was made of each group's four words, by column, [rows, columns]."""
+    """Values of each group's four words, by column, [rows, columns]."""
     return torch.stack(tuple(four), -1).flatten(1).narrow(1, first_column % 4, columns)
 
 
 def table(runs: Sequence[RowKeys]) -> torch.Tensor:
-    """The same for kernels, int64 [3, runs]: where each run's rows end, its key, and what its rows'
-    numbers in their tensor are more than here."""
+    """The runs for kernels, int64 [3, runs]: the end of each run's rows, its key, and the offset of
+    its rows in their tensor.
+    """
     ends = list(accumulate(run.rows for run in runs))
     keys = [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
     further = [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]

@@ -1,4 +1,4 @@
-"""Tensors as kernels read them without a copy: spans of elements, at even distances."""
+"""Strided tensors that kernels read without a copy: contiguous spans at a constant stride."""
 
 from typing import NamedTuple
 

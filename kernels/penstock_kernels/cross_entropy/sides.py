@@ -65,7 +65,7 @@ class SideGradients:
                 found.add(slope_CV, x_SK[rows])
 
     def take(self) -> list[torch.Tensor | None]:
-        """Rows' and matrix's gradients of one product after another, in their dtypes. Call it once."""
+        """Gradients of rows and matrix of one product after another, in their dtypes. Call once."""
         taken: list[torch.Tensor | None] = []
         for found_SK, dtype, found in zip(self._rows, self._dtypes, self._matrices, strict=True):
             taken.append(None if found_SK is None else found_SK.to(dtype))

@@ -1,7 +1,7 @@
-"""Grouped matrix product: rows sorted by group, each group multiplied by a matrix of its own.
+"""Group GEMM: rows sorted by group, each group multiplied by its own matrix.
 
-The experts of a mixture are such groups. Nothing waits for the host: where groups begin is found on
-the device, from the counts.
+The experts of an MoE layer are such groups. There is no host synchronization: group offsets are
+computed on the device, from the counts.
 """
 
 from collections.abc import Mapping

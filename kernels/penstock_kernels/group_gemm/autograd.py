@@ -1,7 +1,6 @@
-"""A grouped product as operators with gradients, from two products, which each fast implementation
-brings.
+"""Group GEMM as custom operators with gradients, built from the two products of each backend.
 
-T rows, G groups, K contracted and N resulting columns.
+T rows, G groups, K contracted and N output columns.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Products(NamedTuple):
-    """What a fast implementation can do: sums in fp32, results in the inputs' dtype."""
+    """The products of a backend: accumulated in fp32, results in the inputs' dtype."""
 
     by_rows: Product
     """`(x_TK, weight_GNK, counts_G)` to [T, N]: each row by its group's matrix, zeros past them."""
@@ -24,9 +23,9 @@ class Products(NamedTuple):
 
 
 def operators(name: str, by_rows: Product, of_groups: Product) -> Products:
-    """The two products of the implementation name as operators.
+    """The two products of the backend `name` as custom operators.
 
-    by_rows has gradients, made of both; those that nobody asks for are not computed.
+    `by_rows` has gradients, computed with both; unneeded ones are not computed.
     """
 
     def back(ctx: Any, dy_TN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

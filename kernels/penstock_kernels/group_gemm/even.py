@@ -1,8 +1,8 @@
-"""group_gemm of 16-bit numbers on a CPU: groups in heights that come again.
+"""group_gemm of 16-bit values on a CPU: groups are padded to a few heights.
 
-oneDNN, which multiplies them there, makes a program for each height that it meets, and keeps a
-thousand, of half a megabyte each: with a router's counts, which no two steps share, it makes some
-in every step. So a group's rows are multiplied with some of zeros below them.
+oneDNN builds a program for each height, and caches a thousand of half a megabyte each. A router's
+counts differ in every step, so it would build programs in every step. So a group's rows are
+padded with zeros.
 """
 
 import torch
@@ -18,7 +18,7 @@ that is about as quick as without them by programs that are there already."""
 
 
 def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    """Each row by its group's matrix, zeros past them, [T, N]."""
+    """Each row times its group's matrix, zeros past the groups, [T, N]."""
     y_TN = x_TK.new_empty(x_TK.shape[0], weight_GNK.shape[1])
     end = 0
     for rows, matrix_NK in zip(rows_of_groups(counts_G), weight_GNK, strict=True):
@@ -37,12 +37,12 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
 
 
 def padded_height(rows: int) -> int:
-    """That in which so many rows are multiplied, at least as high."""
+    """The height, at least as high, to which so many rows are padded."""
     step = max(LOWEST, (1 << max(0, rows - 1).bit_length()) // 2 // HEIGHTS)
     return -(-rows // step) * step
 
 
 def _filled(x_CK: torch.Tensor) -> torch.Tensor:
-    """With zeros below."""
+    """Padded with zeros."""
     missing = padded_height(x_CK.shape[0]) - x_CK.shape[0]
     return F.pad(x_CK, (0, 0, 0, missing)) if missing else x_CK

@@ -1,7 +1,8 @@
-"""group_gemm by the reference's loop as an operator: for what nothing faster takes.
+"""group_gemm by the reference's loop as a custom operator: for inputs that no faster backend
+supports.
 
-A program that is compiled passes through it; the plain loop, which asks how many rows each group
-has, would end it.
+torch.compile keeps it in the graph; the plain loop, which reads the counts on the host, would
+break the graph.
 """
 
 import torch

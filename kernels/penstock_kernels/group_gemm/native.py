@@ -1,4 +1,4 @@
-"""group_gemm through PyTorch's own grouped product."""
+"""group_gemm through PyTorch's own grouped matmul."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ bfloat16, it fetches the offsets to the host and multiplies one group after anot
 
 
 def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
-    """Operands that PyTorch does not take, or on a GPU takes only by waiting for it."""
+    """Operands that PyTorch does not support, or that need a synchronization on a GPU."""
     if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
         return reason
     if reason := refuses_widths(x_TK, weight_GNK):

@@ -28,7 +28,7 @@ MISSING = _missing()
 
 
 def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
-    """No Hopper, or operands that it does not take."""
+    """No Hopper GPU, or unsupported operands."""
     if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
         return reason
     if x_TK.dtype not in (torch.bfloat16, torch.float16):
@@ -44,7 +44,7 @@ def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 
 
 def _bounds(counts_G: torch.Tensor) -> torch.Tensor:
-    """Where groups begin and end: 0, then every group's end, int32 [G + 1]."""
+    """Offsets of groups: 0, then every group's end, int32 [G + 1]."""
     return torch.nn.functional.pad(counts_G.cumsum(0, dtype=torch.int32), (1, 0))
 
 

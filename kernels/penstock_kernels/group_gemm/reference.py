@@ -1,4 +1,4 @@
-"""What group_gemm means. The reference of every other implementation."""
+"""Definition of group_gemm. The reference of every other implementation."""
 
 import torch
 

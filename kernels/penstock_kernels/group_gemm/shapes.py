@@ -1,4 +1,4 @@
-"""What no fast implementation of group_gemm takes, and the layouts and numbers that they share."""
+"""Inputs that no fast implementation of group_gemm supports, and shared helpers for layouts."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ VECTOR = 16
 def refuses_shapes(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
-    """Operands that do not belong together, or are of a kind that no device's product takes."""
+    """Inconsistent operands, or dtypes that no device's matmul supports."""
     if reason := refuses_pairs(x_TK, weight_GNK, counts_G):
         return reason
     if x_TK.dtype not in DTYPES:
@@ -25,7 +25,7 @@ def refuses_shapes(
 def refuses_pairs(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
-    """Operands that do not belong together, whatever multiplies them."""
+    """Inconsistent operands, for any implementation."""
     x, weight, counts = (tuple(part.shape) for part in (x_TK, weight_GNK, counts_G))
     if len(x) != 2 or len(weight) != 3 or x[1] != weight[2] or counts != weight[:1]:
         return (
@@ -40,7 +40,7 @@ def refuses_pairs(
 
 
 def refuses_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | None:
-    """Rows that are no whole number of vectors."""
+    """Rows that are not a whole number of vectors."""
     for name, width in (("K", weight_GNK.shape[2]), ("N", weight_GNK.shape[1])):
         if width * x_TK.element_size() % VECTOR:
             step = VECTOR // x_TK.element_size()
@@ -49,7 +49,7 @@ def refuses_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | None:
 
 
 def rows_of_groups(counts_G: torch.Tensor) -> Iterator[slice]:
-    """Where each group's rows are; known on the host, which waits for them."""
+    """Slices of each group's rows, on the host, which synchronizes."""
     start = 0
     for count in counts_G.tolist():
         yield slice(start, start + count)

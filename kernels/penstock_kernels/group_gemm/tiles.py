@@ -1,6 +1,6 @@
-"""How large the pieces of a grouped product are that one program computes, by shape and device.
+"""Tile sizes of group GEMM, by shape and device.
 
-A rule says it, and which others are worth measuring (tuning).
+A rule selects them, and lists the candidates for autotuning (`tuning`).
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ BAND = 8
 
 
 class Tiles(NamedTuple):
-    """A program's share of a product, and how it goes about it."""
+    """Tile sizes and launch settings of a program."""
 
     rows: int
     columns: int
@@ -50,15 +50,16 @@ def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:
 
 
 def candidates(first: Tiles, like: torch.Tensor) -> list[Tiles]:
-    """What is measured: the rule's choice, and others where numbers are the tensor cores'."""
+    """Candidates for autotuning: the rule's choice, and others where tensor cores are used."""
     if INTERPRETED or like.dtype == torch.float32:
         return [first]
     return [first, *others(first)]
 
 
 def others(first: Tiles) -> list[Tiles]:
-    """What is worth measuring beside first: as many rows, so that the same instructions add in
-    the same order."""
+    """Candidates beside `first`: with as many rows, so that the same instructions add in the same
+    order.
+    """
     if first.rows < _SQUARE.rows:
         found = [first._replace(columns=64), first._replace(stages=3)]
     else:
@@ -67,7 +68,7 @@ def others(first: Tiles) -> list[Tiles]:
 
 
 def of_groups(x_TK: torch.Tensor) -> Tiles:
-    """Tiles for products that contract rows, which are as many as the weights are large."""
+    """Tiles for products that contract rows, whose output has the size of the weights."""
     if INTERPRETED:
         return _INTERPRETED
     if x_TK.dtype == torch.float32:

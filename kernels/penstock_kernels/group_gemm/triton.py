@@ -1,9 +1,9 @@
-"""group_gemm on Triton: a kernel for rows, forward and backward, and one for weights' gradients.
+"""group_gemm on Triton: a kernel for rows, forward and backward, and one for weight gradients.
 
-T rows, G groups, K contracted and N resulting columns. Groups begin and end where a small kernel
-finds on the device that they do; the grid is as large as the worst case needs, and the few programs
-that have nothing to do end at once. On GPUs with tensor descriptors (Hopper and later) whole tiles
-are copied by hardware; elsewhere, and for layouts that the hardware does not take, by pointers.
+T rows, G groups, K contracted and N output columns. A small kernel computes group offsets on the
+device; the grid has the size of the worst case, and the few superfluous programs exit at once. On
+GPUs with tensor descriptors (Hopper and later) whole tiles are copied by hardware; elsewhere, and
+for unsupported memory layouts, by pointers.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -28,7 +28,7 @@ DESCRIPTORS_SINCE = 9
 
 @triton.jit(do_not_specialize=["G", "T"])
 def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """Of G groups and of the rows past them, as group G: first row, end, tiles up to its end."""
+    """For G groups, and the rows past them as group G: first row, end, cumulative number of tiles."""
     group = tl.arange(0, GROUPS)
     count = tl.load(counts_ptr + group, mask=group < G, other=0).to(tl.int32)
     total = tl.cumsum(count, axis=0)
@@ -43,7 +43,7 @@ def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr
 
 @triton.jit
 def _place(tile, num_rows, num_columns, BAND: tl.constexpr):
-    """Row and column of the tile walked as the tile-th: down bands of BAND rows, then right."""
+    """Row and column of the `tile`-th tile: down bands of BAND rows, then right."""
     band = tile // (BAND * num_columns)
     height = tl.minimum(num_rows - band * BAND, BAND)
     within = tile % (BAND * num_columns)
@@ -73,7 +73,7 @@ def _by_rows(
     GROUPS: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """One tile of y. WEIGHT is the weight's contiguous dimension: contracted or resulting."""
+    """One tile of y. `WEIGHT` is the weight's contiguous dimension: contracted or output."""
     row_tile, column_tile = _place(tl.program_id(0), most_tiles, tl.cdiv(N, COLUMNS), BAND)
     each = tl.arange(0, GROUPS)
     tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + each, mask=each <= G, other=2147483647)
@@ -171,7 +171,9 @@ def _of_groups(
 
 
 def _take_descriptors(*tensors: torch.Tensor) -> bool:
-    """Whether hardware can copy tiles of these: last dimension contiguous, all else in vectors."""
+    """Whether tensor descriptors support these: last dimension contiguous, other strides in
+    vectors.
+    """
     for tensor in tensors:
         *outer, last = tensor.stride()
         apart = [stride * tensor.element_size() % VECTOR for stride in outer]
@@ -185,7 +187,7 @@ def _take_descriptors(*tensors: torch.Tensor) -> bool:
 
 
 def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    """Each group's rows by its own matrix, [T, N]; zeros for rows past the groups."""
+    """Each group's rows times its own matrix, [T, N]; zeros for rows past the groups."""
     x_TK, weight_GNK = x_TK.contiguous(), with_unit_stride(weight_GNK)
     (T, K), (G, N, _) = x_TK.shape, weight_GNK.shape
     y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)

@@ -1,4 +1,4 @@
-"""Zeros where a library's grouped product leaves memory as it found it, at no cost elsewhere."""
+"""Zero memory that a library's grouped matmul leaves unwritten."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ def zero_tail_rows(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
 
 
 def zero_empty(y_GMN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    """Zero, in place, the products of groups without rows, a sum of nothing.
+    """Zero, in place, the products of groups without rows.
 
     cuBLAS and CUTLASS leave them unwritten on some GPUs and not on others.
     """

@@ -1,4 +1,4 @@
-"""zero_rows on Triton: programs that have no row to zero read a few flags and end."""
+"""zero_rows on Triton: programs without a row to zero read a few flags and exit."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 

@@ -1,4 +1,4 @@
-"""Newton and Schulz's iteration as Muon has it: a matrix's singular values are brought near 1."""
+"""Newton-Schulz iteration of Muon: brings a matrix's singular values near 1."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""newton_schulz with the vendor's products, of which sums are part.
+"""newton_schulz with the vendor's batched matmuls (baddbmm).
 
 B matrices, N rows, K columns.
 """

@@ -1,4 +1,4 @@
-"""Matrices of many shapes: those of one shape are computed together, tall ones with wide ones."""
+"""Matrices of many shapes: those of one shape are stacked, tall ones with wide ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +15,11 @@ def each_by_shape(
     compute: Callable[[torch.Tensor], torch.Tensor],
     together: int = TOGETHER,
 ) -> list[torch.Tensor]:
-    """compute of every matrix [N, K], in order, called with stacks of at most together numbers.
+    """`compute` of every matrix [N, K], in order, called with stacks of at most `together`
+    elements.
 
-    What it makes of a matrix must not depend on the others of a stack, and be transposed where the
-    matrix is, as it is of newton_schulz.
+    The result of a matrix must not depend on the others of a stack, and the result of a transposed
+    matrix must be transposed, as with `newton_schulz`.
     """
     alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
     wide = [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]

@@ -1,4 +1,4 @@
-"""What the iteration of Muon means. The slow reference of every other implementation.
+"""Definition of Muon's Newton-Schulz iteration; slow.
 
 N rows, K columns of a matrix, a stack of such matrices with leading dimensions.
 """
@@ -18,14 +18,14 @@ def newton_schulz(
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
 ) -> torch.Tensor:
-    """A matrix with the same singular vectors whose singular values are near 1, in bfloat16.
+    """A matrix with the same singular vectors and singular values near 1, in bfloat16.
 
-    X <- a X + (b A + c A A) X with A = X X', so many times, from the matrix divided by its
+    `X <- a X + (b A + c A A) X` with `A = X X'`, repeated, from the matrix divided by its
     Frobenius norm (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks").
-    A singular value s becomes a s + b s^3 + c s^5 each time. All is in bfloat16, whose products
-    are summed in float32. A matrix with more rows than columns is transposed meanwhile.
+    A singular value s becomes `a s + b s^3 + c s^5` each time. Everything is in bfloat16, with
+    matmuls accumulated in float32. A matrix with more rows than columns is transposed meanwhile.
 
-    Matrices [..., N, K] are taken each by itself.
+    Matrices [..., N, K] are processed separately.
 
     Raises:
         ValueError: it has no rows and columns, or steps are negative.
@@ -40,7 +40,7 @@ def newton_schulz(
 
 
 def require_matrices(matrix_NK: torch.Tensor, steps: int) -> None:
-    """Refuse what is no matrix, and what is no number of steps."""
+    """Refuse tensors that are no matrices, and invalid numbers of steps."""
     if matrix_NK.ndim < 2:
         raise ValueError(f"{tuple(matrix_NK.shape)} is no matrix; it must have rows and columns")
     if steps < 0:
@@ -48,7 +48,7 @@ def require_matrices(matrix_NK: torch.Tensor, steps: int) -> None:
 
 
 def scaled(matrix_NK: torch.Tensor, eps: float) -> torch.Tensor:
-    """Each matrix over its norm, in bfloat16 and as wide as it is tall or wider."""
+    """Each matrix divided by its norm, in bfloat16, transposed if it is tall."""
     x = matrix_NK.bfloat16()
     x = x.mT if is_tall(x) else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -56,7 +56,7 @@ def scaled(matrix_NK: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, like_NK: torch.Tensor) -> torch.Tensor:
-    """x as the matrix lies that it was made of."""
+    """`x`, transposed back if the original matrix is tall."""
     return x.mT if is_tall(like_NK) else x
 
 

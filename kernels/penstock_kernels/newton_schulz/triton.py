@@ -1,6 +1,6 @@
-"""newton_schulz on Triton: of symmetric products one half is computed, and written twice.
+"""newton_schulz on Triton: one half of symmetric products is computed, and written twice.
 
-Two of a step's three products are symmetric, so it takes 2/3 of the work where matrices are square.
+Two of a step's three products are symmetric, so it does 2/3 of the work for square matrices.
 B matrices, N rows, K columns.
 """
 
@@ -27,7 +27,7 @@ from penstock_kernels.tuning import chosen
 
 
 class Tile(NamedTuple):
-    """What a program computes, and how it goes about it."""
+    """Tile sizes and launch settings of a program."""
 
     rows: int
     depth: int

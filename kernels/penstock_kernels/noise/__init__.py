@@ -1,7 +1,7 @@
-"""Noise on dequantized weights, by counter: a function of key, row and column alone.
+"""Counter-based noise on dequantized weights: a function of key, row and column.
 
-So it is the same however a matrix is cut over processes, and in the backward pass and in a layer
-that is computed again it is drawn again rather than kept.
+So it does not depend on sharding, and is recomputed in the backward pass and with activation
+checkpointing.
 """
 
 from collections.abc import Mapping, Sequence

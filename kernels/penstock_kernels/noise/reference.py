@@ -1,4 +1,4 @@
-"""What noise by counter means. The slow reference of every other implementation.
+"""Definition of counter-based noise; slow.
 
 N rows, K columns, a stack of such matrices with leading dimensions; R rows of all.
 """
@@ -23,15 +23,15 @@ def add_noise_(
     runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
-    """weight + alpha * n * step, in place: n is normal, and a group's step is step_size's.
+    """`weight + alpha * n * step`, in place: n is normal, and step is the group's `step_size`.
 
-    weight [..., N, K] is quantised, dequantized; the sum is made in float32 and rounded once.
-    runs say of all R rows, one after another, whose they are, and first_column is the first
-    one's number in the whole. What is drawn for an element is a function of its run's key and of
-    its row and column in the whole, as normals says.
+    `weight` [..., N, K] is the dequantized `quantised`; the sum is computed in float32 and rounded
+    once. `runs` name the tensors of all R rows, in order, and `first_column` is the index of the
+    first column in the full tensor. An element's random number is a function of its run's key and
+    of its row and column in the full tensor, see `normals`.
 
     Raises:
-        ValueError: these do not fit together.
+        ValueError: the arguments do not fit together.
     """
     require_runs(weight_NK, quantised, alpha, runs, first_column)
     if alpha == 0:
@@ -48,13 +48,13 @@ def add_noise_(
 
 
 def normals(run: RowKeys, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
-    """What is drawn for the rows of a run, float32 [rows, columns].
+    """Normal random numbers for the rows of a run, float32 [rows, columns].
 
-    Columns 4c to 4c + 3 of row r are made of the four words that Philox4x32-10 has for the counter
-    (c, low half of r, high half of r, 1) and the run's key: of two words v and w, by Box and Muller
-    (1958), sqrt(-2 log u(v)) cos(2 pi u(w)) and the same with sin. u of a word is
-    word * 2^-32 + 2^-33, in float32 like all the rest: at least 2^-33, so that no logarithm is
-    infinite and no number beyond 6.8, and at most 1.
+    Columns 4c to 4c + 3 of row r use the four Philox4x32-10 words of the counter (c, low half of r,
+    high half of r, 1) and the run's key: two words v and w give, by Box and Muller (1958), `sqrt(-2
+    log u(v)) cos(2 pi u(w))` and the same with `sin`. `u` of a word is `word * 2^-32 + 2^-33`, in
+    float32 like everything else: at least 2^-33, so that no logarithm is infinite and no number is
+    beyond 6.8, and at most 1.
     """
     one, two, three, four = words(run, first_column, columns, PURPOSE, device)
     drawn = *_two_normals(one, two), *_two_normals(three, four)
@@ -72,7 +72,7 @@ def _uniform(word: torch.Tensor) -> torch.Tensor:
 
 
 def _of_columns(spread_RG: torch.Tensor, group: int | None, columns: int) -> torch.Tensor:
-    """For each column its group's."""
+    """The group's value for each column."""
     if group is None:
         return spread_RG
     return spread_RG.repeat_interleave(group, -1)[:, :columns]

@@ -1,4 +1,4 @@
-"""What fits together: a weight, what it is dequantized of, and whose rows it has."""
+"""Validation of a weight, its quantized matrix, and the keys of its rows."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ def require_runs(
     runs: Sequence[RowKeys],
     first_column: int,
 ) -> None:
-    """Refuse what does not fit together.
+    """Refuse inconsistent arguments.
 
     Raises:
         ValueError: the weight is not of the quantized one's shape, the runs are not its rows, a key
-            has more than 64 bits, columns begin within a group, or alpha is negative or not
+            has more than 64 bits, columns begin within a group, or `alpha` is negative or not
             finite.
     """
     if tuple(weight_NK.shape) != quantised.shape:

@@ -1,4 +1,4 @@
-"""add_noise_ on Triton: drawn in registers, added where the weight lies. R rows of all matrices."""
+"""add_noise_ on Triton: random numbers in registers, added in place. R rows of all matrices."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 
@@ -51,8 +51,9 @@ def _add(
     RUNS: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    """ROWS x COLUMNS of w. runs_ptr: of each run its last row's end, its key, and what its rows'
-    numbers in their tensor are more than here; spread_ptr: of each group, or each row."""
+    """ROWS x COLUMNS of w. `runs_ptr`: for each run the end of its rows, its key, and the offset of
+    its rows in their tensor; `spread_ptr`: for each group, or each row.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < R)[:, None]
     row = row.to(tl.int64)

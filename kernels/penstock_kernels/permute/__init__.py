@@ -1,4 +1,4 @@
-"""Sorting tokens by the experts they chose, and adding up what the experts made of them."""
+"""MoE permute and unpermute: sort tokens by expert, and sum the experts' outputs."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Where each copy of a token lies once copies are sorted by expert."""
+"""Positions of token copies, sorted by expert."""
 
 from dataclasses import dataclass
 
@@ -25,10 +25,10 @@ class Order:
 
 
 def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
-    """The order by expert in which the copies of an expert are in the order of their tokens.
+    """A stable sort by expert: copies of an expert are in the order of their tokens.
 
-    choice_TK holds experts' numbers. Any number but 0 to num_experts - 1 is nobody: its copy is
-    in no expert's rows, and adds nothing to its token. Found on the device, without waiting.
+    `choice_TK` holds expert indices. An index outside of 0 to `num_experts` - 1 means no expert:
+    its copy is in no expert's rows, and adds nothing to its token. No host synchronization.
     """
     is_somebody_TK = (choice_TK >= 0) & (choice_TK < num_experts)
     dtype = SMALL if num_experts < torch.iinfo(SMALL).max else torch.int64

@@ -1,4 +1,4 @@
-"""What permute and unpermute mean. The references of every other implementation."""
+"""Definition of permute and unpermute. The references of every other implementation."""
 
 import torch
 
@@ -6,16 +6,16 @@ from penstock_kernels.permute.order import Order
 
 
 def permute(x_TD: torch.Tensor, order: Order) -> torch.Tensor:
-    """A row for every copy of a token, sorted by expert, [R, D]; zeros where a row is no copy's."""
+    """A row for every copy of a token, sorted by expert, [R, D]; zeros for rows without a copy."""
     # Copied first: so a token's gradient is the sum of its copies' in one order, on every device.
     copies = x_TD.repeat_interleave(order.row_of_copy.shape[1], dim=0)
     return _taken(copies, order.copy_of_row)
 
 
 def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order) -> torch.Tensor:
-    """The sum of each token's rows, each times its weight; added in fp32, in y's dtype, [T, D].
+    """The weighted sum of each token's rows; added in fp32, in y's dtype, [T, D].
 
-    Without weights the rows are added as they are. Rows of nobody are never read as numbers.
+    Without weights the rows are summed. Rows without a token are never read as numbers.
     """
     copies_TKD = _taken(y_RD, order.row_of_copy.flatten()).unflatten(0, order.row_of_copy.shape)
     copies_TKD = copies_TKD.float()
@@ -25,6 +25,6 @@ def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order)
 
 
 def _taken(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The rows of those numbers, zeros for NOBODY."""
+    """The rows of those indices, zeros for NOBODY."""
     taken = rows.index_select(0, numbers.clamp(min=0))
     return taken.masked_fill((numbers < 0).unsqueeze(-1), 0)

@@ -1,8 +1,8 @@
-"""permute and unpermute on Triton: tokens are copied, weighted and added while they are moved.
+"""permute and unpermute on Triton: tokens are copied, weighted and summed in one pass.
 
-T tokens, K copies of each, R rows, D columns. The gradient of copying is adding, and that of adding
-is copying. Each result is one program's, which reads what it needs by the order or its inverse:
-nothing is added atomically, so results are the same from run to run.
+T tokens, K copies of each, R rows, D columns. The gradient of copying is summing, and that of
+summing is copying. Each result is written by one program, which reads its inputs by the order or
+its inverse: nothing is added atomically, so results are deterministic.
 """
 
 # pyright: reportArgumentType=false
@@ -22,7 +22,7 @@ WIDEST = 2048
 
 @triton.jit
 def _copy(x_ptr, copy_of_row_ptr, rows_ptr, K, D, BLOCK: tl.constexpr):
-    """A row of a token, zeros for nobody's."""
+    """A row of a token, zeros for rows without a token."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     copy = tl.load(copy_of_row_ptr + row)
@@ -35,7 +35,7 @@ def _copy(x_ptr, copy_of_row_ptr, rows_ptr, K, D, BLOCK: tl.constexpr):
 def _add(
     rows_ptr, row_of_copy_ptr, weights_ptr, y_ptr, K, D, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A token of its rows, summed in fp32 in the order of its choices."""
+    """Sum of a token's rows, in fp32 in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -62,7 +62,7 @@ def _weigh(
     D,
     BLOCK: tl.constexpr,
 ):
-    """Of one row: its gradient, weight * dy, and its weight's, dy . row."""
+    """For one row: its gradient, `weight * dy`, and its weight's, `dy . row`."""
     row = tl.program_id(0).to(tl.int64)
     copy = tl.load(copy_of_row_ptr + row)
     known = tl.where(copy >= 0, D, 0)

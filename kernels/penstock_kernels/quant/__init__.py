@@ -1,4 +1,4 @@
-"""Matrices in fewer bits: kept so, used so. Formats, operations, and layers that do not learn.
+"""Quantized matrices: formats, operations, and frozen layers.
 
 T rows of x, matrices of N rows and K columns, a stack of them with leading dimensions.
 """

@@ -1,4 +1,4 @@
-"""block_fp8: tiles of 128 x 128 share a float32 scale, numbers are e4m3. DeepSeek-V3's layout.
+"""block_fp8: tiles of 128 x 128 share a float32 scale, values are e4m3. DeepSeek-V3's layout.
 
 Tiles at a matrix's last rows and columns may be smaller.
 """

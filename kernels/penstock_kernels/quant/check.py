@@ -1,4 +1,4 @@
-"""What cannot be quantized."""
+"""Validation of matrices before quantization."""
 
 import torch
 
@@ -6,10 +6,10 @@ from penstock_kernels.quant.quantized_matrix import Quantised
 
 
 def require_matrix(weight_NK: torch.Tensor) -> None:
-    """Refuse what is no matrix of floating point numbers.
+    """Refuse tensors that are no floating-point matrices.
 
     Raises:
-        ValueError: so.
+        ValueError: if so.
     """
     if weight_NK.ndim < 2 or not weight_NK.is_floating_point() or not weight_NK.numel():
         raise ValueError(
@@ -19,10 +19,10 @@ def require_matrix(weight_NK: torch.Tensor) -> None:
 
 
 def require_finite(quantised: Quantised) -> Quantised:
-    """Refuse what has a number that is not finite: it shows in a scale. Waits for the device.
+    """Refuse non-finite values, found by their scales. Synchronizes with the device.
 
     Raises:
-        ValueError: so.
+        ValueError: if so.
     """
     scales = quantised.scales if quantised.global_scales is None else quantised.global_scales
     if not bool(scales.isfinite().all()):

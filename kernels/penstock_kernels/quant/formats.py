@@ -1,6 +1,6 @@
-"""The formats: how many columns share a scale, what a code is, how many bytes a row takes.
+"""Quantization formats: group size, code, bytes of a row.
 
-Scales, like codes, belong to rows of one matrix and never reach into the next row: a row's groups
+Scales, like codes, belong to rows of one matrix and never span rows: a row's groups
 begin at its first column, and its last group may be short.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["FORMATS", "Format", "format_named"]
 
 @dataclass(frozen=True)
 class Format:
-    """One way to keep a matrix in fewer bits."""
+    """One quantization format."""
 
     name: str
     codes: Literal["levels", "int8", "e4m3"]
@@ -34,7 +34,7 @@ class Format:
 
     @property
     def scales_dtype(self) -> torch.dtype:
-        """What one scale of a group is kept as."""
+        """Dtype of a group's scale."""
         return torch.float8_e4m3fn if self.scales == "e4m3" else torch.float32
 
     def num_groups(self, columns: int) -> int:
@@ -42,7 +42,7 @@ class Format:
         return 1 if self.group is None else -(-columns // self.group)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a row's codes. Those in two to a byte are padded to whole groups."""
+        """Bytes of a row's codes. 4-bit codes are padded to whole groups."""
         if self.codes == "levels":
             assert self.group is not None
             return self.num_groups(columns) * self.group // 2
@@ -74,7 +74,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def format_named(name: str, group: int | None = None) -> Format:
-    """The format of this name, with groups of another size than its own where it has such.
+    """The format of this name, optionally with another group size.
 
     Raises:
         ValueError: there is no such format, or it has no groups of this size.

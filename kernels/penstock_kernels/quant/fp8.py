@@ -1,4 +1,4 @@
-"""fp8: each row has a float32 scale, numbers are e4m3."""
+"""fp8: each row has a float32 scale, values are e4m3."""
 
 import torch
 
@@ -12,7 +12,7 @@ def quantise(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tens
 
 
 def compute_scales(largest: torch.Tensor) -> torch.Tensor:
-    """What brings the largest magnitudes to the largest number of e4m3."""
+    """Scales that map the maxima to the largest value of e4m3."""
     return divided(largest, E4M3_MOST).clamp(min=SMALLEST)
 
 

@@ -17,12 +17,12 @@ def int8(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def int8_scales(largest: torch.Tensor) -> torch.Tensor:
-    """What one step of the integers is."""
+    """The quantization step."""
     return divided(largest.clamp(min=SMALLEST), INT8_MOST)
 
 
 def int4(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, 8 more than the integers, and scales of [..., N, K]."""
+    """Codes (the integers plus 8), and scales of [..., N, K]."""
     x = grouped(weight_NK, group)
     scales = divided(x.abs().amax(-1).clamp(min=SMALLEST), INT4_MOST)
     codes = (x / scales[..., None]).round().clamp(-INT4_MOST, INT4_MOST) + 8

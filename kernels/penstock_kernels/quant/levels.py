@@ -1,8 +1,8 @@
-"""What four bits stand for, code by code, before they are scaled. Nothing but numbers.
+"""Values of 4-bit codes, before scaling. Constants only.
 
 NF4: quantiles of the normal distribution, as published with QLoRA (Dettmers et al., 2023) and used
 by bitsandbytes; read as float32. E2M1: OCP Microscaling Formats 1.0, section 5.3.3; bit 3 is the
-sign. INT4: 8 more than the integer.
+sign. INT4: the integer plus 8.
 """
 
 from itertools import pairwise

@@ -1,7 +1,7 @@
-"""Layers whose matrix is quantized and does not learn: the gradient of their rows, and no more.
+"""Layers with a frozen quantized matrix: they have a gradient for their input only.
 
-T rows, K columns in, N out, G matrices. The dequantized matrix is never kept for the backward pass;
-it is made again there.
+T rows, K columns in, N out, G matrices. The dequantized matrix is not saved for the backward pass;
+it is recomputed there.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -26,7 +26,7 @@ GroupGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def linear(x: torch.Tensor, quantised: Quantised, change: Change | None = None) -> torch.Tensor:
-    """x W^T, [..., N], of x [..., K] in its dtype; few rows without dequantising all of W.
+    """`x W^T`, [..., N], of x [..., K] in its dtype; few rows without dequantizing all of W.
 
     Raises:
         ValueError: W is not one matrix, or x has other columns.

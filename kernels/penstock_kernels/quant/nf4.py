@@ -1,7 +1,6 @@
-"""NF4: each group is divided by its largest magnitude, and each number rounded to a level.
+"""NF4: each group is divided by its absolute maximum, and each value rounded to a level.
 
-Ties go to the lower level, as in bitsandbytes; scales stay float32, which QLoRA calls no double
-quantisation.
+Ties go to the lower level, as in bitsandbytes; scales stay float32 (no double quantization).
 """
 
 import torch

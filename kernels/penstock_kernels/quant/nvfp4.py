@@ -1,8 +1,8 @@
 """NVFP4: 16 columns share an e4m3 scale, and a matrix a float32 scale of those.
 
-Codes are of numbers divided by their group's largest magnitude, not by what its scale was rounded
-to, and ties are rounded up in magnitude; the published vectors are made so. (Rounding by the scale
-as it is kept, and ties down, is another convention of the same layout.)
+Values are divided by their group's absolute maximum, not by its rounded scale, and ties are rounded
+up in magnitude, as in the published test vectors. (Dividing by the rounded scale, with ties down,
+is another convention of the same layout.)
 """
 
 import torch
@@ -26,7 +26,7 @@ def quantise(
 
 
 def global_scales(largest: torch.Tensor) -> torch.Tensor:
-    """What scales are multiples of: 448 times 6 of it are the largest magnitude."""
+    """The float32 scale of a matrix: 448 times 6 of it is the absolute maximum."""
     return divided(largest.clamp(min=SMALLEST), E2M1_MOST * E4M3_MOST).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The operations and what makes them fast: the choice, as every operation states it."""
+"""The quantization operations and their backends."""
 
 from collections.abc import Mapping
 

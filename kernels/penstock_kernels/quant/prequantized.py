@@ -1,4 +1,4 @@
-"""Matrices that others quantized, in the tensors they are published with, used as they are.
+"""Published quantized matrices, converted to `Quantised` without requantization.
 
 ..., N rows and K columns; G groups of a row.
 """
@@ -24,11 +24,11 @@ __all__ = [
 def nf4_of_bitsandbytes(
     packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], group: int = 64
 ) -> Quantised:
-    """bitsandbytes' NF4: packed (uint8) and one scale for each group, of the matrix flattened.
+    """bitsandbytes' NF4: `packed` (uint8) and one scale for each group of the flattened matrix.
 
-    It has the column before in the high four bits of a byte, where ours is in the low ones; all
-    else is alike while groups end where rows do. Scales that were quantized again are made by
-    bitsandbytes_scales.
+    bitsandbytes stores the earlier column in the high four bits of a byte, `Quantised` in the low
+    ones; everything else is equal if groups end where rows do. For double quantization, compute the
+    scales with `bitsandbytes_scales`.
 
     Raises:
         ValueError: rows are not whole groups, or there are fewer numbers than the shape has.
@@ -55,10 +55,10 @@ def bitsandbytes_scales(
     offset: float,
     group: int = 256,
 ) -> torch.Tensor:
-    """Scales that bitsandbytes quantized once more ("double quantisation"), flat, float32.
+    """Scales of bitsandbytes' double quantization, flat, float32.
 
-    codes choose of 256 levels (quant_map), which scales (nested_absmax) multiply, one for
-    group codes; offset is their mean, which was taken away before.
+    `codes` index 256 levels (`quant_map`), which are multiplied by `scales` (`nested_absmax`), one
+    for `group` codes; `offset` is the mean, which was subtracted before.
     """
     each = levels[codes.flatten().int()]
     return each * scales.repeat_interleave(group)[: len(each)] + offset
@@ -78,8 +78,8 @@ def of_fp8_tiles(
 ) -> Quantised:
     """FP8 in tiles of 128 x 128: e4m3 [..., N, K] and float32 [..., N/128, K/128], rounded up.
 
-    Of a run of a matrix's rows, first_row is the first's number, and the scales are those of the
-    tiles from that row's on.
+    For a range of a matrix's rows, `first_row` is the index of the first, and the scales begin with
+    the tiles of that row.
     """
     within, rows = first_row % TILE, weight.shape[-2]
     scales = weight_scale_inv.float().repeat_interleave(TILE, -2)

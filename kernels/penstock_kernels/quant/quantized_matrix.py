@@ -1,8 +1,8 @@
-"""A quantized matrix, or a stack of them: its tensors, and how it is cut and laid together.
+"""A quantized matrix, or a stack of them: tensors, slicing and concatenation.
 
-N rows, K columns, B bytes and G groups of a row. Every tensor has the matrices' rows as its last
-dimension but one and leading dimensions (of experts) before it, and a row needs nothing of others:
-any run of rows, of one matrix or of several that are flattened, is a quantized matrix as well.
+N rows, K columns, B bytes and G groups of a row. Every tensor has the matrices' rows as its
+second-to-last dimension and leading dimensions (of experts) before it, and rows are independent:
+any range of rows, of one matrix or of several flattened ones, is a quantized matrix as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Quantised:
     """float32 [..., N, 1], where scales are e4m3."""
 
     def __post_init__(self) -> None:
-        """Refuse tensors that are not this format's.
+        """Validate the tensors.
 
         Raises:
             ValueError: a tensor is missing, or has another shape or dtype.
@@ -73,16 +73,16 @@ class Quantised:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, all together."""
+        """Total bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def as_bytes(self) -> dict[str, torch.Tensor]:
-        """Its tensors seen as uint8 [..., N, bytes]: nobody casts bytes to another precision."""
+        """Its tensors viewed as uint8 [..., N, bytes]: mixed precision does not cast uint8."""
         return {name: tensor.view(torch.uint8) for name, tensor in self.tensors.items()}
 
     @staticmethod
     def of_bytes(format: Format, columns: int, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
-        """What as_bytes gave, or any run of its rows; views, no copies.
+        """The inverse of `as_bytes`, for any range of rows; views, no copies.
 
         Raises:
             ValueError: a tensor is missing, or is not this format's.
@@ -99,12 +99,12 @@ class Quantised:
         )
 
     def narrow(self, dim: int, start: int, length: int) -> "Quantised":
-        """length matrices, rows or columns from start on, as a view.
+        """`length` matrices, rows or columns from `start` on, as a view.
 
-        Columns are cut between groups; where a row has one scale, anywhere.
+        Columns are sliced between groups; with one scale for a row, anywhere.
 
         Raises:
-            ValueError: a cut lies within a group, or outside.
+            ValueError: a slice begins or ends within a group, or outside.
         """
         dim = dim if dim < 0 else dim - len(self.shape)
         if not 0 <= start <= start + length <= self.shape[dim]:
@@ -133,9 +133,9 @@ class Quantised:
         )
 
     def copy_(self, other: "Quantised") -> None:
-        """Take another's numbers, in place: how a parameter or rows of it are requantized.
+        """Copy another's codes and scales, in place: requantizes a parameter or some of its rows.
 
-        Not columns: they may share scales with the columns beside them, which would change.
+        Not columns: they may share scales with neighboring columns.
 
         Raises:
             ValueError: the other has another shape or format.

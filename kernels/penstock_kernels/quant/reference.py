@@ -1,4 +1,4 @@
-"""What quantising and dequantising mean. The reference of every other implementation."""
+"""Definition of quantization and dequantization."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Numbers that scales are made with, and how far they reach beyond a group."""
+"""Statistics for scales that span more than a group."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ INT4_MOST = 7.0
 
 
 def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
-    """The nearest float32 to each quotient, on every device.
+    """Correctly rounded division in float32, on every device.
 
     PyTorch multiplies by a reciprocal where one operand of a division is a plain number: of
     numbers over tensors everywhere, of tensors over numbers on GPUs.
@@ -25,13 +25,13 @@ def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torch.Tensor | None:
-    """The largest magnitudes that quantise takes, of [..., N, K]; None if it takes none.
+    """The absolute maxima that `quantise` takes, of [..., N, K]; None if it takes none.
 
-    Of a matrix [..., 1, 1] for nvfp4, of a row [..., N, 1] for int8 and fp8, and for
-    block_fp8 of the tile that each row's group lies in, [..., N, G]. Whoever holds a part of what
-    they are the largest of takes the maximum over all parts' before quantising its own; then the
-    parts' codes are those of the whole. Where a part's rows begin within a tile, first_row says
-    where in the whole that is. What is no number counts as infinite: maxima over ranks keep it.
+    For a matrix [..., 1, 1] with `nvfp4`, for a row [..., N, 1] with `int8` and `fp8`, and with
+    `block_fp8` for the tile of each row's group, [..., N, G]. With shards, take the maximum over
+    all ranks before quantizing; then the codes equal those of the full tensor. Where a shard's rows
+    begin within a tile, `first_row` is their index in the full tensor. NaN counts as infinite, so
+    that maxima over ranks keep it.
     """
     if format.scales == "e4m3":
         return _largest(weight_NK, (-2, -1))
@@ -45,10 +45,10 @@ def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torc
 def of_rows(
     weight_NK: torch.Tensor, format: Format, given: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """largest, given or found, for each row of the weight: [..., N, 1] or [..., N, G].
+    """`largest`, given or computed, for each row of the weight: [..., N, 1] or [..., N, G].
 
     Raises:
-        ValueError: what is given has another shape, or the format takes none.
+        ValueError: the given one has another shape, or the format takes none.
     """
     found = largest(weight_NK, format) if given is None else given
     if found is None:
@@ -76,7 +76,7 @@ def _largest(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
 
 
 def _of_tiles(weight_NK: torch.Tensor, tall: int, wide: int, above: int) -> torch.Tensor:
-    """Of the tiles that rows' groups lie in, where above rows of the first tile are missing."""
+    """Maxima of the tiles of rows' groups; the first tile lacks its first `above` rows."""
     N, K = weight_NK.shape[-2:]
     missing = 0, -K % wide, above, -(above + N) % tall
     if any(missing):

@@ -1,4 +1,4 @@
-"""How far quantized numbers lie apart: what noise for adaptive quantisation is a multiple of."""
+"""Quantization step sizes, which scale the noise of adaptive quantization noise (AQN)."""
 
 import torch
 
@@ -20,7 +20,7 @@ STEPS = {
 
 
 def step_size(quantised: Quantised) -> torch.Tensor:
-    """A step of each group, float32 [..., N, G]; G is 1 where rows have one scale."""
+    """The step of each group, float32 [..., N, G]; G is 1 where rows have one scale."""
     scales = quantised.scales.float()
     if quantised.global_scales is not None:
         scales = scales * quantised.global_scales

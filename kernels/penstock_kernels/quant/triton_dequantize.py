@@ -29,9 +29,9 @@ def read(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The numbers of some rows from a column on, float32 [ROWS, COLUMNS]; zeros outside.
+    """The values of some rows from a column on, float32 [ROWS, COLUMNS]; zeros outside.
 
-    GROUP 0 is a scale for each row, else COLUMNS and column are multiples of it.
+    GROUP 0 is a scale for each row, else COLUMNS and `column` are multiples of it.
     """
     wide = rows.to(tl.int64)[:, None]
     if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "block_fp8":

@@ -1,4 +1,4 @@
-"""Few rows times a quantized matrix on Triton: codes become numbers in registers.
+"""Matmul of few rows with a quantized matrix on Triton, dequantized in registers.
 
 T rows of x, N rows and K columns of the matrix.
 """
@@ -26,7 +26,7 @@ COLUMNS = 128
 
 
 class Tile(NamedTuple):
-    """The rows of the matrix that a program multiplies by, and how it goes about it."""
+    """Tile sizes and launch settings of a program."""
 
     weight_rows: int
     warps: int

@@ -1,4 +1,4 @@
-"""Numbers of few bits in Triton, by hand: on GPUs without them and in the interpreter as elsewhere.
+"""Conversions of low-bit formats in Triton, in software: for GPUs without them and the interpreter.
 
 The interpreter's own conversions to 8-bit floats and to bfloat16 do not round as GPUs do.
 """
@@ -30,7 +30,7 @@ def round_even(x):
 
 @triton.jit
 def to_bf16_grid(x):
-    """float32 that bfloat16 holds, nearest to x, ties to even; finite numbers."""
+    """x rounded to bfloat16, as float32; ties to even; finite values."""
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return bits.to(tl.float32, bitcast=True)
@@ -38,7 +38,7 @@ def to_bf16_grid(x):
 
 @triton.jit
 def from_e4m3(code):
-    """The number of each byte, float32."""
+    """The value of each byte, float32."""
     wide = code.to(tl.uint16)
     # float16 has the same fields, wider, and an exponent that is 8 larger.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -92,7 +92,7 @@ def nf4_code(x):
 
 @triton.jit
 def decode_level(code, LEVELS: tl.constexpr):
-    """What each code, int32 [rows, columns], stands for."""
+    """The value of each code, int32 [rows, columns]."""
     if LEVELS == "nvfp4":
         # float16 has the same fields and an exponent that is 14 larger.
         half = ((code & 8) << 12) | ((code & 7) << 9)
@@ -110,5 +110,5 @@ def decode_level(code, LEVELS: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """|x|, and infinity of what is no number, which maxima would lose."""
+    """|x|, with infinity for NaN, which maxima would lose."""
     return tl.where(x == x, tl.abs(x), float("inf"))

@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, with a learned scale; by itself, or of a
-sum that is made on the way."""
+"""RMSNorm over the last dimension, with a weight; alone, or fused with a residual addition."""
 
 from collections.abc import Mapping
 

@@ -1,7 +1,7 @@
-"""rms_norm by PyTorch's operations, as few of them as it takes, and with its own gradient.
+"""rms_norm with few PyTorch operations, and a custom gradient.
 
-Autograd keeps the row and its norm in fp32, and goes back over each step of the reference; this
-keeps the row as it came and one number of it, and takes half the time on a CPU or less.
+Autograd would save the row and its norm in fp32, and differentiate each step of the reference;
+this saves the input and one number a row, and takes half the time on a CPU or less.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -52,7 +52,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def _normed(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and what rows were multiplied by, fp32 [T, 1]."""
+    """The result, and the factor of each row, fp32 [T, 1]."""
     wide_TD = x_TD.float()
     scale_T1 = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
     scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()

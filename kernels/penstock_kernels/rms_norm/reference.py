@@ -1,4 +1,4 @@
-"""What rms_norm means. The reference of every other implementation."""
+"""Definition of rms_norm. The reference of every other implementation."""
 
 import torch
 

@@ -131,7 +131,7 @@ def _most_partials(device: torch.device, warps: int) -> int:
 def _normalised(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum, or nothing without a stream, its norm, and what each row was multiplied by."""
+    """The sum (None without a residual stream), its norm, and the factor of each row."""
     D = x.shape[-1]
     num_rows = x.numel() // D
     y = x.new_empty(x.shape)
@@ -164,7 +164,7 @@ def _gradients(
     scale: torch.Tensor,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """That of x, plus dsum, and that of the weight, or nothing if it is not wanted."""
+    """The gradient of x, plus `dsum`, and that of the weight, or None if it is not needed."""
     D = x.shape[-1]
     num_rows = x.numel() // D
     dx = x.new_empty(x.shape)
@@ -282,6 +282,6 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference's: each of both is read once, and each result written once."""
+    """Same as the reference: each input is read once, and each result written once."""
     sum_TD, y_TD, _ = _add_norm_of(x_TD, stream_TD, weight_D, eps)
     return sum_TD, y_TD

@@ -1,7 +1,6 @@
-"""rope by PyTorch's operations, half as many of them: queries and keys are turned together.
+"""rope with half as many PyTorch operations: queries and keys are rotated together.
 
-That costs a copy of both, which is nothing beside the calls where tokens are few, as where a model
-writes one after another.
+This copies both, which is cheap compared with the calls for few tokens, as in generation.
 """
 
 import torch
@@ -19,7 +18,7 @@ def refuses(
     sin_TR: torch.Tensor,
     pairs: Pairs = "halves",
 ) -> str | None:
-    """Why the reference is better."""
+    """Why the reference is faster."""
     del cos_TR, sin_TR, pairs
     if len(q_TNH) > MOST:
         return f"there are {len(q_TNH)} tokens, and a copy of more than {MOST} costs too much"

@@ -1,4 +1,4 @@
-"""What rope means. The reference of every other implementation."""
+"""Definition of rope. The reference of every other implementation."""
 
 from typing import Literal
 
@@ -14,12 +14,13 @@ def rope(
     sin_TR: torch.Tensor,
     pairs: Pairs = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn queries and keys by their positions. T tokens, N and K heads, H head width.
+    """Rotate queries and keys by their positions (RoPE). T tokens, N and K heads, H head width.
 
-    Of each head the first R features turn, R <= H. With halves feature i is paired with feature
-    i + R/2 (Hugging Face's convention), with neighbours feature 2i with 2i + 1 (the RoFormer
-    paper's); cos and sin hold each of the R/2 angles twice, where its two features are. Computed in
-    the wider of the dtypes; the results have those of q and k.
+    The first R features of each head are rotated, R <= H (partial RoPE if R < H). With `halves`,
+    feature i is paired with feature i + R/2 (Hugging Face's convention), with `neighbours` feature
+    2i with 2i + 1 (interleaved, as in the RoFormer paper); cos and sin hold each of the R/2 angles
+    twice, at both features of its pair. Computed in the wider of the dtypes; results have the
+    dtypes of q and k.
     """
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
     return turned(q_TNH, cos_T1R, sin_T1R, pairs), turned(k_TKH, cos_T1R, sin_T1R, pairs)
@@ -28,7 +29,7 @@ def rope(
 def turned(
     x_TNH: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, pairs: Pairs
 ) -> torch.Tensor:
-    """One of the two, in its dtype."""
+    """One rotated tensor, in its dtype."""
     width = cos_T1R.shape[-1]
     if width < x_TNH.shape[-1]:
         turned_TNR = turned(x_TNH[..., :width], cos_T1R, sin_T1R, pairs)

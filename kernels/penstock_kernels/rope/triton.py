@@ -1,6 +1,6 @@
-"""rope on Triton: a program turns all heads of a token, queries and keys, and reads each once.
+"""rope on Triton: a program rotates all heads of a token, queries and keys, and reads each once.
 
-Backward turns gradients the other way, by the same kernel.
+Backward rotates gradients by the negative angles, with the same kernel.
 """
 
 # pyright: reportArgumentType=false
@@ -34,7 +34,7 @@ def _heads(
     PAIR: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """The heads of one token: of each the pairs are turned, and the rest is copied."""
+    """The heads of one token: pairs are rotated, and the other features copied."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIR)
     if PAIRS == "halves":
@@ -120,7 +120,7 @@ def _turn(
 
 
 def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
-    """Heads, pairs and still features that a program takes at a time."""
+    """Heads, pairs and unrotated features that a program processes at a time."""
     pairs = triton.next_power_of_2(turning // 2)
     heads = min(triton.next_power_of_2(num_heads), max(1, TILE // pairs))
     rest = triton.next_power_of_2(width - turning) if turning < width else 0
@@ -135,7 +135,7 @@ def _turned(
     pairs: str,
     back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned by their angles, or back by them."""
+    """Queries and keys, rotated by their angles or the negative angles."""
     turned_q, turned_k = _turned_fake(q, k, cos, sin, pairs, back)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     T, N, H = q.shape

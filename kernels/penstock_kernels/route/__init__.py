@@ -1,4 +1,4 @@
-"""Choosing experts for tokens, and the weights of their choice."""
+"""MoE routing: the top-k experts of each token, and their weights."""
 
 from penstock_kernels.op import Op
 from penstock_kernels.route.reference import route as _route

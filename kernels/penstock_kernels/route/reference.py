@@ -1,4 +1,4 @@
-"""What route means. The reference of every other implementation."""
+"""Definition of route."""
 
 from typing import Literal
 
@@ -16,10 +16,10 @@ def route(
     groups_per_token: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best experts of each token, int64 [T, K], and their weights, fp32 [T, K].
+    """The top-k experts of each token, int64 [T, K], and their weights, fp32 [T, K].
 
-    T tokens, E experts in num_groups runs of equal length. A token chooses among the experts of
-    the groups whose two best scores have the largest sum. bias_E counts for choosing alone.
+    T tokens, E experts in `num_groups` groups of equal size. A token chooses among the experts of
+    the groups with the largest sums of their two best scores. `bias_E` affects only the choice.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()

@@ -1,6 +1,6 @@
-"""float32 to bfloat16 at random, such that the mean is the number: small steps are not lost.
+"""Stochastic rounding of float32 to bfloat16: up or down with the correct mean.
 
-By counter: a function of key, row and column alone, so it is the same however a tensor is cut.
+Counter-based: a function of key, row and column, so it does not depend on sharding.
 """
 
 from collections.abc import Mapping, Sequence

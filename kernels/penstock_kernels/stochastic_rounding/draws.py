@@ -1,4 +1,4 @@
-"""Draws and roundings in registers, for Triton's kernels: as runs and the reference say."""
+"""Random words and roundings in registers, for Triton kernels; equal to the reference."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportAttributeAccessIssue=false
@@ -51,21 +51,22 @@ def drawn_for(
 
 @triton.jit
 def at_random(x, drawn):
-    """float32 that bfloat16 holds: x, rounded by numbers from 0 to 65535."""
+    """x rounded to bfloat16 by random numbers from 0 to 65535, as float32."""
     bits = (x.to(tl.uint32, bitcast=True) + drawn) & 0xFFFF0000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
 def to_nearest(x):
-    """float32 that bfloat16 holds: x, rounded to the nearest, ties to even."""
+    """x rounded to the nearest bfloat16, ties to even, as float32."""
     return tl.where(x == x, to_bf16_grid(x), x)
 
 
 @triton.jit
 def as_bfloat16(x):
-    """bfloat16 of float32 that it holds: its upper half. Conversions lose the smallest numbers in
-    the interpreter."""
+    """bfloat16 of float32 that is representable: its upper half. Conversions flush the smallest
+    numbers in the interpreter.
+    """
     bits = x.to(tl.uint32, bitcast=True) >> 16
     # What is no number may say so in the lower half alone.
     bits = tl.where(x == x, bits, 0x7FC0)

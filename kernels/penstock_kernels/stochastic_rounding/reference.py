@@ -1,4 +1,4 @@
-"""What rounding at random means. The slow reference of every other implementation.
+"""Definition of stochastic rounding; slow.
 
 N rows, K columns, a stack of such matrices with leading dimensions; R rows of all.
 """
@@ -19,19 +19,20 @@ LOW = 0xFFFF
 def stochastic_round(
     x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
 ) -> torch.Tensor:
-    """x [..., N, K], float32, in bfloat16: one of the two neighbours, the nearer more often.
+    """`x` [..., N, K], float32, rounded to bfloat16: to one of the two neighbors, the nearer more
+    often.
 
-    The mean of what a number is rounded to is the number: of the distance between its neighbours it
-    is some share above the one that is closer to zero, in 65536ths, and that is the chance of the
-    other one. What bfloat16 holds stays, infinities and what is no number too. Beyond the largest
-    number the other neighbour is infinite.
+    The expected result is the number: the probability of rounding away from zero is the distance
+    from the neighbor closer to zero, in 65536ths of the distance between the neighbors. Values that
+    bfloat16 represents do not change, including infinities and NaN. Beyond the largest number the
+    other neighbor is infinite.
 
-    runs say of all R rows, one after another, whose they are, and first_column is the first
-    one's number in the whole tensor. What is drawn for an element is a function of its run's key
-    and of its row and column there.
+    `runs` name the tensors of all R rows, in order, and `first_column` is the index of the first
+    column in the full tensor. An element's random number is a function of its run's key and of its
+    row and column there.
 
     Raises:
-        ValueError: x is not in float32, or runs are not its rows.
+        ValueError: `x` is not in float32, or runs are not its rows.
     """
     require_float32(x_NK)
     require_rows(x_NK.shape, runs, first_column)
@@ -46,7 +47,7 @@ def stochastic_round(
 
 
 def require_float32(x: torch.Tensor) -> None:
-    """Refuse numbers of another kind, of which other bits would be cut off."""
+    """Refuse other dtypes, because the low 16 bits of float32 are rounded."""
     if x.dtype != torch.float32:
         raise ValueError(f"x is in {x.dtype}, and numbers are rounded from float32")
     if x.ndim < 2:
@@ -61,7 +62,8 @@ def drawn_words(
 
 
 def rounded(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """float32 as bfloat16, up where the low half of its bits and drawn, 0 to 65535, make more
-    than 65535 together."""
+    """float32 to bfloat16, rounded up where the low half of its bits plus `drawn`, 0 to 65535,
+    exceeds 65535.
+    """
     bits = (x.contiguous().view(torch.int32) + drawn.to(torch.int32)) & ~LOW
     return torch.where(x.isnan(), x, bits.view(torch.float32)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""stochastic_round on Triton: drawn in registers. R rows of all matrices."""
+"""stochastic_round on Triton: random numbers in registers. R rows of all matrices."""
 
 # pyright: reportArgumentType=false
 

@@ -1,10 +1,11 @@
-"""Tile sizes and warps of Triton kernels: measured at first use on a device, then kept in a file.
+"""Autotuning of Triton kernels: tile sizes and warps, measured at first use on a device, then
+cached.
 
-A kernel has a rule that gives a good choice for every shape, and may have a few candidates beside
-it. Candidates leave every sum in its order, so that what is chosen changes no result: ranks agree,
-and a run that goes on elsewhere goes on alike. What would change one has a rule alone.
+A kernel has a rule that gives a good choice for every shape, and may have a few other candidates.
+Candidates do not change the order of sums, so the choice does not change results: ranks agree,
+and a run that resumes elsewhere is identical. Kernels whose order would change have only a rule.
 
-Files are tuning/<device>.json in the folder that PENSTOCK_CACHE_HOME names, else in penstock in
+Files are `tuning/<device>.json` in the folder that PENSTOCK_CACHE_HOME names, else in `penstock` in
 the user's cache folder.
 """
 
@@ -31,16 +32,16 @@ def chosen(
     run: Callable[[Candidate], Any],
     kind: str = "",
 ) -> Candidate:
-    """Which of candidates a Triton kernel is launched with, the first being what its rule says.
+    """The candidate with which a Triton kernel is launched; the first one is the rule's choice.
 
     Args:
         like: a tensor of the launch, for its device and dtype.
-        sizes: those that decide how long a launch takes. They are rounded up to powers of two.
-        run: launches with a candidate, writing the same each time.
-        kind: what else a launch differs by.
+        sizes: those that determine the time of a launch. They are rounded up to powers of two.
+        run: launches with a candidate, and writes the same each time.
+        kind: other properties of a launch.
 
-    Nothing is measured in the interpreter, where only deterministic kernels are wanted, or while
-    launches are captured in a CUDA graph.
+    Nothing is measured in the interpreter, with deterministic algorithms, or during CUDA graph
+    capture.
     """
     if INTERPRETED or len(candidates) == 1 or not like.is_cuda:
         return candidates[0]

@@ -1,10 +1,9 @@
-"""What was measured on one kind of device: a file that all processes on a machine share.
+"""Autotuning results of one kind of device: a file that all processes on a machine share.
 
-It is read whole, and written aside and renamed. Whoever adds to it holds a lock, and reads it again
-before: so nobody measures what another one is measuring, and ranks that start together choose
-alike.
-What an earlier version of a kernel, or of Triton, was measured with is no answer, and is dropped
-when that kernel is measured again.
+It is read in full, and replaced atomically. A writer holds a lock, and reads the file again first:
+so no two processes measure the same, and ranks that start together choose alike. Results of
+earlier versions of a kernel, or of Triton, are ignored, and deleted when that kernel is measured
+again.
 """
 
 import json
@@ -27,14 +26,14 @@ Choice = Sequence[int]
 
 
 class Device(NamedTuple):
-    """A kind of device: choices are not those of another."""
+    """A kind of device, with its own results."""
 
     name: str
     capability: tuple[int, int]
 
 
 class AutotuneKey(NamedTuple):
-    """What was chosen for."""
+    """The key of a result."""
 
     kernel: str
     made_by: str
@@ -44,7 +43,7 @@ class AutotuneKey(NamedTuple):
 
 
 class AutotuneCache:
-    """Choices by question, in a folder."""
+    """Results by key, in a folder."""
 
     def __init__(self, folder: Path, device: Device) -> None:
         name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
@@ -53,14 +52,14 @@ class AutotuneCache:
         self._warned = False
 
     def find(self, question: AutotuneKey) -> Choice | None:
-        """What was chosen, if it has been."""
+        """The stored result, if there is one."""
         kernel = self._read().get(question.kernel, {})
         if kernel.get("made_by") != question.made_by:
             return None
         return kernel["choices"].get(question.inputs, {}).get("choice")
 
     def add(self, question: AutotuneKey, choice: Choice, microseconds: dict[str, float]) -> None:
-        """Note a choice, and what it was chosen by. To be called alone."""
+        """Store a result and its measurements. Call it within `alone`."""
         kernels = self._read()
         kernel = kernels.get(question.kernel, {})
         if kernel.get("made_by") != question.made_by:
@@ -86,7 +85,7 @@ class AutotuneCache:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """While this is entered no other process measures; False if one has not ended in time."""
+        """Lock out other processes; yields False if another one has not finished in time."""
         lock = FileLock(self.path.with_suffix(".lock"), timeout=PATIENCE)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +104,7 @@ class AutotuneCache:
             lock.release()
 
     def _read(self) -> dict[str, Any]:
-        """The kernels in it; none if it is not there, or cannot be read."""
+        """The kernels in the file; none if it is missing or unreadable."""
         try:
             whole = json.loads(self.path.read_text())
         except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""How long kernels take on a GPU: medians of rounds in which all take turns."""
+"""Times of kernels on a GPU: medians of interleaved rounds."""
 
 # pyright: reportMissingImports=false
 
@@ -19,7 +19,7 @@ MOST = 50
 
 
 def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
-    """Of a launch of each; infinity for what does not fit on the device. Waits for it."""
+    """Of a launch of each; infinity for launches that do not fit on the device. Synchronizes."""
     launches = [_launches(work) for work in works]
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(ROUNDS):
@@ -30,7 +30,7 @@ def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def _launches(work: Callable[[], Any]) -> int:
-    """How many launches make a round; none if there can be none. Compiles it."""
+    """Launches per round; 0 if a launch is not possible. Compiles the kernel."""
     try:
         work()
     except (OutOfResources, PTXASError, CompileTimeAssertionFailure):

@@ -1,4 +1,4 @@
-"""Which of a few candidates is fastest on this device, measured once."""
+"""Selects the fastest of a few candidates on this device, measured once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ is measured differs by a few percent from time to time."""
 
 
 def size_class(sizes: Sequence[int]) -> str:
-    """Sizes rounded up to powers of two: what is chosen for one size serves the others."""
+    """Sizes rounded up to powers of two: the result for one size is used for the others."""
     return "x".join(str(1 << max(size - 1, 0).bit_length()) for size in sizes)
 
 
@@ -36,9 +36,9 @@ class Autotuner:
         *,
         may_measure: bool = True,
     ) -> Candidate:
-        """The fastest of candidates, the first of which is what is taken unmeasured.
+        """The fastest of `candidates`; the first one is used without measurement.
 
-        run does a candidate's work, again and again if need be.
+        `run` launches a candidate, possibly repeatedly.
         """
         key = question, candidates[0]
         if (known := self._known.get(key)) is not None:
@@ -79,5 +79,5 @@ def _name(candidate: tuple[int, ...]) -> str:
 
 
 def _among(candidates: Sequence[Candidate], choice: Choice | None) -> Candidate | None:
-    """The candidate that a file says, if it still is one."""
+    """The stored candidate, if it still exists."""
     return next((one for one in candidates if choice is not None and list(one) == choice), None)

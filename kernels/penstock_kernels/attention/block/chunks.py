@@ -45,7 +45,7 @@ def backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of batches of chunks."""
+    """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of chunk batches."""
     hidden_C2C = _hidden(window, q_BLNH.device)
     whole = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (_cut(part, window) for part in whole)
