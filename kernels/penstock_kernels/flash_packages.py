@@ -33,7 +33,7 @@ class Package:
     def missing(self) -> str | None:
         """Why it cannot be imported here; None if it can."""
         spec = find_spec(self.module.split(".", maxsplit=1)[0])
-        # Looking a module up within a package would import the package.
+        # find_spec of a submodule would import the package.
         folders = [] if spec is None else [*(spec.submodule_search_locations or ())]
         if spec and spec.origin and not folders:
             folders = [str(Path(spec.origin).parent)]
@@ -53,7 +53,7 @@ PACKAGES = {
     "flash_attention_3": Package(
         module="flash_attn_interface",
         file="flash_attn_interface.py",
-        # The index has an empty package of that name.
+        # PyPI has an empty package of that name.
         install='pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
         generations=range(HOPPER, HOPPER + 1),
         widest=256,

@@ -33,7 +33,7 @@ class UnsupportedError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelImpl(Generic[P, R]):
-    """One fast implementation, and `refuses`: the reason why it does not support inputs, or None."""
+    """One fast implementation, and `refuses`: why it does not support inputs, or None."""
 
     run: Callable[P, R]
     refuses: Callable[P, str | None]

@@ -19,7 +19,7 @@ def to_spans(x: torch.Tensor) -> Spans:
 
     Memory without a gap is one span, and its stride 0.
     """
-    # A dimension of one element lies anywhere.
+    # The stride of a dimension of one element is arbitrary.
     dimensions = [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size != 1]
     length = 1
     while dimensions and dimensions[-1][1] == length:

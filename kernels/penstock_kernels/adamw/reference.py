@@ -44,7 +44,7 @@ def adamw_(
     require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
     columns = weight.shape[-1]
     rows = math.prod(weight.shape[:-1])
-    # Views, so that what is written is written there.
+    # Views, so that writes change the originals.
     weight_RK, gradient_RK, first_RK, second_RK = (
         one.view(rows, columns) for one in (weight, gradient, first, second)
     )

@@ -109,7 +109,7 @@ def adamw_(
     K = weight.shape[-1]
     R = weight.numel() // K
     rows, across = tile(K)
-    # Groups of four columns are drawn together, and begin where the whole tensor's do.
+    # Random words are for groups of four columns, aligned to the full tensor's columns.
     begins = 0 if runs is None else first_column
     known = None if runs is None else table(runs).to(weight.device, non_blocking=True)
     _step[(triton.cdiv(R, rows), triton.cdiv(begins % 4 + K, across))](

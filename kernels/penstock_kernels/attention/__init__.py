@@ -30,7 +30,7 @@ attention = Op(
         "flash_attention_3": _packaged("flash_attention_3", _packages.flash_attention_3),
         "native": KernelImpl(_native.native, _native.unsupported_reason),
         "sdpa": KernelImpl(_sdpa.sdpa, _sdpa.refuses),
-        # By name alone: the one is still young, and PyTorch brings the other's kernels.
+        # By name only: version 4 is new, and PyTorch includes version 2's kernels.
         "flash_attention_4": _packaged("flash_attention_4", _packages.flash_attention_4),
         "flash_attention_2": _packaged("flash_attention_2", _packages.flash_attention_2),
     },

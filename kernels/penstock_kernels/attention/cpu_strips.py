@@ -61,7 +61,7 @@ def cpu_flash_attention(
 
     Inputs have one dtype, which is the result's.
     """
-    # Autocast would turn what is computed in fp32 on purpose back.
+    # Autocast would cast deliberate fp32 operations down.
     with torch.autocast("cpu", enabled=False):
         return _Strips.apply(q_SNH, k_SKH, v_SKH, bucket, scale)
 

@@ -24,7 +24,7 @@ def decode_attention(
     computed in fp32 or wider.
     """
     heads = k_BKCH.shape[1]
-    # The query heads of a key head are as queries that see the same: nothing has to be repeated.
+    # Query heads of a key head are batched as queries: keys are not repeated.
     q_BKGH = q_BNH.reshape(len(q_BNH), heads, -1, q_BNH.shape[2])
     sees = None if sees_BC is None else sees_BC[:, None, None, :]
     if sinks_N is None:

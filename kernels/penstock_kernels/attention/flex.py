@@ -42,7 +42,7 @@ def flex(
     soft_cap: float | None,
 ) -> torch.Tensor:
     """Same as the reference. On CPUs it is not compiled, and has no gradients."""
-    # It brings the compiler with it, a second for those alone who use it.
+    # Imported late: it imports the compiler, which takes a second.
     from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415
 
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q_TNH, k_TKH, v_TKH))
@@ -63,7 +63,7 @@ def flex(
 def _function(q: torch.Tensor) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
-    # Within a compiled model it is compiled with the rest.
+    # A compiled model compiles it with the rest.
     return flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
 
 
@@ -124,7 +124,7 @@ def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     # first, and hold but one if its first is the later one's last.
     some_nn = (back_nn >= 0) & (last_n >= first_n.unsqueeze(1))
     every_nn = (back_nn > 0) & (first_n == last_n.unsqueeze(1))
-    # What lies beyond the last token is to be asked about.
+    # Indices past the last token occur.
     every_nn &= (query_n1 + 1) * BLOCK <= total
     if window is not None:
         nearest_nn, farthest_nn = back_nn - (BLOCK - 1), back_nn + (BLOCK - 1)

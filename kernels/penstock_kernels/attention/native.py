@@ -45,7 +45,7 @@ def unsupported_reason(
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
     if _needs_flex(segments, soft_cap):
         return refuses_width(q_TNH)
-    # What is compiled was asked for before; a cache would stop the compiler.
+    # Already called before compilation; a cache would break the graph.
     if not torch.compiler.is_compiling() and (lacks := _lacks()):
         return f"this PyTorch's varlen_attn does not take {', '.join(lacks)}"
     return None
@@ -66,7 +66,7 @@ def native(
         return flex(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
     if sinks_N is not None:
         return attend(_BLOCK, q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
-    # It brings the compiler with it, a second for those alone who use it.
+    # Imported late: it imports the compiler, which takes a second.
     from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
 
     y_TNH = varlen_attn(
@@ -78,7 +78,7 @@ def native(
         segments.max_length,
         segments.max_length,
         scale=scale,
-        # How much of the past, all of it or some, and none of the future.
+        # The window to the left, or all of it; nothing to the right.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
     )

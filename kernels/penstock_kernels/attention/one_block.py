@@ -32,7 +32,7 @@ def attend(
     sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention by block, with gradients. Returns [T, N, H]."""
-    # Autocast would turn what is computed in fp32 on purpose back.
+    # Autocast would cast deliberate fp32 operations down.
     with torch.autocast(q_TNH.device.type, enabled=False):
         return _OneBlock.apply(q_TNH, k_TKH, v_TKH, sinks_N, segments, scale, window, block)
 

@@ -100,7 +100,7 @@ def _without_sinks(
         softcap=soft_cap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    # The third's first releases gave the log-sum-exp as well.
+    # Early releases of version 3 also return the log-sum-exp.
     return y_TNH[0] if isinstance(y_TNH, tuple) else y_TNH
 
 
@@ -131,7 +131,7 @@ def flash_attention_4(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         return_lse=sinks_N is not None,
     )
-    # Not all of its releases give sinks a gradient.
+    # Not all of its releases have a gradient for sinks.
     return y_TNH if sinks_N is None else _WithSinks.apply(y_TNH, lse_NT.detach(), sinks_N)
 
 

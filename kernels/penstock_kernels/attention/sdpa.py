@@ -39,7 +39,7 @@ def refuses(
         return f"q, k, v and the documents hold different numbers of tokens: {sorted({*sizes})}"
     if reason := refuses_sinks(q_TNH, sinks_N):
         return reason
-    # On a CPU it makes no difference; and to a compiler the longest document is a number to ask.
+    # No difference on a CPU, and the longest document's length would be a data-dependent size.
     if q_TNH.device.type == "cpu" or _is_plain(segments, window, sinks_N):
         return None
     return block.unsupported_reason(q_TNH, k_TKH, v_TKH, segments, scale, window)

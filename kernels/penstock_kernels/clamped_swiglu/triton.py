@@ -37,7 +37,7 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
     gate, up = _read(both_ptr, n, BLOCK)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + at, mask=at < n, other=0).to(tl.float32)
-    # At the limits themselves gradients pass, as torch.clamp has it.
+    # At the limits gradients pass, as in torch.clamp.
     gate_passes = gate <= limit
     up_passes = (up >= -limit) & (up <= limit)
     gate = tl.minimum(gate, limit)

@@ -115,7 +115,7 @@ def _unfilled(logits_CV: torch.Tensor, terms: LossOptions) -> SoftmaxStats:
 def _blocks(logits_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """The next rows, and a buffer for them; its contents may be overwritten."""
     count, width = logits_CV.shape
-    # A softmax gives each core whole rows.
+    # Softmax is parallelized over rows.
     each = torch.get_num_threads() * max(1, EACH // max(1, width))
     scratch_RV = _precise(logits_CV, min(each, count), width)
     for start in range(0, count, each):

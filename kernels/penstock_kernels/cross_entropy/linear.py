@@ -155,7 +155,7 @@ class _Work:
     def chunks(self, sides: Sides) -> Iterator[tuple[slice, torch.Tensor]]:
         """Logits of one chunk after another, in the same memory."""
         count, width = len(self.labels), len(sides.matrices[0])
-        # Made once: fresh memory for each chunk would cost a CPU as much as a pass over it.
+        # Allocated once: new memory for each chunk would cost a CPU as much as a pass over it.
         kept = sides.rows[0].new_empty(min(count, self.chunk), width)
         for start in range(0, count, self.chunk):
             rows = slice(start, min(start + self.chunk, count))
@@ -178,13 +178,13 @@ class _Summed(torch.autograd.Function):
         found = ctx.saved_tensors
         if ctx.scaled_by is None:
             ctx.scaled_by = grads[0]
-            # Unseen by the count of versions: who goes back again finds them scaled, and knows.
+            # Bypasses autograd's version counter: a second backward handles scaled ones.
             return (
                 None,
                 None,
                 *(one if one is None else scale_(one.data, grads[0]) for one in found),
             )
-        # Some pipeline schedules go back once for each side.
+        # Some pipeline schedules run one backward pass for each operand.
         again = grads[0] / ctx.scaled_by
         return None, None, *(one if one is None else scale_(one.clone(), again) for one in found)
 
@@ -310,7 +310,7 @@ def _require_plain(labels: torch.Tensor, terms: LossOptions) -> None:
 def _require_entries(labels: torch.Tensor, entries: int) -> None:
     fit = (labels >= 0) & (labels < entries)
     if labels.device.type != "cpu":
-        # Waiting for the answer would cost more than all the rest of the loss.
+        # A synchronization would cost more than the rest of the loss.
         torch._assert_async(fit.all(), "labels are not entries of the vocabulary")
     elif not fit.all():
         wrong = labels[~fit][0].item()

@@ -40,7 +40,7 @@ LEAST = tl.constexpr(-3e38)
 
 @triton.jit
 def _capped(x, cap):
-    # tanh(u) is 2 sigmoid(2 u) - 1, of which no exponential overflows.
+    # tanh(u) is 2 sigmoid(2 u) - 1, whose exponentials do not overflow.
     return cap * (2 * tl.sigmoid(2 * (x / cap)) - 1)
 
 
@@ -72,7 +72,7 @@ def _tally(
         if SMOOTHED:
             totals += tl.where(inside, y, 0.0)
         y = tl.where(inside, y, float("-inf"))
-        # Each lane has its own largest: one exponential rescales, and lanes meet once, at the end.
+        # Each lane has its own maximum: one exponential rescales, and lanes are reduced once.
         now = tl.maximum(largest, y)
         sums = sums * tl.exp(largest - now) + tl.exp(y - now)
         largest = now

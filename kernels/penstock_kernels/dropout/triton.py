@@ -19,14 +19,14 @@ def _drop(
     row = tl.program_id(0).to(tl.int64)
     place = tl.load(places_ptr + row)
     low, high = place.to(tl.uint32), (place >> 32).to(tl.uint32)
-    # Words come as signed numbers, so that all launches have the same types.
+    # Words are passed as signed integers, so that all launches have the same types.
     key_low = key_low.to(tl.uint32, bitcast=True).to(tl.uint64)
     key_high = key_high.to(tl.uint32, bitcast=True).to(tl.uint64)
     first_group = first // 4 + tl.program_id(1) * GROUPS
     group = (first_group + tl.arange(0, GROUPS)).to(tl.uint32)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox((key_high << 32) | key_low, group, zero + low, zero + high, zero)
-    # Features of a group lie side by side.
+    # Features of a group are contiguous.
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     at = first_group * 4 + tl.arange(0, 4 * GROUPS) - first
     inside = (at >= 0) & (at < F)

@@ -48,7 +48,7 @@ def linear(
         y_TN = float8_linear(x_TK, weight_NK, scheme)
     else:
         y_TN = _Linear.apply(x_TK, weight_NK, scheme, agreement)
-    # Whoever shards layers warns of views.
+    # FSDP warns about views.
     return y_TN if x.dim() == 2 else y_TN.unflatten(0, x.shape[:-1])
 
 
@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.scheme, ctx.agreement = scheme, agreement
         y_TN, x, weight = outputs(x_TK, weight_NK, scheme, agreement)
-        # One scale for all serves either way; others are made of the numbers again.
+        # Per-tensor codes serve both directions; other recipes quantize again.
         ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantised"
         kept = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
         learns = ctx.needs_input_grad[1]

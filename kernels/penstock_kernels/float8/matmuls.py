@@ -132,7 +132,7 @@ def gradients(
     dx = dweight = dy = None
     rounds = (scheme.input_gradient == "quantised", scheme.weight_gradient == "quantised")
     if scheme.of_rows == "tensor" and any(map(all, zip(wanted, rounds, strict=True))):
-        # Serves both.
+        # Used for both gradients.
         dy = coded(dy_TN, scheme.gradients, "tensor", agreement.tokens, agreement.outputs)
     if wanted[0]:
         dx = _input_gradient(dy_TN, dy, weight_NK, weight_scales, scheme, agreement)
@@ -156,7 +156,7 @@ def _input_gradient(
         whole = seen(weight_NK.to(dtype), scheme.block)
     is_quantised = scheme.input_gradient == "quantised"
     if is_quantised and sharing == "rows":
-        # A gathered weight has been rounded by its other dimension, and would be rounded twice.
+        # An all-gathered FP8 weight is scaled along its other dimension: it would be rounded twice.
         assert whole is not None, "rows of a gathered weight have no scales for their columns"
         across = coded(whole.mT, "e4m3", sharing, agreement.inputs, agreement.outputs)
     else:

@@ -55,5 +55,5 @@ def _whole(codes: torch.Tensor) -> torch.Tensor:
     if not codes.is_cuda:
         return codes
     missing = -codes.shape[1] % MULTIPLE
-    # Padding knows no float8.
+    # F.pad does not support float8.
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes

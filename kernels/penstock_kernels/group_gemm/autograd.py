@@ -34,7 +34,7 @@ def operators(name: str, by_rows: Product, of_groups: Product) -> Products:
         if weight_GNK is not None:
             dx_TK = made.by_rows(dy_TN, weight_GNK.mT, counts_G)
         if x_TK is not None:
-            # Written in the weight's own layout, so that adding it to `grad` needs no copy.
+            # In the weight's own memory layout, so that accumulating into `grad` needs no copy.
             if ctx.weight_is_transposed:
                 dweight_GNK = made.of_groups(x_TK, dy_TN, counts_G).mT
             else:
@@ -65,6 +65,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
     x_TK, weight_GNK, counts_G = inputs
     for_x, for_weight, *_ = ctx.needs_input_grad
-    # Rows are as large as the activations: kept only where the matrices learn.
+    # Rows are as large as the activations: saved only if the matrices are trained.
     ctx.save_for_backward(x_TK if for_weight else None, weight_GNK if for_x else None, counts_G)
     ctx.weight_is_transposed = weight_GNK.stride(-1) != 1 and weight_GNK.stride(-2) == 1

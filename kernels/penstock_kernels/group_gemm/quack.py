@@ -15,7 +15,7 @@ OLDEST = 9
 
 
 def _missing() -> str | None:
-    # By its name in the package index: other packages may be imported as `quack` too.
+    # By its PyPI name: other packages may be imported as `quack` too.
     try:
         version("quack-kernels")
     except PackageNotFoundError:
@@ -49,14 +49,14 @@ def _bounds(counts_G: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
-    # Importing it compiles and asks the GPU: not before this process has chosen one.
+    # Importing it compiles and queries the GPU: not before this process has selected one.
     from quack.gemm_interface import gemm  # noqa: PLC0415
 
     if not x_TK.shape[0]:
         return x_TK.new_zeros(0, weight_GNK.shape[1])
     bounds = _bounds(counts_G)
     weight_GKN = with_unit_stride(weight_GNK).mT
-    # Untuned: its tuner would measure anew for every number of rows, that is at every step.
+    # Untuned: its tuner would measure for every number of rows, that is at every step.
     y_TN = gemm(x_TK.contiguous(), weight_GKN, cu_seqlens_m=bounds, tuned=False)
     return zero_tail_rows(y_TN, bounds)
 

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
 # The interpreter's cost is the number of programs. Small tiles give small shapes many edges.
 _INTERPRETED = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2)
 
-# fp32 is exact rather than fast: its products are not the tensor cores'.
+# fp32 is exact rather than fast: it does not use tensor cores.
 _FP32 = Tiles(rows=64, columns=64, depth=32, warps=4, stages=2)
 
 _WIDE = Tiles(rows=128, columns=256, depth=64, warps=8, stages=4)

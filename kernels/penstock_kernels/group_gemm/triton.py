@@ -23,12 +23,12 @@ from penstock_kernels.tuning import chosen
 DESCRIPTORS_SINCE = 9
 """CUDA capability whose hardware copies tiles."""
 
-# Below, what changes from step to step is not specialized: kernels would be compiled anew for it.
+# Values that change from step to step are not specialized: kernels would be recompiled.
 
 
 @triton.jit(do_not_specialize=["G", "T"])
 def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr):
-    """For G groups, and the rows past them as group G: first row, end, cumulative number of tiles."""
+    """For G groups, and the rows past them as group G: first row, end, cumulative tile count."""
     group = tl.arange(0, GROUPS)
     count = tl.load(counts_ptr + group, mask=group < G, other=0).to(tl.int32)
     total = tl.cumsum(count, axis=0)
@@ -93,7 +93,7 @@ def _by_rows(
             matrix = weight + group.to(tl.int64) * weight_stride_g
             matrix_columns = matrix + columns[None, :] * weight_stride_n
         for depth in range(0, contracted, DEPTH):
-            # What a tile holds of its neighbours' rows and columns ends in results never stored;
+            # A tile's values from neighboring rows and columns affect no stored result;
             # past the contracted dimension both operands hold zeros.
             if COPY == "descriptors":
                 a = x.load([row, depth])
@@ -155,7 +155,7 @@ def _of_groups(
             left, right = left.to(tl.float32), right.to(tl.float32)
         acc = tl.dot(left.T, right, acc, input_precision="ieee")
     if whole < end:
-        # The next group's rows are tokens these, and would be added: only here are rows masked.
+        # Rows of the next group are contracted here, and would be added: only here are rows masked.
         tokens = (whole + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
         mine = tokens < end
         left = tl.load(a_ptr + tokens * M + rows[None, :], mask=mine & (rows < M)[None, :], other=0)
@@ -223,7 +223,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
             *weight_GNK.stride(),
             WEIGHT=weight,
             COPY=copy,
-            UPCAST=INTERPRETED,  # its products of bfloat16 are not
+            UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             DEPTH=tile.depth,

@@ -61,7 +61,7 @@ def _symmetric(
     # Tiles on and below the diagonal are counted row by row: row i begins at i (i + 1) / 2.
     tile = tl.program_id(0)
     i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
-    # A root that is a hair off would be in the next row, or the one before.
+    # An inexact square root would give the next row, or the one before.
     i -= (i * (i + 1) // 2 > tile).to(tl.int32)
     i += ((i + 1) * (i + 2) // 2 <= tile).to(tl.int32)
     j = tile - i * (i + 1) // 2

@@ -37,7 +37,7 @@ def add_noise_(
     if alpha == 0:
         return weight_NK
     columns = quantised.columns
-    # A view, so that what is written is written there.
+    # A view, so that writes change the original.
     weight_RK = weight_NK.view(-1, columns)
     spread_RG = (step_size(quantised) * alpha).flatten(0, -2)
     for here, run in blocks(runs, columns):

@@ -75,7 +75,7 @@ def _add(
     )
     n0, n1 = _two_normals(w0, w1)
     n2, n3 = _two_normals(w2, w3)
-    # Columns of a group lie side by side.
+    # Columns of a group are contiguous.
     noise = tl.interleave(tl.interleave(n0, n2), tl.interleave(n1, n3))
 
     column = tl.program_id(1) * COLUMNS
@@ -94,7 +94,7 @@ def _add(
     inside = inside & ((at >= 0) & (at < K))[None, :]
     w_at = w_ptr + row[:, None] * stride + at[None, :]
     w = tl.load(w_at, mask=inside, other=0).to(tl.float32)
-    # Said, so that no compiler chooses: whoever computes a layer again draws the same.
+    # Explicit, so that recomputation gives the same numbers whatever a compiler would choose.
     w = tl.fma(noise, spread, w)
     if ROUND:
         w = to_bf16_grid(w)

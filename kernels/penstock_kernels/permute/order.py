@@ -36,7 +36,7 @@ def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     sorted_R, copy_of_row = chosen_TK.flatten().sort(stable=True)
     row_of_copy = torch.empty_like(copy_of_row)
     row_of_copy[copy_of_row] = torch.arange(len(copy_of_row), device=copy_of_row.device)
-    # bincount would do, were it not that it waits for the GPU to say how many there are.
+    # Not bincount, which synchronizes with the GPU for its output size.
     experts = torch.arange(num_experts, dtype=dtype, device=choice_TK.device)
     ends_E = torch.searchsorted(sorted_R, experts, right=True)
     return Order(

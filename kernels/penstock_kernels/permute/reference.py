@@ -7,7 +7,7 @@ from penstock_kernels.permute.order import Order
 
 def permute(x_TD: torch.Tensor, order: Order) -> torch.Tensor:
     """A row for every copy of a token, sorted by expert, [R, D]; zeros for rows without a copy."""
-    # Copied first: so a token's gradient is the sum of its copies' in one order, on every device.
+    # Copied first: so a token's gradient sums its copies' gradients in one order, on every device.
     copies = x_TD.repeat_interleave(order.row_of_copy.shape[1], dim=0)
     return _taken(copies, order.copy_of_row)
 

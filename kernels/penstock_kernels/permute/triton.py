@@ -185,7 +185,7 @@ def _unpermuted_fake(
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
     rows, weights, copy_of_row, row_of_copy = inputs
-    # Rows that are added as they are have a gradient that knows nothing of them.
+    # The gradient of an unweighted sum does not depend on the rows.
     ctx.save_for_backward(None if weights is None else rows, weights, copy_of_row, row_of_copy)
 
 

@@ -15,5 +15,5 @@ def quantise(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     x = grouped(weight_NK, group)
     scales = x.abs().amax(-1).clamp(min=SMALLEST)
     midpoints = torch.tensor(NF4_MIDPOINTS, device=x.device)
-    # As many as lie strictly below.
+    # The number of midpoints strictly below.
     return pack(torch.bucketize(x / scales[..., None], midpoints, out_int32=True)), scales

@@ -6,12 +6,12 @@ from penstock_kernels.quant.levels import NF4
 from penstock_kernels.quant.quantized_matrix import Quantised
 
 STEPS = {
-    # From 0 to the smallest number.
+    # From 0 to the smallest value.
     "nvfp4": 0.5,
-    # Between numbers from 1 to 2.
+    # Between values from 1 to 2.
     "fp8": 0.125,
     "block_fp8": 0.125,
-    # Half of the narrowest gap above 0: as far as a number there can be off.
+    # Half of the narrowest gap above 0: the maximum error there.
     "nf4": 0.5 * NF4[8],
     "int8": 0.5,
     "int4": 0.5,

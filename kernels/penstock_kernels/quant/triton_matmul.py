@@ -78,7 +78,7 @@ def _multiply(
             WEIGHT_ROWS,
             COLUMNS,
         )
-        # Rounded as a dequantised matrix is.
+        # Rounded like a dequantized matrix.
         if UPCAST:
             if x.dtype == tl.bfloat16:
                 weight = to_bf16_grid(weight)

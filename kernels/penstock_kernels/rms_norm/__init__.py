@@ -42,7 +42,7 @@ def _too_wide(x_TD: torch.Tensor) -> str | None:
 
 
 def _refuses(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
-    # Where they are comes first: it is asked of every norm on a CPU.
+    # The device is checked first, because every norm on a CPU gets here.
     return needs_cuda(x_TD, weight_D) or _misfit(x_TD, weight_D, eps) or _too_wide(x_TD)
 
 

@@ -33,7 +33,7 @@ class _RMSNorm(torch.autograd.Function):
         if for_weight:
             dweight_D = product_TD.flatten(0, -2).sum(0).to(weight_D.dtype)
         if for_x:
-            # As it was multiplied by: rounded to x's dtype.
+            # Rounded to x's dtype, as in the forward pass.
             factor_D = weight_D.to(x_TD.dtype).float()
             mean_T1 = (product_TD @ factor_D).div_(-x_TD.shape[-1]).unsqueeze(-1)
             torch.mul(slope_TD, factor_D, out=product_TD)
@@ -45,7 +45,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     """Same as the reference, except for the last bits of sums."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x_TD, weight_D, eps)
-    # To the same bits: what looks again is to see what was seen.
+    # Bitwise identical to the forward pass, as recomputation requires.
     return _normed(x_TD, weight_D, eps)[0]
 
 

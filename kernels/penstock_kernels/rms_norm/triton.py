@@ -51,7 +51,7 @@ def _forward(
     x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
     if stream_ptr is not None:
         x += tl.load(stream_ptr + here, mask=inside, other=0).to(tl.float32)
-        # What is normalised is the sum as it is kept.
+        # The rounded sum is normalized.
         kept = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + here, kept, mask=inside)
         x = kept.to(tl.float32)

@@ -80,7 +80,7 @@ def _turn(
 ):
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIR)
-    # Angles are there twice; each is read at its pair's first feature.
+    # Angles are stored twice; each is read at its pair's first feature.
     at = pair if PAIRS == "halves" else 2 * pair
     inside = pair < R // 2
     cos = tl.load(cos_ptr + token * R + at, mask=inside, other=0).to(tl.float32)[None, :]

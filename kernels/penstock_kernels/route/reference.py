@@ -34,6 +34,6 @@ def route(
         choice_TK = wanted_TE.topk(experts_per_token, dim=-1).indices
     weights_TK = scores_TE.gather(1, choice_TK)
     if normalised:
-        # The smallest number keeps apart from 0 what sigmoids may add up to.
+        # The smallest number prevents a division by 0 if all sigmoids are 0.
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return choice_TK, weights_TK * scale

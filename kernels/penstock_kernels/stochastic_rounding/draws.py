@@ -30,7 +30,7 @@ def drawn_for(
 ):
     """A word of 32 bits for each of ROWS x ACROSS elements, those of the program's columns."""
     each = tl.arange(0, RUNS)
-    # Ends that are not there are beyond all rows.
+    # Missing ends are set beyond all rows.
     ends = tl.load(runs_ptr + each, mask=each < num_runs, other=0x7FFFFFFFFFFFFFFF)
     run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     run = tl.minimum(run, num_runs - 1)
@@ -45,7 +45,7 @@ def drawn_for(
         zero + (number >> 32).to(tl.uint32),
         zero + PURPOSE,
     )
-    # Columns of a group lie side by side.
+    # Columns of a group are contiguous.
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
@@ -68,6 +68,6 @@ def as_bfloat16(x):
     numbers in the interpreter.
     """
     bits = x.to(tl.uint32, bitcast=True) >> 16
-    # What is no number may say so in the lower half alone.
+    # The payload of a NaN may be in the lower half only.
     bits = tl.where(x == x, bits, 0x7FC0)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)

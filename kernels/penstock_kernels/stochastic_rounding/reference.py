@@ -38,7 +38,7 @@ def stochastic_round(
     require_rows(x_NK.shape, runs, first_column)
     y_NK = torch.empty(x_NK.shape, dtype=torch.bfloat16, device=x_NK.device)
     columns = x_NK.shape[-1]
-    # Not by -1, which no rows have.
+    # Not -1, which an empty tensor could not infer.
     x_RK, y_RK = (one.flatten(0, -2) for one in (x_NK, y_NK))
     for here, run in blocks(runs, columns):
         drawn = drawn_words(run, first_column, columns, x_NK.device)

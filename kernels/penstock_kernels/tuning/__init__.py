@@ -58,7 +58,7 @@ def chosen(
 
 @cache
 def _tuner(device: torch.device) -> Autotuner:
-    # Known where Triton is.
+    # Importable only with Triton.
     from penstock_kernels.tuning.benchmark import microseconds  # noqa: PLC0415
 
     name = torch.cuda.get_device_name(device)
@@ -74,5 +74,5 @@ def _name(kernel: Any) -> str:
 def _made_by(kernel: Any) -> str:
     import triton  # noqa: PLC0415
 
-    # Of its source, and of all that it calls.
+    # The hash of its source, and of all functions that it calls.
     return f"triton {triton.__version__}, {kernel.cache_key[:16]}"

@@ -43,7 +43,7 @@ class Autotuner:
         key = question, candidates[0]
         if (known := self._known.get(key)) is not None:
             return known
-        # What is first by rule is part of what is asked: others are measured against it.
+        # The rule's choice is part of the key: others are measured against it.
         asked = question._replace(inputs=f"{question.inputs} {_name(candidates[0])}")
         found = _among(candidates, self._book.find(asked))
         if found is None and not may_measure:
@@ -57,7 +57,7 @@ class Autotuner:
         self, asked: AutotuneKey, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
     ) -> Candidate:
         with self._book.alone() as is_alone:
-            # Another process may have found out while this one waited.
+            # Another process may have measured while this one waited.
             found = _among(candidates, self._book.find(asked))
             if found is not None or not is_alone:
                 return candidates[0] if found is None else found

@@ -54,7 +54,7 @@ def block(
         *bounds,
         0.0,  # dropout
         causal,
-        False,  # a mask to debug with
+        False,  # debug mask
         scale=scale,
         window_size_left=left,
         window_size_right=right,
@@ -75,7 +75,7 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same as the reference, in one call."""
     *bounds, causal, left, right = _limits(sees, window)
-    # Without dropout the state of the random numbers is never read.
+    # Without dropout the RNG state is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)
     unused = torch.empty(0, device=q_QNH.device)
     return torch.ops.aten._flash_attention_backward(

@@ -146,7 +146,7 @@ def _starts(documents: VarlenMetadata) -> Sequence[torch.Tensor | None]:
     starts = _rows(documents.start_rows - first_T, documents)
     if documents.layout is None:
         return starts
-    # Padding sees itself: a query without keys would have no numbers.
+    # Padding attends to itself: a query without keys would give NaN.
     padding = documents.layout.is_padding.split([b.num_slots for b in documents.buckets])
     return [
         start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
@@ -227,7 +227,7 @@ def _backward(
         grouped = k.shape[1]
         k, v = (part.repeat_interleave(q.shape[1] // grouped, dim=1) for part in (k, v))
         padded = F.pad(lse, (0, -lse.shape[2] % CUDA_ROWS), value=float("inf")).contiguous()
-        # Without dropout the state of the random numbers is never read.
+        # Without dropout the RNG state is never read.
         state = torch.zeros((), dtype=torch.int64)
         wanted = [True, True, True, False]
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
