@@ -10,7 +10,7 @@ import pytest
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.core.errors import StageError
-from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.folders import CheckpointNaming
 from penstock.rows.reader import PackedRows
 from penstock.train import duration
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_remembers_what_was_best_and_how_long_it_waited(folde
 def without_room(jobs):
     """Runs on a disk that is full in the middle of their second save, in the middle of the last
     one, and while the best one is named."""
-    write, point = manager.write_boxes, manager._name
+    write, point = checkpoint_manager.write_boxes, checkpoint_manager._name
 
     def failing(at):
         def write_some(boxes, folder, group):
@@ -233,13 +233,13 @@ def without_room(jobs):
 
     told = {}
     for name, its in jobs.items():
-        manager.write_boxes = failing("_5." if name == "last" else "_2.")
-        manager._name = no_name if name == "nameless" else point
+        checkpoint_manager.write_boxes = failing("_5." if name == "last" else "_2.")
+        checkpoint_manager._name = no_name if name == "nameless" else point
         try:
             told[name] = runs.train_here(its)
         except StageError as error:
             told[name] = str(error)
-    manager.write_boxes, manager._name = write, point
+    checkpoint_manager.write_boxes, checkpoint_manager._name = write, point
     told["last, again"] = runs.train_here(jobs["last"])
     return told
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
-from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.async_staging import StagingBuffers
 from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
@@ -154,7 +154,7 @@ def behind(root):
     """Saves behind training, the first written only when training has gone on, and three that fail.
     Copies are made so late that training would be faster."""
     ranks = init_process_group(60)
-    write, go = manager.write_boxes, threading.Event()
+    write, go = checkpoint_manager.write_boxes, threading.Event()
     copy = StagingBuffers._copied
     writer: Any = FileSystemWriter
     write_data = writer.write_data
@@ -170,7 +170,7 @@ def behind(root):
         time.sleep(0.2)
         return copy(self, boxes)
 
-    manager.write_boxes, StagingBuffers._copied = late, slow
+    checkpoint_manager.write_boxes, StagingBuffers._copied = late, slow
     checkpoints = CheckpointManager(root / "behind", trained, ranks, writes="behind")
     checkpoints.save(1, {"step": 1})
     step(trained, 2)
@@ -192,7 +192,7 @@ def behind(root):
             raise MemoryError("the host is full")
         return copy(self, boxes)
 
-    manager.write_boxes = full
+    checkpoint_manager.write_boxes = full
     told = []
     for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
         checkpoints.save(3, {"step": 3})
@@ -201,7 +201,11 @@ def behind(root):
     checkpoints.save(3, {"step": 3})
     step(trained, 4)
     crowd = fault_of(checkpoints.finish)
-    manager.write_boxes, writer.write_data, StagingBuffers._copied = write, write_data, copy
+    checkpoint_manager.write_boxes, writer.write_data, StagingBuffers._copied = (
+        write,
+        write_data,
+        copy,
+    )
     return early, complete, told, crowd
 
 

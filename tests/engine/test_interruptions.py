@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.folders import complete_checkpoints
 from penstock.train.eval.evaluator import Evaluator
 from penstock.train.launch.stop_request import StopRequest
@@ -66,14 +66,14 @@ def while_evaluating(signum):
 
 def while_saving(signum):
     """With the files of the first checkpoint written, and nothing that says so."""
-    write = manager.write_boxes
+    write = checkpoint_manager.write_boxes
 
     def interrupted(*given):
         written = write(*given)
         send(signum)
         return written
 
-    manager.write_boxes = interrupted
+    checkpoint_manager.write_boxes = interrupted
 
 
 def while_publishing(signum):

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.folders import read_state
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
@@ -182,10 +182,12 @@ def test_checkpoints_are_saved_as_often_as_asked(folder):
 
 def writers(job):
     """The threads that write the checkpoints of a run."""
-    write, threads = manager.write_boxes, []
-    manager.write_boxes = lambda *given: threads.append(current_thread()) or write(*given)
+    write, threads = checkpoint_manager.write_boxes, []
+    checkpoint_manager.write_boxes = lambda *given: (
+        threads.append(current_thread()) or write(*given)
+    )
     runs.train_here(job)
-    manager.write_boxes = write
+    checkpoint_manager.write_boxes = write
     return [thread is main_thread() for thread in threads]
 
 

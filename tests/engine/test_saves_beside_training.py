@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.files import regular_files
-from penstock.engine.checkpoint import manager
+from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.async_staging import StagingBuffers
 from tests.engine import runs
 from tests.ranks import on_ranks
@@ -71,10 +71,10 @@ class LateCopies(StagingBuffers):
 
 
 def all_of(jobs):
-    copies, manager.StagingBuffers = manager.StagingBuffers, LateCopies
+    copies, checkpoint_manager.StagingBuffers = checkpoint_manager.StagingBuffers, LateCopies
     for its in jobs:
         runs.train_here(its)
-    manager.StagingBuffers = copies
+    checkpoint_manager.StagingBuffers = copies
 
 
 def contents(root):

@@ -166,12 +166,12 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
     script = textwrap.dedent(
         """
         import os, sys
-        from penstock.server.launch.child_process import Child
+        from penstock.server.launch.child_process import ManagedProcess
         from penstock.server.launch.supervisor import Launcher
         child = "penstock.server.launch.child_main"
         words = ["-m", child, str(os.getpid()), "an idler", "idle", sys.argv[1]]
         say = lambda line: print(line, flush=True)
-        Launcher([Child("idle", [sys.executable, *words], {}, say)], say, None).run()
+        Launcher([ManagedProcess("idle", [sys.executable, *words], {}, say)], say, None).run()
         """
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

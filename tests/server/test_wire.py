@@ -91,14 +91,14 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
 
 SPEAKER = """
 import asyncio, sys
-from penstock.server.protocol.worker_commands import FromWorkers, Greet, ToWorkers, Beat
+from penstock.server.protocol.worker_commands import FromWorkers, Hello, ToWorkers, Beat
 from penstock.server.protocol.zmq_channel import connecting, listening
 
 async def main():
     kind, address = sys.argv[1:]
     if kind == "connects":
         end = connecting(FromWorkers, address)
-        await end.send(Greet(engine="child"))
+        await end.send(Hello(engine="child"))
     else:
         end = listening(ToWorkers, address)
         print(end.address, flush=True)
@@ -204,7 +204,7 @@ def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
 
 def test_frames_that_are_no_messages_are_dropped_with_a_line_each(caplog):
     good = Codec(ToWorkers).encode(command("good"))
-    nonsense = [b"", b"\xc1", b"\x81\xa4type\xa5Greet", good[:-1], good + b"\x00", b"\xdf" * 9000]
+    nonsense = [b"", b"\xc1", b"\x81\xa4type\xa5Hello", good[:-1], good + b"\x00", b"\xdf" * 9000]
 
     async def scenario():
         workers = listening(ToWorkers, ANYWHERE)

@@ -25,12 +25,12 @@ from tests.config.values import smallest
 RANK = """
 import sys, time
 from pathlib import Path
-from penstock.core.process.rank_heartbeat import Pulse
+from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.train.launch.rank_stacks import show_on_request
 
 logs, pulses, rank, what = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 show_on_request(logs, rank)
-pulse = Pulse(pulses, rank=rank)
+pulse = Heartbeat(pulses, rank=rank)
 
 def all_reduce():
     with pulse.waiting():

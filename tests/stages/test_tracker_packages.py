@@ -87,20 +87,20 @@ import json, sys
 from pathlib import Path
 from mlflow.tracking import MlflowClient
 from penstock.train.launch.job import JOB, Job
-from penstock.train.trackers.run_info import Card, uri_of
+from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.mlflow import begin
 
 def lost(*_, **__):
     raise ConnectionError
 
-card, memory, whole = Card.of(Job.read(Path(sys.argv[1]) / JOB)), {}, MlflowClient.log_batch
+card, memory, whole = RunInfo.of(Job.read(Path(sys.argv[1]) / JOB)), {}, MlflowClient.log_batch
 for client in (lost, whole):
     MlflowClient.log_batch = client
     try:
         begin(card, memory)
     except ConnectionError:
         pass
-params = MlflowClient(uri_of(card)).get_run(memory["id"]).data.params
+params = MlflowClient(resolve_mlflow_uri(card)).get_run(memory["id"]).data.params
 print(json.dumps([len(params), len(card.settings), sorted(memory)]))
 """
 

@@ -250,8 +250,8 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
 def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
     said: list[str] = []
     hung = (
-        "from penstock.train.trackers import carrying;carrying.ANSWER_SECONDS = 0.2;"
-        "import time;carrying._patiently(lambda: time.sleep(600))"
+        "from penstock.train.trackers import uploader;uploader.ANSWER_SECONDS = 0.2;"
+        "import time;uploader._patiently(lambda: time.sleep(600))"
     )
     alone = TrackerSupervisor(said.append)
     alone.start("it", [*TIMEIT, hung], tmp_path / "log")
