@@ -13,9 +13,9 @@ import torch
 _LIBRARY = torch.library.Library("penstock", "DEF")
 
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
-"""A context and the gradients of the outputs to those of the inputs."""
+"""A context and the gradients of the outputs to the gradients of the inputs."""
 Keep = Callable[[Any, tuple[Any, ...], Any], None]
-"""Puts on a context what backward needs of the inputs and the output."""
+"""Saves on a context what backward needs of the inputs and the output."""
 
 
 def operator(

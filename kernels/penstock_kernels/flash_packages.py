@@ -16,19 +16,19 @@ class Package:
     """One of the packages, with the GPUs and head widths that it supports."""
 
     module: str
-    """What is imported from; or the package that holds it."""
+    """The module that is imported, or the package that holds it."""
     file: str
     """What is there if the package is, seen from the folder of the module's first name. A name
     alone says little: 2 and 4 share a folder."""
     install: str
-    """How to come by it."""
+    """How to install it."""
     generations: range
-    """Major numbers of CUDA capabilities."""
+    """Major versions of supported CUDA capabilities."""
     widest: int
-    """Features of a head, at most."""
+    """Maximum head width."""
     sinks: bool = False
     soft_cap: bool = True
-    """Whether it takes these, in its backward pass too."""
+    """Whether it supports these, in its backward pass too."""
 
     def missing(self) -> str | None:
         """Why it cannot be imported here; None if it can."""
@@ -68,4 +68,4 @@ PACKAGES = {
         soft_cap=False,
     ),
 }
-"""By the names that attention's backends have."""
+"""By the names of attention's backends."""

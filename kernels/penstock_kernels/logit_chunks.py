@@ -5,7 +5,7 @@ With small chunks, a head's matrix is read from memory too often; with large one
 
 ON_CPU, FEWEST_ON_CPU, MOST_ON_CPU = 16 << 20, 192, 1024
 ON_GPU, FEWEST_ON_GPU = 768 << 20, 256
-"""Bytes of logits, and tokens whatever they come to."""
+"""Bytes of logits, and limits of the number of tokens."""
 
 
 def tokens_at_once(row_bytes: int, kind: str) -> int:

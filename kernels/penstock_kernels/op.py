@@ -18,13 +18,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton kernels run in Triton's interpreter: right, on any machine, and very slow."""
+"""Whether Triton kernels run in Triton's interpreter: correct, on any machine, and very slow."""
 
 BUILT_FOR_GPUS = torch.backends.cuda.is_built()
-"""Whether this PyTorch can have tensors on a GPU at all; nothing is asked of a driver."""
+"""Whether this PyTorch was built for CUDA; does not query a driver."""
 
 HAS_TRITON = find_spec("triton") is not None
-"""Triton is published for Linux alone; elsewhere the operations have no such backend."""
+"""Triton is published for Linux only; elsewhere the operations have no such backend."""
 
 
 class UnsupportedError(RuntimeError):
@@ -39,7 +39,7 @@ class KernelImpl(Generic[P, R]):
     refuses: Callable[P, str | None]
     written_in: Literal["torch", "triton"] = "torch"
     missing: str | None = None
-    """Why it can serve nothing on this machine, where that is known before any input is."""
+    """Why it is not available on this machine, independent of inputs."""
 
     @property
     def may_be_picked(self) -> bool:
@@ -55,9 +55,9 @@ class Op(Generic[P, R]):
     name: str
     reference: Callable[P, R]
     fast: Mapping[str, KernelImpl[P, R]]
-    """Fast implementations by name, the most wanted first."""
+    """Fast implementations by name, in order of preference."""
     reference_name: str = "reference"
-    """What users call the reference, where it has a name of its own."""
+    """The reference's name for users, if it has its own."""
     able: tuple[KernelImpl[P, R], ...] = field(init=False, repr=False, compare=False)
     """Those that may be picked on this machine, found once: a small operation is done in the time
     of a few questions."""

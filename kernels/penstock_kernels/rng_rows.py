@@ -14,7 +14,7 @@ import torch
 from penstock_kernels.philox import WORD, philox
 
 AT_ONCE = 1 << 18
-"""Numbers that are drawn together: their words, 64 bits each here, stay in caches."""
+"""Random numbers generated at a time: their words, 64 bits each here, fit the caches."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class RowKeys:
 
     rows: int
     key: int
-    """64 bits: what the tensor's draws depend on besides rows and columns."""
+    """64 bits: the key of the tensor's random numbers."""
     first_row: int = 0
-    """Where in the whole tensor they begin."""
+    """Index of the first row in the full tensor."""
 
 
 def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: int) -> None:

@@ -8,9 +8,9 @@ import torch
 from penstock_kernels.adamw.settings import Settings
 
 SMALL = 1 << 16
-"""Numbers of a tensor that is copied rather than stepped by itself: calls cost more than copies."""
+"""Elements of a tensor that is concatenated: calls cost more than copies."""
 TOGETHER = 1 << 22
-"""Numbers side by side, at most but for one tensor."""
+"""Maximum elements of a concatenation of several tensors."""
 
 
 class Stepped(NamedTuple):

@@ -25,13 +25,13 @@ from torch.autograd.function import once_differentiable
 from penstock_kernels.attention.segments import LengthBucket
 
 QUERIES: Mapping[torch.dtype, int] = {torch.bfloat16: 128, torch.float32: 64}
-"""Of a strip: as quick as it gets on AVX-512."""
+"""Queries of a strip: fastest on AVX-512."""
 
 SHORTEST = 256
-"""Documents of fewer tokens are quicker in PyTorch's kernel."""
+"""Shorter documents are faster in PyTorch's kernel."""
 
 SCORES = 8 << 20
-"""Bytes of scores at a time. Longer documents' strips would leave the caches."""
+"""Bytes of scores at a time. More would not fit the caches."""
 
 
 @cache

@@ -3,7 +3,7 @@
 import torch
 
 MULTIPLE = 8
-"""They read heads in vectors of this many values."""
+"""The kernels read heads in vectors of this many values."""
 WIDEST = 256
 
 

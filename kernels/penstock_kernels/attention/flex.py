@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Tokens in a block, of queries and of keys."""
 NARROWEST = 16
-"""Its kernels' matrix units take heads from this width on."""
+"""Minimum head width of its kernels' matrix units."""
 
 
 def refuses_width(q_TNH: torch.Tensor) -> str | None:

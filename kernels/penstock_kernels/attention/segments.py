@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 TOLERATED_SHARE = 0.2
-"""A document joins a bucket if at most this share of the bucket's width would be padding ..."""
+"""A document joins a bucket if at most this fraction of the bucket's width would be padding ..."""
 TOLERATED_TOKENS = 16
 """... or at most this many tokens: for short documents a call costs more than the padding."""
 
@@ -53,16 +53,16 @@ class VarlenMetadata:
     """T, tokens in the micro-batch. Kept: to a compiler a sum over the documents is all of them."""
     max_length: int
     cu_seqlens: torch.Tensor
-    """int32 [documents + 1] on the device: where each document begins, and the end of the last."""
+    """cu_seqlens: int32 [documents + 1] on the device."""
     buckets: tuple[LengthBucket, ...]
     """Longest first."""
     layout: Layout | None
-    """None where the documents are one bucket as they lie: nothing needs to be copied."""
+    """None if the documents are one bucket in order: nothing needs to be copied."""
     start_rows: torch.Tensor | None
     """int32 [T] on the device: for each token the first one that no longer sees it, though it comes
     later in the document. None where a token sees all of its document's past."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
-    """What backends make of the documents once, for all layers."""
+    """Values that backends compute once for all layers."""
 
     def narrowed(self, window: int | None) -> int | None:
         """The window, if it masks a token of some document; else None.

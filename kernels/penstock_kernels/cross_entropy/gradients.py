@@ -6,10 +6,10 @@ V rows of a matrix, K its columns, C tokens of a chunk.
 import torch
 
 ADDED_ON_CPU, ADDED_ON_GPU = 2 << 20, 16 << 20
-"""Bytes of a chunk's own contribution at a time: it never leaves the caches."""
+"""Bytes of a chunk's contribution at a time: it stays in the caches."""
 
 TILE = 48 << 20
-"""Bytes of a sum that come and go at once. Less than 32 MiB the C library of a CPU may keep."""
+"""Bytes of a sum that are allocated at once. A C library may not return less than 32 MiB."""
 
 SCALED_ON_CPU, SCALED_ON_GPU = 8 << 20, 128 << 20
 """Bytes in fp32 that are scaled at a time."""

@@ -123,7 +123,7 @@ class _Work:
     """All arguments but the tensors with gradients."""
 
     labels: torch.Tensor
-    """[S] or [S, L], by their place here; -1 where others hold them."""
+    """[S] or [S, L], local indices; -1 for labels of other shards."""
     terms: LossOptions
     entries: int
     chunk: int

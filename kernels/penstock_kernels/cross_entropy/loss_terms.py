@@ -23,11 +23,11 @@ class LossOptions:
     """Options of the cross-entropy: label smoothing, z-loss, soft cap."""
 
     smoothing: float = 0.0
-    """The share of each target that is spread evenly over the vocabulary."""
+    """Label smoothing: the fraction of each target that is uniform over the vocabulary."""
     z: float = 0.0
-    """What the squared logarithm of the sum of exponentials is multiplied by."""
+    """Coefficient of the squared log-sum-exp."""
     soft_cap: float | None = None
-    """What logits come close to and never exceed."""
+    """Soft cap of the logits."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
@@ -39,7 +39,7 @@ class LossOptions:
 
 
 PLAIN = LossOptions()
-"""Cross-entropy and nothing else."""
+"""Plain cross-entropy."""
 
 
 class SoftmaxStats(NamedTuple):
@@ -48,11 +48,11 @@ class SoftmaxStats(NamedTuple):
     """
 
     log_sum: torch.Tensor
-    """The logarithm of the sum of their exponentials."""
+    """The log-sum-exp."""
     target: torch.Tensor
-    """That of the label, or 0 where the label is not among them."""
+    """The label's logit, or 0 if the label is not local."""
     total: torch.Tensor | None
-    """Their sum, where something is smoothed."""
+    """The sum of the logits, with label smoothing."""
 
 
 class LogitGradFactors(NamedTuple):
@@ -70,11 +70,11 @@ class VocabShard:
     """The local shard of a vocabulary."""
 
     first: int
-    """The entry that is the first here."""
+    """Index of the first local entry."""
     size: int
-    """Entries there are in all."""
+    """Size of the whole vocabulary."""
     widest: int
-    """The most that anyone holds: all take as many tokens at a time."""
+    """Size of the largest shard: all ranks use the same chunk size."""
     merge: Callable[[SoftmaxStats], SoftmaxStats]
     """From the tally of the entries here to that of all; called by all holders, in one order."""
 

@@ -15,7 +15,7 @@ from penstock_kernels.cross_entropy.loss_terms import (
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 Passes = Literal["auto", "compiled"]
-"""The best that serves the logits, or what `torch.compile` makes of the reference."""
+"""The best implementation for the logits, or the compiled reference."""
 
 TallyOf = Callable[[torch.Tensor, torch.Tensor, LossOptions], SoftmaxStats]
 TurnOf = Callable[[torch.Tensor, torch.Tensor, int, LossOptions], SoftmaxStats]

@@ -32,10 +32,10 @@ TILES = (Tile(BLOCK, WARPS), Tile(2048, 4), Tile(8192, 8), Tile(8192, 16))
 sums are of as many parts as a block has lanes."""
 
 TRIED = 64 << 20
-"""Bytes of a copy of logits that slopes are measured on: they are written in place."""
+"""Bytes of a copy of logits for autotuning `slope_`, which writes in place."""
 
 LEAST = tl.constexpr(-3e38)
-"""Below every logit, and still a number: the difference of two infinities is none."""
+"""Below every logit, and finite: the difference of two infinities is NaN."""
 
 
 @triton.jit

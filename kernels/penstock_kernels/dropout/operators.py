@@ -11,7 +11,7 @@ import torch
 from penstock_kernels.custom_op import operator
 
 Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
-"""x [T, F], places [T], rate, key and first feature to what is left of x."""
+"""x [T, F], places [T], rate, key and first feature to the dropped-out x."""
 
 
 def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:

@@ -10,10 +10,10 @@ import torch
 BLOCK = 128
 
 Sharing = Literal["tensor", "rows", "groups", "tiles"]
-"""What shares a scale: all numbers, those of a row, B columns of a row, or of B rows."""
+"""Sharing of scales: the tensor, a row, B columns of a row, or B columns of B rows."""
 
 Sums = Literal["exact", "fast"]
-"""In float32, or in as many bits as tensor cores of Hopper like, about 14, where there are such."""
+"""Accumulation in float32, or with about 14 bits on Hopper's tensor cores, if available."""
 
 
 class Float8Matrix(NamedTuple):

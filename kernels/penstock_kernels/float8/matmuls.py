@@ -21,7 +21,7 @@ from penstock_kernels.float8.weight import Float8WeightShard
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
 Product = Literal["quantised", "exact"]
 Agree = Callable[[torch.Tensor], torch.Tensor]
-"""The largest magnitudes here to those of all who hold parts of the same matrix."""
+"""All-reduces maxima over the ranks that hold shards of the same matrix."""
 
 SHARING: dict[Recipe, tuple[Sharing, Sharing]] = {
     "tensorwise": ("tensor", "tensor"),
@@ -39,11 +39,11 @@ class Float8Recipe:
     gradients: Kind = "e5m2"
     """Of outputs; activations and weights are e4m3."""
     input_gradient: Product = "quantised"
-    """`exact`: of the gradient of y as it is and the numbers that stand for W."""
+    """`exact`: from the unquantized gradient of y and the dequantized W."""
     weight_gradient: Product = "quantised"
-    """`exact`: of the gradient of y and x as they are."""
+    """`exact`: from the unquantized gradient of y and the unquantized x."""
     block: int | None = None
-    """Features that are turned together (`hadamard.py`) before x and W are rounded."""
+    """Block size of the Hadamard transform (`hadamard.py`) of x and W; None: no transform."""
 
     @property
     def of_rows(self) -> Sharing:

@@ -20,7 +20,7 @@ class Float8WeightShard(torch.Tensor):
     """
 
     coded: Float8Matrix
-    """Of the weight as products see it: turned, if there is a block."""
+    """The quantized weight, Hadamard-transformed if there is a block."""
     block: int | None
 
     @staticmethod

@@ -11,7 +11,7 @@ from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, w
 from penstock_kernels.group_gemm.zeroing import zero_tail_rows
 
 OLDEST = 9
-"""CUDA capability from which QuACK's grouped products are used here."""
+"""Minimum CUDA capability for QuACK's group GEMM here."""
 
 
 def _missing() -> str | None:
@@ -24,7 +24,7 @@ def _missing() -> str | None:
 
 
 MISSING = _missing()
-"""Why there is no QuACK here, or None where there is."""
+"""Why QuACK is not available, or None if it is."""
 
 
 def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:

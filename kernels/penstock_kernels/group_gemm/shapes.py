@@ -7,7 +7,7 @@ import torch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 VECTOR = 16
-"""Bytes: what grouped products copy at a time, and a multiple of which their rows must be."""
+"""Bytes that group GEMMs copy at a time; rows must be a multiple of it."""
 
 
 def refuses_shapes(

@@ -19,10 +19,10 @@ class Tiles(NamedTuple):
     rows: int
     columns: int
     depth: int
-    """Contracted at a time."""
+    """Contracted dimension of a tile."""
     warps: int
     stages: int
-    """Steps of depth in flight at once, each with its own share of shared memory."""
+    """Pipeline stages, each with its own part of shared memory."""
 
 
 # The interpreter's cost is the number of programs. Small tiles give small shapes many edges.
@@ -36,7 +36,7 @@ _SQUARE = Tiles(rows=128, columns=128, depth=64, warps=4, stages=4)
 _LEAN = Tiles(rows=128, columns=128, depth=32, warps=4, stages=3)
 
 _SHORT = {16: 128, 32: 128, 64: 128}
-"""Columns of tiles for groups of so few rows, on average, that more would be padding."""
+"""Columns of tiles for groups with so few rows, on average, that larger tiles would be padding."""
 
 
 def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:

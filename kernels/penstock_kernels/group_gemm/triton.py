@@ -21,7 +21,7 @@ from penstock_kernels.op import INTERPRETED
 from penstock_kernels.tuning import chosen
 
 DESCRIPTORS_SINCE = 9
-"""CUDA capability whose hardware copies tiles."""
+"""CUDA capability with tensor descriptors."""
 
 # Values that change from step to step are not specialized: kernels would be recompiled.
 

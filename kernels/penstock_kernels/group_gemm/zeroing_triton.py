@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 ELEMENTS = 4096
-"""Written by a program at a time."""
+"""Elements written by a program at a time."""
 EACH = 65536
-"""Elements of one row that a program answers for."""
+"""Elements of one row that a program processes."""
 ROWS = 32
-"""Rows that a program answers for, where they are narrower than `ELEMENTS`."""
+"""Rows that a program processes, if they are narrower than `ELEMENTS`."""
 
 
 @triton.jit(do_not_specialize=["R"])

@@ -7,7 +7,7 @@ import torch
 from penstock_kernels.newton_schulz.reference import is_tall
 
 TOGETHER = 1 << 28
-"""Numbers at a time, but for a single matrix: each is held in bfloat16 about four times."""
+"""Elements at a time, except for a single matrix: about four bfloat16 copies of each are stored."""
 
 
 def each_by_shape(

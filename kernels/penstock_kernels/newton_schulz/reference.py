@@ -6,10 +6,10 @@ N rows, K columns of a matrix, a stack of such matrices with leading dimensions.
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of x, x^3 and x^5: small singular values grow fast, and all end between about 0.7 and 1.2."""
+"""Coefficients of x, x^3 and x^5: singular values end between about 0.7 and 1.2."""
 STEPS = 5
 EPS = 1e-7
-"""The least norm that is divided by."""
+"""Minimum norm in the division."""
 
 
 def newton_schulz(

@@ -40,7 +40,7 @@ LEAST, TILE, DEPTH = 16, 128, 64
 time."""
 
 OTHERS = (Tile(128, 64, 4, 3), Tile(128, 64, 8, 4), Tile(64, 64, 4, 4))
-"""What is measured beside the rule's choice for large matrices."""
+"""Autotuning candidates for large matrices."""
 
 
 @triton.jit(do_not_specialize=["times", "plus"])

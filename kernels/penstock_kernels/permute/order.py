@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 
 SMALL = torch.int16
-"""Experts' numbers are sorted as these: a radix sort's cost is their width."""
+"""Dtype of expert indices for sorting: a radix sort's cost depends on the width."""
 
 NOBODY = -1
-"""Where there is no row for a copy, or no copy for a row."""
+"""Index for a copy without a row, or a row without a copy."""
 
 
 @dataclass(frozen=True, eq=False)

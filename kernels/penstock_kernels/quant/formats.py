@@ -21,16 +21,16 @@ class Format:
 
     name: str
     codes: Literal["levels", "int8", "e4m3"]
-    """Four bits that choose one of 16 levels, two in a byte, or a byte that is a number itself."""
+    """4-bit codes of 16 levels, two in a byte, or one-byte values."""
     group: int | None
-    """Columns that share a scale; None: all of a row do."""
+    """Columns that share a scale; None: the whole row."""
     tile_rows: int = 1
     """Rows that share a scale. It is kept with each of them, so that rows can be cut anywhere."""
     scales: Literal["float32", "e4m3"] = "float32"
-    """e4m3 scales are multiples of a float32 scale of the whole matrix, kept with each row."""
+    """e4m3 scales are multiples of a float32 scale of the matrix, repeated for each row."""
     levels: tuple[float, ...] = ()
     groups_allowed: tuple[int, ...] = ()
-    """Other sizes that `group` may have."""
+    """Other supported values of `group`."""
 
     @property
     def scales_dtype(self) -> torch.dtype:
@@ -70,7 +70,7 @@ FORMATS: Mapping[str, Format] = {
         Format("block_fp8", "e4m3", 128, tile_rows=128),
     )
 }
-"""All formats by name, with the group sizes they are published with."""
+"""All formats by name, with the published group sizes."""
 
 
 def format_named(name: str, group: int | None = None) -> Format:

@@ -27,7 +27,7 @@ NF4 = (
 )
 
 NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
-"""Between neighbours, exact here and rounded to float32 where they are compared with."""
+"""Midpoints of neighboring levels, exact here and rounded to float32 where they are compared."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))

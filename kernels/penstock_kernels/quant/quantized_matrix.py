@@ -23,11 +23,11 @@ class Quantised:
     columns: int
     """K: codes of fewer columns than whole groups are padded."""
     codes: torch.Tensor
-    """uint8 [..., N, B]; of two codes in a byte the low four bits are the column before."""
+    """uint8 [..., N, B]; with 4-bit codes, the low four bits are the earlier column."""
     scales: torch.Tensor
-    """[..., N, G], of the dtype that the format says."""
+    """[..., N, G], in the format's dtype."""
     global_scales: torch.Tensor | None = None
-    """float32 [..., N, 1], where scales are e4m3."""
+    """float32 [..., N, 1], with e4m3 scales."""
 
     def __post_init__(self) -> None:
         """Validate the tensors.

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from penstock_kernels.quant.formats import Format
 
 SMALLEST = 1e-12
-"""No scale is made of less: zeros are divided by this."""
+"""Minimum maximum for scales: zeros are divided by this."""
 
 E4M3_MOST = 448.0
 E2M1_MOST = 6.0

@@ -16,7 +16,7 @@ STEPS = {
     "int8": 0.5,
     "int4": 0.5,
 }
-"""In scales, by format."""
+"""In units of the scale, by format."""
 
 
 def step_size(quantised: Quantised) -> torch.Tensor:

@@ -11,7 +11,7 @@ from penstock_kernels.quant.quantized_matrix import Quantised
 from penstock_kernels.quant.triton_numbers import decode_level, from_e4m3, to_bf16_grid
 
 ELEMENTS = 4096
-"""Numbers in a tile."""
+"""Elements in a tile."""
 
 
 @triton.jit

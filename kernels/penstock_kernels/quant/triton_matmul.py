@@ -18,11 +18,11 @@ from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.tuning import chosen
 
 MOST_ROWS = 64
-"""One tile of x: with more, codes would be read and decoded more than once."""
+"""One tile of x: with more rows, codes would be read and decoded more than once."""
 
 MOST_GROUP = 128
 COLUMNS = 128
-"""Contracted at a time."""
+"""Contracted dimension of a tile."""
 
 
 class Tile(NamedTuple):
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(32, 4, 4), Tile(16, 4, 4), Tile(64, 4, 4), Tile(32, 4, 2))
-"""What the rule says, and what is measured beside it."""
+"""The rule's choice, and the autotuning candidates."""
 
 
 @triton.jit(do_not_specialize=["T"])

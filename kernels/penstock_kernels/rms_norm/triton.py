@@ -24,7 +24,7 @@ RESIDENT = 16
 them hold: none waits for the end of another, and they end together."""
 
 TILE = 2048
-"""Elements that a program takes at a time where rows are narrower: heads are."""
+"""Elements that a program processes at a time for narrow rows, such as heads."""
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from penstock_kernels.custom_op import operator
 from penstock_kernels.rope.reference import Pairs
 
 TILE = 2048
-"""Pairs of features that a program turns at a time."""
+"""Pairs of features that a program rotates at a time."""
 
 
 @triton.jit

@@ -13,7 +13,7 @@ PURPOSE = 2
 """The last word of counters: one key draws other words than in `dropout` (0) and `noise` (1)."""
 
 LOW = 0xFFFF
-"""The bits of a float32 that a bfloat16 lacks."""
+"""The bits of a float32 that bfloat16 drops."""
 
 
 def stochastic_round(

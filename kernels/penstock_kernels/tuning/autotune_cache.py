@@ -37,7 +37,7 @@ class AutotuneKey(NamedTuple):
 
     kernel: str
     made_by: str
-    """The version of the kernel, and of what compiles it."""
+    """Versions of the kernel and of Triton."""
     inputs: str
     """Kinds and sizes, rounded to classes."""
 

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 ROUNDS = 5
 ROUND = 1000.0
-"""Microseconds that a round of one work is to take, or a single launch if that takes more."""
+"""Target microseconds of a round of one candidate, or a single launch if that takes longer."""
 MOST = 50
 """Launches in a round."""
 

@@ -9,7 +9,7 @@ from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, C
 Candidate = TypeVar("Candidate", bound=tuple[int, ...])
 
 Measure = Callable[[Sequence[Callable[[], Any]]], list[float]]
-"""Works to their microseconds; infinity for one that the device cannot do."""
+"""Candidates to their microseconds; infinity for those that the device cannot run."""
 
 CLEARLY = 0.97
 """Of the time of the first candidate: less than that has to be needed to be preferred to it. What

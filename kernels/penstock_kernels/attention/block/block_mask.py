@@ -18,7 +18,7 @@ class Rectangle:
     num_queries: int
     num_keys: int
     cu_queries: torch.Tensor
-    """int32 [2] on the device: 0 and their number."""
+    """int32 [2] on the device: 0 and the number of queries."""
     cu_keys: torch.Tensor
     """int32 [2]."""
     reach: int | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 MULTIPLE = 16
-"""Tokens in a chunk are a multiple of this many, as kernels like them."""
+"""Chunk sizes are a multiple of this, for the kernels."""
 
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

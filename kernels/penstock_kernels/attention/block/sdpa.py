@@ -17,12 +17,12 @@ from penstock_kernels.attention.mask import causal_window_mask
 from penstock_kernels.attention.segments import VarlenMetadata
 
 Keys = Literal["all", "past"]
-"""Which keys a query sees: all there are, or its own and those before it."""
+"""The mask: none, or causal."""
 
 CUDA_ROWS = 32
-"""The kernel on CUDA pads the queries of its log-sum-exp to a multiple of this many."""
+"""The CUDA kernel pads the queries of its log-sum-exp to a multiple of this."""
 CUDA_COLUMNS = 16
-"""It wants the rows of a mask this many numbers apart, or a multiple."""
+"""The stride of a mask's rows must be a multiple of this."""
 
 
 def unsupported_reason(
