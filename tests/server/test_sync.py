@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 def job_of(folder, out, lora=None, base="dense", **train):
     settings = {"data_parallel_mode": "none", "optimizer": "sgd", "lr": 0.3, **train}
     run = runs.run_config(
-        folder / out,
+        folder / "out" / out,
         folder / base,
         model={"model_path": str(folder / base), "tokenizer_path": "builtin:bytes"},
         lora=lora or {},

@@ -124,6 +124,6 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
 )
 def test_adapters_that_clients_cannot_share_a_base_with_are_refused_at_the_start(tmp_path, lora):
     lora = {"enable_lora": True, **lora}
-    run = runs.run_config(tmp_path, tmp_path, lora=lora, data_parallel_mode="none")
+    run = runs.run_config(tmp_path / "out", tmp_path, lora=lora, data_parallel_mode="none")
     with pytest.raises(CapabilityError, match=f"Leave {list(lora)[-1]} out"):
         build_shared_base(run, dict(runs.TINY), None, init_process_group(60), lambda _: None)
