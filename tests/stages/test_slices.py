@@ -317,7 +317,7 @@ def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, mon
     [cached] = (tmp_path / "root" / "slices").glob("*.arrow")
     read = []
     digest = "penstock.core.cache.digests.sha256_file"
-    real = sys.modules["penstock.core.cache.digests"].sha256_of
+    real = sys.modules["penstock.core.cache.digests"].sha256_file
     monkeypatch.setattr(digest, lambda path: read.append(path.name) or real(path))
     other = replace(stage, settings=stage.settings.model_copy(update={"seed": 7}))
     outcome = get_or_build(PlannedStage(other, tmp_path / "root" / "prepare" / "two"))
