@@ -1,4 +1,4 @@
-"""Files that grow, read from where the last look ended."""
+"""Tail growing files: read from where the last read ended."""
 
 import json
 import os
@@ -13,7 +13,7 @@ LOGGED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", r
 
 
 class Tail:
-    """Whole lines that a file gains; written anew, it is read anew."""
+    """Complete lines appended to a file. A file that is rewritten is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

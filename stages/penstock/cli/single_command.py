@@ -1,4 +1,4 @@
-"""The parser of the one command that is asked for: typer builds those of all commands else."""
+"""Build the parser of a single command; typer would build those of all commands."""
 
 from copy import copy
 
@@ -6,8 +6,8 @@ import typer
 
 
 def only(app: typer.Typer, name: str) -> typer.Typer:
-    """The application with command `name` alone, or all of it where there is none of that name."""
-    commands = [one for one in app.registered_commands if _name_of(one) == name]
+    """The app with command `name` only, or the whole app if no command has that name."""
+    commands = [one for one in app.registered_commands if _command_name(one) == name]
     groups = [one for one in app.registered_groups if one.name == name]
     if not commands and not groups:
         return app
@@ -16,7 +16,7 @@ def only(app: typer.Typer, name: str) -> typer.Typer:
     return alone
 
 
-def _name_of(command: typer.models.CommandInfo) -> str:
-    """Its written name, else the one that typer makes of its function's."""
+def _command_name(command: typer.models.CommandInfo) -> str:
+    """The explicit name, or the one that typer derives from the function."""
     assert command.callback
     return command.name or command.callback.__name__.replace("_", "-")

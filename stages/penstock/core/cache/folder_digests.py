@@ -1,8 +1,8 @@
 """XXH3-128 checksums of a folder's files, stored in `digests.json` of the same folder.
 
 XXH3-128 detects corruption at memory bandwidth, which SHA-256 does not. It gives no protection
-against tampering: whoever can change a file can change its digest. Files are digested in chunks, so
-several threads and several ranks can verify one file.
+against tampering: anyone who can change a file can change its digest. Files are digested in chunks,
+so several threads and several ranks can verify one file.
 """
 
 import json

@@ -67,11 +67,11 @@ class _Call:
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
         self._casting = casting_as_now(x_RD.device.type)
         there = (x_RD, counts_E, *experts.parameters())
-        self._there = {_memory_of(tensor) for tensor in there}
+        self._there = {_storage_pointer(tensor) for tensor in there}
 
     def of_first_half(self, tensor: torch.Tensor) -> Kept:
         """Pack hook: keep a tensor that is in memory anyway, else save an empty slot."""
-        if _memory_of(tensor) in self._there:
+        if _storage_pointer(tensor) in self._there:
             self._places.append(None)
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
@@ -81,12 +81,12 @@ class _Call:
     def gave(self, inner_RF: torch.Tensor) -> None:
         """Record the output of the first half, which the caller of the second half holds."""
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
-        self._inner = _memory_of(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
+        self._inner = _storage_pointer(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
     def of_second_half(self, tensor: torch.Tensor) -> Kept:
         """Pack hook of the second half: only the first half's output, or its rows, gets a slot."""
         memory, dtype, offset = self._inner
-        if _memory_of(tensor) != memory or tensor.dtype != dtype:
+        if _storage_pointer(tensor) != memory or tensor.dtype != dtype:
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
         first = int(tensor.storage_offset()) - offset
@@ -125,5 +125,5 @@ class _Call:
         return saved
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
+def _storage_pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

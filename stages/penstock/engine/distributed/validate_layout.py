@@ -201,7 +201,7 @@ def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
         return
-    kept, unit = _kept_of(run, counts)
+    kept, unit = _base_quantization(run, counts)
     columns = {"o_proj": counts.num_attention_heads * counts.head_dim}
     if not counts.num_experts:
         columns["down_proj"] = counts.intermediate_size
@@ -215,7 +215,7 @@ def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
             )
 
 
-def _kept_of(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
+def _base_quantization(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
     """The quantization of base weights, and the multiple at which their columns can be cut."""
     lora, published = run.lora, counts.published
     if published and run.model.model_path:
