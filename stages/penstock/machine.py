@@ -17,7 +17,6 @@ from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
 from penstock.core.sources.pin import pin_config
-from penstock.engine.distributed.deepep_requirements import require_nvlink, require_one_machine
 from penstock.engine.distributed.parallel_dims import (
     SIZES,
     accumulation_steps,
@@ -32,6 +31,7 @@ from penstock.engine.distributed.validate_layout import (
 )
 from penstock.engine.model_source import quantization_args
 from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
+from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
 from penstock.engine.validate_model import (
     require_dense_networks,
     require_prompts_apart,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.engine import loops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.train.launch.job import Job
+from tests.engine import loops
 
 WARMING, MEASURED = 1, 5
 

@@ -1,5 +1,5 @@
 """What keeping an optimizer's states and weights in bfloat16 does to what is learnt from GSM8K:
-`PYTHONPATH=. python tests/bench/bench_anyprecision.py [--data train.jsonl] [--steps N]`.
+`python -m tests.bench.bench_anyprecision [--data train.jsonl] [--steps N]`.
 
 A small Qwen3 learns the same rows in the same order, from the same weights, with AdamW whose
 states are kept in float32 and in other ways. Told are the mean loss of the last tenth of the steps
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from packed import write_ids
-from tests.engine import loops, runs
 
 from penstock.engine.distributed.param_shards import local
 from penstock.rows.tokenizer import byte_tokenizer
+from tests.bench.data.packed import write_ids
+from tests.engine import loops, runs
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 LENGTH = 512

@@ -1,4 +1,4 @@
-"""How evenly ranks are loaded: `python tests/bench/bench_balance.py [SAMPLES]`.
+"""How evenly ranks are loaded: `python -m tests.bench.bench_balance [SAMPLES]`.
 
 For each distribution of lengths: samples are packed, rows are laid into steps and dealt to ranks,
 and the work of the slowest rank is put over the mean, averaged over the steps of an epoch. Work is

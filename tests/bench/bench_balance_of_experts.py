@@ -1,4 +1,4 @@
-"""What looking at routers costs: `PYTHONPATH=. python tests/bench/bench_balance_of_experts.py`.
+"""What looking at routers costs: `python -m tests.bench.bench_balance_of_experts`.
 
 One small Qwen3-MoE is trained with routers unseen, told of, and with a load-balancing loss of rows
 and of whole steps, in turns of one process. Printed are medians of five CPU times of a step of four
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.bench.packed import write_rows
-from tests.bench.pages import write_section
-from tests.engine import runs
-from tests.engine.loops import loop_of, step
 
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.train.launch.job import Job
+from tests.bench.data.packed import write_rows
+from tests.bench.pages import write_section
+from tests.engine import runs
+from tests.engine.loops import loop_of, step
 
 TITLE = "Balance of experts: cpu"
 ROW, VOCABULARY, STEPS = 1024, 320, 5

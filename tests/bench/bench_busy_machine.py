@@ -1,4 +1,4 @@
-"""Training on a busy CPU: `python tests/bench/bench_busy_machine.py [--steps 30] [--rounds 3]`.
+"""Training on a busy CPU: `python -m tests.bench.bench_busy_machine [--steps 30] [--rounds 3]`.
 
 Tokens per second of the quickstart's training, alone and beside as many single-threaded busy
 processes as there are processors, with idle OpenMP threads that wait as Penstock has them wait and

@@ -1,4 +1,4 @@
-"""What Prefect costs a pipeline: `PYTHONPATH=. python tests/bench/bench_flow.py`.
+"""What Prefect costs a pipeline: `python -m tests.bench.bench_flow`.
 
 The flow and the bare stages of a finished run, and an empty flow of as many tasks, in turns in one
 process against a server of their own on loopback: medians of five after one of each to warm up.
@@ -12,13 +12,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from penstock.config.loading.load import load
+from penstock.plan import RebuildOptions, execute_stage, plan
 from tests.bench.pages import write_section
 from tests.bench.timing import medians
 from tests.flows.server import Prefect
 from tests.pipeline.runs import penstock, write_run
-
-from penstock.config.loading.load import load
-from penstock.plan import RebuildOptions, execute_stage, plan
 
 FLOWS = Path(__file__).resolve().parents[2] / "flows"
 GOAL, CACHED_GOAL = 1.3, 3.0

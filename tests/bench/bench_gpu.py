@@ -1,5 +1,5 @@
 """A whole training step of a model of 8 billion parameters on one GPU, beside transformers' model
-with Liger-Kernel: `PYTHONPATH=. python tests/bench/bench_gpu.py [--case adapters|weights]
+with Liger-Kernel: `python -m tests.bench.bench_gpu [--case adapters|weights]
 [--document N] [--dry]`.
 
 Random weights, bfloat16, rows of 8192 tokens: packed with documents of some 800, or with
@@ -24,17 +24,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peer_liger
-import peers
 import torch
-import train_cuda
-from packed import write_rows
-from tests.engine import runs
-from timing import CUDA, machine, peak, verdict
-from train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.rows.reader import PackedRows
+from tests.bench import peer_liger, peers, train_cuda
+from tests.bench.data.packed import write_rows
+from tests.bench.timing import CUDA, machine, peak, verdict
+from tests.bench.train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
+from tests.engine import runs
 
 OF_PEER, OF_SHEET, OF_PRODUCT = 1.1, 0.48, 0.65
 RANK = 16

@@ -1,4 +1,4 @@
-"""How far every layout is from one process: `PYTHONPATH=. python tests/bench/bench_layouts.py`.
+"""How far every layout is from one process: `python -m tests.bench.bench_layouts`.
 
 Each trains the same small model on the same packed rows for three steps. The table of all of them,
 with the worst relative difference of each kind, is written into docs/parallelism.md.

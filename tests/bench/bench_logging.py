@@ -1,4 +1,4 @@
-"""What being told costs a step: `PYTHONPATH=. python tests/bench/bench_logging.py`.
+"""What being told costs a step: `python -m tests.bench.bench_logging`.
 
 The quickstart's model is trained on rows like its own, in one process, with all that is told by
 itself and with norms by layer besides. Printed are medians over steps: of a whole step, and of what
@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import yaml
-from tests.bench.packed import write_rows
-from tests.bench.pages import write_section
-from tests.engine import runs
-from tests.engine.loops import loop_of
 
 from penstock.config.loading.load import loads
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.train.trainer import Trainer
+from tests.bench.data.packed import write_rows
+from tests.bench.pages import write_section
+from tests.engine import runs
+from tests.engine.loops import loop_of
 
 TITLE = "Telling: cpu"
 GOAL = 0.01

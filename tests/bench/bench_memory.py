@@ -1,4 +1,4 @@
-"""Peak memory of preparing: `python tests/bench/bench_memory.py [SMALL_MB LARGE_MB]`.
+"""Peak memory of preparing: `python -m tests.bench.bench_memory [SMALL_MB LARGE_MB]`.
 
 JSON lines of two sizes (default 100 and 1000 MB) are prepared by two processes each, with samples
 set aside for validation; printed are the peak resident sets of the stage's own process and of the
@@ -12,11 +12,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.bench.corpus import documents, save_tokenizer
-
 from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
+from tests.bench.data.corpus import documents, save_tokenizer
 
 CHARACTERS = 2100
 GOAL = 1.2
@@ -62,7 +61,7 @@ def main() -> None:
                     text = f"{number} {texts[number % len(texts)]}"
                     sink.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                     number += 1
-            command = [sys.executable, __file__, "--measure"]
+            command = [sys.executable, "-m", "tests.bench.bench_memory", "--measure"]
             paths = [str(data), str(place / "tokenizer"), str(place / f"out-{size}" / "p" / "x")]
             done = subprocess.run([*command, *paths], check=True, capture_output=True, text=True)
             found = json.loads(done.stdout.splitlines()[-1])

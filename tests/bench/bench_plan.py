@@ -13,11 +13,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tests.costs.cases import CASES
-from tests.costs.test_memory import compare, jobs_of
-from tests.engine.loops import loop_of, step
-from tests.ranks import on_ranks
-
 from penstock.costs.device_speed import processors
 from penstock.costs.durations import estimate_step
 from penstock.costs.estimate import build_cost_model
@@ -26,6 +21,10 @@ from penstock.costs.sharded_model import Cut
 from penstock.models.flops import Work
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import Job
+from tests.costs.cases import CASES
+from tests.costs.test_memory import compare, jobs_of
+from tests.engine.loops import loop_of, step
+from tests.ranks import on_ranks
 
 STEPS = 5
 

@@ -1,4 +1,4 @@
-"""Adapters over quantised weights: `python tests/bench/bench_qlora.py --memory | --learning BASE`.
+"""Adapters over quantised weights: `python -m tests.bench.bench_qlora --memory | --learning BASE`.
 
 `--memory`: the base weights of a random Llama in bf16 (default 1.0e9 parameters, next to all of
 them in linear layers) are loaded in every format, each in a process of its own. Printed are the
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_merge import write_base
+
+from tests.bench.artifacts.bench_merge import write_base
 
 FORMATS = ("bf16", "nf4", "nvfp4", "block_fp8", "int8")
 FOUR_BITS = ("nf4", "nvfp4")
@@ -97,7 +98,15 @@ def memory(layers: int) -> None:
         parameters = write_base(base, layers, VOCABULARY)
         print(f"{parameters:,} parameters, {2 * parameters / 1e9:.2f} GB in bf16, one process")
         for way, kept in [*(("ours", kept) for kept in FORMATS), ("transformers", "nf4")]:
-            command = [sys.executable, __file__, "--measure", way, kept, str(base)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.bench.bench_qlora",
+                "--measure",
+                way,
+                kept,
+                str(base),
+            ]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode:
                 print(f"{way:12} {kept:10} not measured: {run.stderr.splitlines()[-1]}")

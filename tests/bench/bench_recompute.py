@@ -1,6 +1,6 @@
 """What it costs to recompute and to move activations, step by step.
 
-`PYTHONPATH=. python tests/bench/bench_recompute.py`
+`python -m tests.bench.bench_recompute`
 
 A small dense Qwen3 on one process: nothing, parts of layers or whole ones are computed again, and
 what is kept stays or is moved to host memory. And a small Qwen3-MoE, whose experts two processes
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from penstock.train.launch.job import Job
 from tests.bench.activations import Cost, measured
-from tests.bench.packed import write_rows
+from tests.bench.data.packed import write_rows
 from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.ranks import on_ranks
-
-from penstock.train.launch.job import Job
 
 PARTS, MIXTURES = "Recomputation and offload: cpu", "Recomputation of mixtures: cpu"
 RANKS, ROW, VOCABULARY, LAYERS = 2, 1024, 512, 4

@@ -1,4 +1,4 @@
-"""How long Penstock takes to do nothing: `python tests/bench/bench_start.py [CONFIG]`.
+"""How long Penstock takes to do nothing: `python -m tests.bench.bench_start [CONFIG]`.
 
 Medians of five: importing the package, `--help`, and `penstock run` on a finished pipeline, beside
 the import of what the stages need when there is work. CONFIG defaults to the quickstart, which is

@@ -1,5 +1,5 @@
-"""A training step of one process on a CPU beside those of others: `PYTHONPATH=. python
-tests/bench/bench_step.py [--case NAME] [--dtype bf16]`.
+"""A training step of one process on a CPU beside those of others: `python -m
+tests.bench.bench_step [--case NAME] [--dtype bf16]`.
 
 A Qwen3 of four layers on one thread: rows of one document of 1024 tokens with a vocabulary of
 32,768, the same with adapters of rank 16 on all linear layers, and rows of eight documents of 512.
@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import transformers
-from bench_train import SEED, small_qwen3, weights
-from packed import write_documents
-from tests.engine import loops, runs
 
 from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
+from tests.bench.bench_train import SEED, small_qwen3, weights
+from tests.bench.data.packed import write_documents
+from tests.engine import loops, runs
 
 ROUNDS, WARM = 7, 2
 RANK = 16

@@ -1,5 +1,5 @@
 """A training step beside those of others, on the same rows with the same layout:
-`PYTHONPATH=. torchrun --nproc-per-node 2 tests/bench/bench_train.py`.
+`python -m torch.distributed.run --nproc-per-node 2 -m tests.bench.bench_train`.
 
 A small Qwen3 under FSDP2, in bf16 and in fp32, on rows of packed documents and on rows of one
 document each. Nothing is recomputed, on either side. Every step ends with its update and its loss
@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import train_cuda
-from packed import write_rows
-from tests.engine import loops, runs
 
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
 from penstock.models.initialize import initialise
 from penstock.models.registry import get_family
 from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
+from tests.bench import train_cuda
+from tests.bench.data.packed import write_rows
+from tests.engine import loops, runs
 
 GOAL, ROUNDS, SEED = 1.15, 5, 7
 PEERS = {

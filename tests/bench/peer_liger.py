@@ -11,12 +11,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import peers
 import torch
 import transformers
-from timing import CUDA, DEVICE
 
 from penstock.rows.reader import Row
+from tests.bench import peers
+from tests.bench.timing import CUDA, DEVICE
 
 Step = Callable[[Row], float]
 """A packed row to its loss."""

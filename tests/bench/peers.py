@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from timing import CUDA, Work
 
 from penstock_kernels.op import INTERPRETED
+from tests.bench.timing import CUDA, Work
 
 Function = Callable[..., Any]
 

@@ -8,11 +8,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import peers
 import torch
-from timing import CUDA, Work, copying, machine, medians, processor_seconds, verdict
 
 from penstock_kernels.op import INTERPRETED, Op
+from tests.bench import peers
+from tests.bench.timing import CUDA, Work, copying, machine, medians, processor_seconds, verdict
 
 OF_COPYING, OF_PEERS = 0.85, 1.0
 APART = 2e-2

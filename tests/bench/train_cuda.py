@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packed import write_rows
-from pages import write_section
-from tests.engine import loops, runs
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.flops import matrix_parameters
 from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
+from tests.bench.data.packed import write_rows
+from tests.bench.pages import write_section
+from tests.engine import loops, runs
 
 WARMING, MEASURED = 2, 5
 

@@ -11,8 +11,8 @@ import yaml
 from penstock.config.loading import yaml12
 from penstock.config.translate.translation import put_at
 from tests.cli.command import penstock
-from tests.config import document_examples as said
-from tests.config.test_document_examples import ERNIEKIT_CONTEXTS, NXDT_FILES
+from tests.config.dialects import document_examples as said
+from tests.config.dialects.test_document_examples import ERNIEKIT_CONTEXTS, NXDT_FILES
 
 MODEL = "builtin:tiny-qwen3"
 ANSWERED = {"src": ["1 + 1?"], "tgt": ["2"]}

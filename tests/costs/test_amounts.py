@@ -18,7 +18,7 @@ from penstock.models.registry import get_family
 from penstock.rows.batches import StepSampler
 from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
-from tests.stages.megatron_files import write_mapped
+from tests.stages.prepare.megatron_files import write_mapped
 
 CHAT = [
     {"role": "user", "content": "What is a penstock? " * 3},

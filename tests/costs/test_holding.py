@@ -12,7 +12,7 @@ from penstock.config.loading.load import loads
 from penstock.costs.param_sizes import CODES, _width, held
 from penstock.costs.sharded_model import Cut, Model
 from penstock.engine.distributed.parallel_dims import ParallelDims
-from penstock.engine.distributed.stage_modules import build_stage_modules
+from penstock.engine.distributed.parallel_model import build_stage_modules
 from penstock.engine.distributed.tensor_sharding import TensorParallelPlan
 from penstock.models.decoder import Decoder
 from penstock.models.quantization_config import QuantizationConfig

@@ -16,13 +16,13 @@ from tests.deploy.installed import PIP, build_wheel, environment, require_server
 TESTS = (
     "tests/config/test_load.py",
     "tests/core/test_verify.py",
-    "tests/engine/test_weights.py",
+    "tests/engine/distributed/test_weights.py",
     "tests/flows/test_scripts.py",
-    "tests/server/test_api.py",
-    "tests/server/test_wire.py",
-    "tests/stages/test_formats_columns.py",
-    "tests/stages/test_own_files.py",
-    "tests/stages/test_prepare_input.py",
+    "tests/server/api/test_api.py",
+    "tests/server/workers/test_wire.py",
+    "tests/stages/prepare/test_formats_columns.py",
+    "tests/stages/prepare/test_own_files.py",
+    "tests/stages/prepare/test_prepare_input.py",
 )
 """Files of tests that need no package of the extra `dev` but pytest's own."""
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
 from penstock_kernels.rng_rows import side_by_side, words
 from penstock_kernels.stochastic_rounding import stochastic_round
-from tests.kernels.matrices import normal
+from tests.kernels.quant.matrices import normal
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
 BACKENDS = ["reference", "triton"] if CAN_RUN_TRITON else ["reference"]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_kernels.newton_schulz import COEFFICIENTS, each_by_shape, newton_schulz
-from tests.kernels.matrices import normal
+from tests.kernels.quant.matrices import normal
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
 FAST = ["batched", "triton"] if CAN_RUN_TRITON else ["batched"]

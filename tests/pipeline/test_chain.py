@@ -23,7 +23,7 @@ from tests.cli.command import Said, penstock, penstock_alone
 from tests.pipeline import runs
 from tests.pipeline.runs import sealed, write_chats, write_run
 from tests.ranks import on_ranks
-from tests.stages.report_pages import section_of
+from tests.stages.report.report_pages import section_of
 
 RUN = [sys.executable, "-m", "penstock.cli.main", "run"]
 

@@ -20,7 +20,7 @@ from tests.register.places import (
 OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
     "pipeline": {
         "name": (
-            "stages/test_report.py::test_what_users_write_is_shown_and_never_obeyed",
+            "stages/report/test_report.py::test_what_users_write_is_shown_and_never_obeyed",
             "flows/test_finetune.py::test_a_deployed_run_is_named_after_what_runs_and_shows_its_stages_and_what_they_wait_for",
         ),
         "stages": (
@@ -71,11 +71,11 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
         "max_restarts": (
             TOLD,
             GIVEN,
-            "pipeline/test_killed_ranks.py::test_a_killed_rank_is_started_again_and_named_and_changes_no_weight",
+            "pipeline/kills/test_killed_ranks.py::test_a_killed_rank_is_started_again_and_named_and_changes_no_weight",
         ),
         "timeout": (
             f"{LAUNCH}test_a_run_without_a_step_for_too_long_is_ended",
-            "stages/test_hangs.py::test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed",
+            "stages/train/test_hangs.py::test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed",
             f"{RUN}test_collective_operations_wait_as_long_as_a_step_may",
         ),
         "stop_timeout": (TOLD, f"{LAUNCH}test_ranks_that_do_not_hear_are_killed_in_time"),
@@ -98,7 +98,7 @@ OF_CHAIN: dict[str, dict[str, tuple[str, ...]]] = {
             f"{ARRIVES}[export.merge_lora]",
         ),
         "quantise": (
-            "stages/test_export_quantised.py::test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays",
+            "stages/export/test_export_quantised.py::test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays",
             f"{ARRIVES}[export.quantise]",
         ),
         "model_card": (

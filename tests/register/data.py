@@ -98,8 +98,8 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
             f"{ARRIVES}[data.train_on_turns]",
         ),
         "chat_template": (
-            "stages/test_encode_templates.py::test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them",
-            "stages/test_encode_templates.py::test_qwen3s_changed_turns_are_unusable_as_published",
+            "stages/prepare/test_encode_templates.py::test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them",
+            "stages/prepare/test_encode_templates.py::test_qwen3s_changed_turns_are_unusable_as_published",
             f"{ARRIVES}[data.chat_template]",
         ),
         "add_eos": (
@@ -155,7 +155,7 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
             f"{MEMORY}test_rows_are_pinned_for_a_gpu_if_wanted",
         ),
         "isolate_samples": (
-            "engine/test_joined_samples.py::test_samples_see_what_is_before_them_in_their_row_if_that_is_written",
+            "engine/data/test_joined_samples.py::test_samples_see_what_is_before_them_in_their_row_if_that_is_written",
             f"{KEYS}[samples that see each other]",
             f"{RULED}[compared by what they are worth alone]",
         ),
@@ -266,8 +266,8 @@ OF_DATA: dict[str, dict[str, tuple[str, ...]]] = {
         "field_text": (COLUMNS, ARRIVES),
         **{
             f"field_{side}_score": (
-                "stages/test_formats_answers.py::test_scores_are_read_where_their_columns_are_named",
-                "stages/test_branched.py::test_the_gap_between_scores_goes_with_its_pair",
+                "stages/prepare/test_formats_answers.py::test_scores_are_read_where_their_columns_are_named",
+                "stages/pack/test_branched.py::test_the_gap_between_scores_goes_with_its_pair",
                 ARRIVES,
             )
             for side in ("chosen", "rejected")

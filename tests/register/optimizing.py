@@ -51,7 +51,7 @@ OF_OPTIMIZING: dict[str, dict[str, tuple[str, ...]]] = {
         "grad_accum_dtype": (KEEPING,),
         "stochastic_rounding": (
             SMALL_STEPS,
-            "engine/test_optimizers.py::test_what_is_rounded_is_rounded_alike_in_every_layout",
+            "engine/step/test_optimizers.py::test_what_is_rounded_is_rounded_alike_in_every_layout",
         ),
         "optimizer_offload": (
             f"{OPTIM}test_an_optimizer_in_host_memory_steps_copies_to_the_same_bits",

@@ -1,11 +1,13 @@
 """Learning from preferences."""
 
-TOLD = "engine/test_preference_fields.py::test_a_step_tells_the_loss_that_is_written"
-OTHERWISE = "engine/test_preference_fields.py::test_every_setting_gives_another_loss"
-TRL = "engine/test_preferences_of_trl.py::test_"
+TOLD = "engine/losses/test_preference_fields.py::test_a_step_tells_the_loss_that_is_written"
+OTHERWISE = "engine/losses/test_preference_fields.py::test_every_setting_gives_another_loss"
+TRL = "engine/losses/test_preferences_of_trl.py::test_"
 VECTORS = "losses/test_preference.py::test_a_loss_is_what_others_give"
-UNUSED = "config/test_preference_rules.py::test_a_field_that_the_loss_does_not_use_is_refused"
-RULED = "config/test_preference_rules.py::test_an_impossible_combination_is_refused_and_mended"
+UNUSED = "config/rules/test_preference_rules.py::test_a_field_that_the_loss_does_not_use_is_refused"
+RULED = (
+    "config/rules/test_preference_rules.py::test_an_impossible_combination_is_refused_and_mended"
+)
 
 
 def _told(name: str) -> tuple[str, ...]:
@@ -30,12 +32,12 @@ OF_PREFERENCE: dict[str, dict[str, tuple[str, ...]]] = {
             f"{TRL}judged_answers_are_learnt_from_as_trl_does",
         ),
         "kl_pairing": (
-            "stages/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
+            "stages/pack/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
             f"{TRL}ten_steps_of_kto_are_those_of_trl",
             f"{UNUSED}[kl_pairing]",
         ),
         "kl_rotation_size": (
-            "stages/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
+            "stages/pack/test_branched.py::test_rotated_answers_are_those_of_the_sample_before_within_a_group",
             f"{TRL}ten_steps_of_kto_are_those_of_trl",
             f"{UNUSED}[kl_rotation_size]",
             RULED,
@@ -50,10 +52,10 @@ OF_PREFERENCE: dict[str, dict[str, tuple[str, ...]]] = {
         "sft_loss_ratio": (f"{TOLD}[sft_loss_ratio]", f"{TOLD}[kto, sft]", OTHERWISE),
         "reference_free": (
             *_told("reference_free"),
-            "config/test_preference_rules.py::test_a_run_that_is_free_of_a_reference_has_no_stage_for_it",
+            "config/rules/test_preference_rules.py::test_a_run_that_is_free_of_a_reference_has_no_stage_for_it",
         ),
         "ref_update_steps": (
-            "engine/test_preferences.py::test_the_model_becomes_its_own_reference_every_so_many_steps",
+            "engine/losses/test_preferences.py::test_the_model_becomes_its_own_reference_every_so_many_steps",
             RULED,
         ),
         "precompute_ref_logps": (RULED,),

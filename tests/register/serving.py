@@ -3,17 +3,17 @@
 Tests are named by their file in `tests/server` and their name.
 """
 
-ARRIVES = "test_settings_arrive.py::"
-LEARNING = "test_settings_of_training.py::"
-CONFIG = "test_config.py::"
-LAUNCHER = "test_launcher.py::"
-WORKER = "test_worker.py::"
-FILES = "test_resident_files.py::"
-RECOVERY = "test_recovery.py::"
-SESSIONS = "test_sessions.py::"
-STORAGE = "test_storage.py::"
-PACKING = "test_packing.py::"
-API = "test_api.py::"
+ARRIVES = "settings/test_settings_arrive.py::"
+LEARNING = "settings/test_settings_of_training.py::"
+CONFIG = "settings/test_config.py::"
+LAUNCHER = "processes/test_launcher.py::"
+WORKER = "workers/test_worker.py::"
+FILES = "scheduler/test_resident_files.py::"
+RECOVERY = "processes/test_recovery.py::"
+SESSIONS = "scheduler/test_sessions.py::"
+STORAGE = "scheduler/test_storage.py::"
+PACKING = "scheduler/test_packing.py::"
+API = "api/test_api.py::"
 
 ENGINE = f"{ARRIVES}test_the_engine_is_told_what_is_written"
 OF_API = f"{ARRIVES}test_the_api_is_told_what_is_written"
@@ -25,7 +25,7 @@ UNASKED = f"{LEARNING}test_an_adapter_is_as_the_file_says_where_its_client_does_
 ROWS = f"{LEARNING}test_rows_are_filled_up_as_is_written"
 PRECISION = f"{WORKER}test_a_precision_that_is_written_changes_what_clients_are_told"
 PLAIN = f"{WORKER}test_operations_are_plain_where_that_is_written"
-LAYOUTS = "test_losses_of_clients.py::test_every_layout_finds_the_same"
+LAYOUTS = "workers/test_losses_of_clients.py::test_every_layout_finds_the_same"
 MERGED = f"{FILES}test_adapters_that_are_merged_make_the_base_the_models_own"
 RANKS = f"{ARRIVES}test_torchrun_is_told_of_workers_and_machines_as_is_written"
 BOUND = f"{ARRIVES}test_rank_0_listens_where_that_is_written"
@@ -34,8 +34,8 @@ REFUSED = f"{ARRIVES}test_a_value_that_is_not_served_is_refused"
 LIMITS = f"{ARRIVES}test_workers_wait_as_long_as_is_written"
 ENDING = f"{ARRIVES}test_workers_have_as_long_to_end_as_is_written"
 
-MODELS = "test_limits.py::test_no_more_models_are_open_than_may_be"
-OPEN_SESSIONS = "test_limits.py::test_no_more_sessions_are_open_than_may_be"
+MODELS = "api/test_limits.py::test_no_more_models_are_open_than_may_be"
+OPEN_SESSIONS = "api/test_limits.py::test_no_more_sessions_are_open_than_may_be"
 
 ASSEMBLED = (
     *("attn_implementation", "moe_implementation", "ep_dispatch", "deepep_buffer_size_gb"),
@@ -112,7 +112,7 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
         ENGINE,
         ROWS,
         f"{PACKING}test_every_sample_is_in_one_row_and_none_is_too_long",
-        "test_order.py::test_what_cannot_be_done_fails_at_once_and_its_number_is_used_up",
+        "scheduler/test_order.py::test_what_cannot_be_done_fails_at_once_and_its_number_is_used_up",
     ),
     "enable_packing": (ENGINE, f"{PACKING}test_without_packing_each_sample_has_a_row"),
     "sample_packing_strategy": (
@@ -157,8 +157,8 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     "pass_env": (f"{LAUNCHER}test_workers_get_variables_that_are_named_and_no_other_secrets",),
     "sync_after_step": (
         OF_API,
-        "test_destinations.py::test_weights_are_sent_after_each_step_where_that_is_written",
-        "test_xorl_clients.py::test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written",
+        "scheduler/test_destinations.py::test_weights_are_sent_after_each_step_where_that_is_written",
+        "api/test_xorl_clients.py::test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written",
     ),
     "sync_allowed_hosts": (
         ENGINE,
@@ -176,7 +176,7 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
     ),
     "max_connections": (
         OF_API,
-        "test_connections.py::test_half_open_connections_keep_nobody_out",
+        "api/test_connections.py::test_half_open_connections_keep_nobody_out",
     ),
     "max_pending_requests": (OF_API, f"{API}test_an_owner_waits_for_so_many_futures_and_no_more"),
     "max_request_mb": (OF_API, f"{API}test_a_body_that_is_too_long_is_refused_packed_or_not"),
@@ -188,17 +188,17 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
         ENGINE,
         OF_API,
         LIMITS,
-        "test_xorl_clients.py::test_what_takes_too_long_is_told_and_not_begun",
+        "api/test_xorl_clients.py::test_what_takes_too_long_is_told_and_not_begun",
         f"{RECOVERY}test_an_operation_that_takes_too_long_is_given_up",
     ),
     "future_ttl": (
         OF_API,
-        "test_futures.py::test_a_result_is_kept_for_its_time_and_gone_then",
+        "api/test_futures.py::test_a_result_is_kept_for_its_time_and_gone_then",
     ),
     "sequence_gap_timeout": (
         ENGINE,
-        "test_order.py::test_a_gap_is_waited_for_and_then_given_up_by_the_one_that_waits",
-        "test_order.py::test_a_gap_fails_the_ask_that_waits_and_order_goes_on",
+        "scheduler/test_order.py::test_a_gap_is_waited_for_and_then_given_up_by_the_one_that_waits",
+        "scheduler/test_order.py::test_a_gap_fails_the_ask_that_waits_and_order_goes_on",
     ),
     "nproc_per_node": (
         RANKS,
@@ -212,7 +212,7 @@ OF_SERVER: dict[str, tuple[str, ...]] = {
         ENGINE,
         ENDING,
         RANKS,
-        "test_stopping.py::test_what_could_not_be_saved_in_time_is_said_and_was_lost",
+        "processes/test_stopping.py::test_what_could_not_be_saved_in_time_is_said_and_was_lost",
     ),
     "max_models": (ENGINE, MODELS),
     "max_owner_models": (ENGINE, MODELS),

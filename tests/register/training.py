@@ -126,11 +126,11 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "tp_vocab_parallel_loss": (f"{LAYOUT}test_logits_are_gathered_only_if_wanted",),
         "ulysses_parallel_size": (*AXES, f"{UNFIT}[heads of ulysses]"),
         "expert_parallel_size": (
-            "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
+            "engine/moe/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
             f"{UNFIT}[experts]",
         ),
         "ep_outside": (
-            "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
+            "engine/moe/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
         ),
         "ringattn_parallel_size": (*AXES, f"{UNFIT}[padding]"),
         "pipeline_parallel_size": (*STAGED, *SPLIT, f"{UNFIT}[layers]"),
@@ -140,7 +140,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "pipeline_parallel_virtual_stages": (
             *STAGED,
-            "engine/test_split.py::test_the_number_of_stages_that_a_schedule_needs_is_filled_in_and_said",
+            "engine/distributed/test_split.py::test_the_number_of_stages_that_a_schedule_needs_is_filled_in_and_said",
             f"{UNFIT}[stages on a rank]",
         ),
         "pipeline_parallel_split": (*STAGED, *SPLIT, f"{UNFIT}[split]"),
@@ -151,7 +151,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "objective": (
             "pipeline/test_preference_chain.py::test_a_tiny_model_comes_to_prefer_what_was_chosen",
-            "config/test_preference_rules.py::test_an_impossible_combination_is_refused_and_mended",
+            "config/rules/test_preference_rules.py::test_an_impossible_combination_is_refused_and_mended",
         ),
         "ce_mode": OF_LOSS,
         "label_smoothing": (*OF_LOSS, f"{ARRIVES}[train.label_smoothing]"),
@@ -223,14 +223,14 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "enable_reentrant": RECOMPUTED,
         "recompute_modules": RECOMPUTED,
         "moe_checkpoint_method": (
-            "engine/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
+            "engine/moe/test_experts.py::test_experts_are_shared_by_neighbours_or_by_ranks_far_apart",
         ),
         "enable_fp8_training": (ROUNDED, f"{ARRIVES}[train.enable_fp8_training]"),
         "enable_fp8_all_gather": (
             f"{FLOAT8}test_weights_that_are_gathered_in_8_bits_change_nothing_but_the_traffic",
         ),
         "enable_compile": (
-            "engine/test_compiling.py::test_compiled_layers_train_as_they_did_and_are_few_programs",
+            "engine/step/test_compiling.py::test_compiled_layers_train_as_they_did_and_are_few_programs",
         ),
         "enable_forward_prefetch": (
             f"{MEMORY}test_prefetching_gathers_the_next_unit_before_this_one_runs",
@@ -265,7 +265,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         "save_steps": SAVED,
         "save_async": (
             f"{RUN}test_checkpoints_are_written_behind_training_when_asked",
-            "engine/test_checkpoint.py::test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go",
+            "engine/checkpoint/test_checkpoint.py::test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go",
         ),
         "save_optimizer": (
             f"{RUN}test_without_the_optimizers_states_a_run_that_goes_on_says_that_it_is_another_one",
@@ -277,13 +277,13 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "ckpt_weights": (f"{CHECKPOINT}test_a_checkpoint_holds_the_weights_that_are_written",),
         "ckpt_quant": (
-            "engine/test_compressed_states.py::test_a_run_goes_on_from_few_bits_nearly_as_from_all_of_them",
+            "engine/checkpoint/test_compressed_states.py::test_a_run_goes_on_from_few_bits_nearly_as_from_all_of_them",
             "optim/test_moments.py::test_a_second_moment_is_off_by_half_a_step_of_its_blocks_logarithms",
         ),
         "save_epochs": SAVED,
         "save_hf_weights": (FOLDERS,),
         "load_checkpoint_path": (
-            "engine/test_resume.py::test_a_run_starts_from_a_checkpoint_that_is_named",
+            "engine/checkpoint/test_resume.py::test_a_run_starts_from_a_checkpoint_that_is_named",
             f"{RUN}test_auto_goes_on_from_the_newest_checkpoint",
         ),
         "require_checkpoint": (
@@ -317,10 +317,10 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "log_recovery_timing": (f"{RUN}test_how_long_a_run_was_in_coming_back_is_told_if_wanted",),
         "report_interval": (
-            "stages/test_report.py::test_a_page_is_written_again_while_training_runs_if_wanted",
+            "stages/report/test_report.py::test_a_page_is_written_again_while_training_runs_if_wanted",
         ),
         "report_samples": (
-            "stages/test_report_samples.py::test_as_many_samples_are_kept_as_are_asked_for",
+            "stages/report/test_report_samples.py::test_as_many_samples_are_kept_as_are_asked_for",
         ),
         "use_wandb": TRACKED,
         "use_tensorboard": (
@@ -371,7 +371,7 @@ OF_TRAINING: dict[str, dict[str, tuple[str, ...]]] = {
             for name in ("hidden", "ffn", "warmup_steps", "depth_scaling")
         },
         "attention": (
-            "engine/test_dropout.py::test_weights_of_attention_are_dropped_as_much_as_is_written_and_in_training_alone",
+            "engine/step/test_dropout.py::test_weights_of_attention_are_dropped_as_much_as_is_written_and_in_training_alone",
             "models/test_dropout.py::test_weights_of_attention_are_dropped_as_transformers_drops_them",
             f"{ARRIVES}[train.dropout.attention]",
         ),

@@ -27,7 +27,7 @@ from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.scheduler.scheduler import Scheduler
 from penstock.server.scheduler.settings import EngineSettings
-from tests.server.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
+from tests.server.workers.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
 
 
 class Client:

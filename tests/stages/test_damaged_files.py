@@ -39,9 +39,9 @@ from penstock.train.report import write_report
 from tests.core.toy import Letters
 from tests.corruption import damages_of
 from tests.stages.prepared import prepare, run, texts, write_lines
-from tests.stages.report_pages import report_of
-from tests.stages.test_report import AROUND
-from tests.stages.told_runs import falling, job_in
+from tests.stages.report.report_pages import report_of
+from tests.stages.report.test_report import AROUND
+from tests.stages.train.told_runs import falling, job_in
 
 ROUNDS = 20
 """Places in a file that are damaged in each way that chance decides."""

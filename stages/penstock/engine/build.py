@@ -49,11 +49,10 @@ from penstock.engine.distributed.data_parallel import gradient_sync, local_param
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.expert_parallel import parallelize_experts
 from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
-from penstock.engine.distributed.parallel_model import Casting, ParallelModel
+from penstock.engine.distributed.parallel_model import Casting, ParallelModel, build_stage_modules
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import described
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.stage_modules import build_stage_modules
 from penstock.engine.distributed.tensor_parallel import SUMS, parallelize_tensor
 from penstock.engine.distributed.tensor_sharding import param_shards
 from penstock.engine.distributed.vocab_parallel import VocabParallelHead

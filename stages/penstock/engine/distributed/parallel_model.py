@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from penstock.config.schema.train import TrainConfig
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.data_parallel import GradSync
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.engine.distributed.tensor_parallel import reduce_partial_grads
-from penstock.models.decoder import Decoder, Reduce
+from penstock.models.decoder import Decoder, PipelineStageModules, Reduce
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.dropout import DropoutRNG, dropout_rng
 from penstock.models.layers.router_observer import RouterObserver, observe_routers
 from penstock.rows.collate import MicroBatch
@@ -176,3 +179,20 @@ class ParallelModel:
 
 def _nothing(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
     return hidden_TD.new_zeros(())
+
+
+def build_stage_modules(
+    config: DecoderConfig, train: TrainConfig, index: int
+) -> list[PipelineStageModules]:
+    """The modules of the rank at `index` in its pipeline, in stage order.
+
+    Raises ConfigError as `layers_of_stages` does.
+    """
+    if train.pipeline_parallel_size == 1:
+        return [PipelineStageModules.all_of(config)]
+    layers = layers_of_stages(train, config.num_hidden_layers)
+    last = len(layers) - 1
+    return [
+        PipelineStageModules(layers[stage], begins=stage == 0, ends=stage == last)
+        for stage in stages_of_rank(train, index)
+    ]

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.distributed.deepep import DeepEP, open_buffer
-from penstock.engine.distributed.deepep_requirements import OLDEST, PACKAGE
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.expert_parallel import Plug, use_all_to_all_dispatcher
+from penstock.engine.moe.deepep import DeepEP, open_buffer
+from penstock.engine.moe.deepep_requirements import OLDEST, PACKAGE
 from penstock.models.decoder_config import DecoderConfig
 
 

@@ -1,0 +1,214 @@
+"""Processes of a server that is stopped: how long they have, in which order, what is left."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import tinker
+from tinker.lib.retryable_exception import RetryableException
+
+from penstock.config.server.config import ServerConfig
+from penstock.server.api.wire.encode_results import STEPS
+from penstock.server.launch.child_process import ManagedProcess
+from penstock.server.launch.multi_node import Other
+from penstock.server.launch.prepare import prepare
+from penstock.server.launch.supervisor import Launcher, managed_processes
+from tests.server.processes.test_kills import data, done
+from tests.server.serving import Server, soon, write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+LEAVES = """
+import os, signal, sys, time
+up, told, asked = sys.argv[1:]
+signal.signal(signal.SIGTERM, lambda *_: open(asked, "w").close())
+open(up, "w").close()
+while not os.path.exists(told):
+    time.sleep(0.02)
+time.sleep(0.5)
+"""
+"""Workers that end by themselves some time after they were told to."""
+
+TELLS = """
+import signal, sys, time
+def end(*_):
+    open(sys.argv[2], "w").close()
+    raise SystemExit(int(sys.argv[3]))
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+time.sleep(600)
+"""
+"""An engine that tells workers to leave, and ends with a status."""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_workers_that_leave_by_themselves_are_not_asked_by_a_signal(tmp_path, status):
+    said = []
+    up, told, asked = (tmp_path / name for name in ("up", "told", "asked"))
+
+    def child(name, code, *words):
+        return ManagedProcess(
+            name, [sys.executable, "-S", "-c", code, *map(str, words)], {}, said.append
+        )
+
+    engine = child("engine", TELLS, tmp_path / "engine-up", told, status)
+    workers = child("workers", LEAVES, up, told, asked)
+
+    def stop():
+        soon(lambda: up.exists() and (tmp_path / "engine-up").exists(), 20)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    Launcher([engine, workers], said.append, None, is_ready=True).run()
+    assert asked.exists() == (status != 0)
+    assert said[-1] == "stopping (SIGTERM)"
+
+
+def test_workers_of_another_machine_than_the_engines_are_left_to_it_for_a_while(tmp_path):
+    said = []
+    up, told, asked = (tmp_path / name for name in ("up", "told", "asked"))
+    words = [sys.executable, "-S", "-c", LEAVES, str(up), str(told), str(asked)]
+    together = Other(tmp_path)
+    (tmp_path / "start").write_text("one")
+    workers = ManagedProcess("workers", words, {}, said.append, together=together)
+
+    def stop():
+        soon(up.exists, 20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+        told.touch()
+
+    threading.Thread(target=stop).start()
+    Launcher([workers], said.append, None).run()
+    assert not asked.exists()
+    assert said[-1] == "stopping (SIGTERM)"
+
+
+def test_the_engine_has_as_long_to_save_as_is_written(tmp_path):
+    config = ServerConfig(
+        model_path="builtin:tiny-qwen3",
+        tokenizer_path="builtin:bytes",
+        output_dir=str(tmp_path),
+        api_port=0,
+        stop_timeout=123.0,
+    )
+    api, engine, _ = managed_processes(prepare(config, "auto"), lambda _: None)
+    assert 123 < engine.stop_seconds < 140
+    assert api.stop_seconds < 20
+
+
+def test_a_second_signal_does_not_wait_for_what_is_saved(tmp_path):
+    said = []
+    up, heard = tmp_path / "up", tmp_path / "heard"
+    deaf = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: open(sys.argv[2], 'w').close())\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "while True: time.sleep(1)"
+    )
+    words = [sys.executable, "-S", "-c", deaf, str(up), str(heard)]
+    engine = ManagedProcess("engine", words, {}, said.append, stop_seconds=600.0)
+
+    def stop():
+        for file in (up, heard):
+            soon(file.exists, 20)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    began = time.monotonic()
+    Launcher([engine], said.append, None).run()
+    assert time.monotonic() - began < 30
+    assert "engine did not end in time and is killed" in said
+
+
+def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(tmp_path):
+    server = Server(
+        tmp_path / "served",
+        write_model(tmp_path / "model"),
+        data_parallel_mode="fsdp2",
+        data_parallel_shard_size=2,
+    ).start()
+
+    def outputs():
+        told = done(server, "forward", {"model_id": "m", "forward_input": data(1)})
+        return told["loss_fn_outputs"]
+
+    def step():
+        done(server, "forward_backward", {"model_id": "m", "forward_backward_input": data(2)})
+        body = {"model_id": "m", "adam_params": {"learning_rate": 1e-2}}
+        return done(server, "optim_step", body)["metrics"]
+
+    try:
+        done(server, "create_model", {"model_id": "m", "base_model": str(server.model)})
+        first = outputs()
+        step()
+        step()
+        before = outputs()
+        assert before != first
+        server.stop()
+        assert server.status == 0
+        assert "model m is saved at step 2: m/weights/checkpoint-" in server.log
+        # Ranks that die of a signal have torchrun tell of a failure.
+        assert "exitcode" not in server.log
+        assert "is killed" not in server.log
+        server.start()
+        assert outputs() == before
+        assert step()["step"] == 3
+    finally:
+        server.stop()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_client_of_the_sdk_that_tries_again_goes_on_over_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    server = Server(tmp_path / "served", write_model(tmp_path / "model")).start()
+    enough = threading.Event()
+    steps: list[float] = []
+    faults: list[str] = []
+
+    def train():
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-of-tests")
+        training = service.create_lora_training_client(
+            base_model=str(server.model), rank=4
+        ).result()
+        tokens = list(range(100))
+        inputs: dict[str, Any] = {"target_tokens": tokens[1:], "weights": [1.0] * 99}
+        datum = tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs
+        )
+        while not enough.is_set():
+            try:
+                passed = training.forward_backward([datum], "cross_entropy")
+                stepped = training.optim_step(tinker.AdamParams(learning_rate=1e-3))
+                passed.result()
+                metrics = stepped.result().metrics
+                assert metrics is not None
+                steps.append(metrics[STEPS])
+            except (RetryableException, tinker.RequestFailedError) as error:
+                faults.append(str(error))
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            trained = pool.submit(train)
+            soon(lambda: trained.done() or len(steps) > 4, 60)
+            server.stop()
+            before = len(steps)
+            server.start()
+            try:
+                soon(lambda: trained.done() or len(steps) > before + 4, 90)
+            finally:
+                enough.set()
+            trained.result(60)
+    finally:
+        server.stop()
+    assert "Traceback" not in server.log
+    assert "exitcode" not in server.log
+    # A future that was open is gone with the API, and lost gradients are told once; no step is.
+    assert len(faults) <= 3, faults
+    assert all(0 < after - before <= 2 for before, after in pairwise(steps)), steps
