@@ -53,11 +53,11 @@ from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
 from penstock.outputs import require_writable
 from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
-from showing import log_notice, noticed, show, training_shown
+from prefect_artifacts import log_notice, noticed, show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
 for script in (
-    *("figures", "overview", "parameters", "showing", "tail", "training_log"),
+    *("overview", "parameters", "prefect_artifacts", "tail", "training_log", "training_progress"),
     __name__,
 ):
     cloudpickle.register_pickle_by_value(sys.modules[script])

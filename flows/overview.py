@@ -17,7 +17,7 @@ from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.remote.urls import redact_text
 from penstock.plan import Plan
 from penstock.train.report.format import duration, number
-from showing import offered
+from prefect_artifacts import offered
 from training_log import Logger
 
 KEY = "penstock-run"

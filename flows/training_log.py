@@ -13,12 +13,12 @@ from typing import Any
 from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import PrefectLogAdapter
 
-from figures import Figures
 from penstock.core.remote.urls import redact_text
 from penstock.train.launch.hang_watchdog import WATCH_LOG
 from penstock.train.launch.job import LOGS
 from penstock.train.report.format import number
 from tail import LoggedLines
+from training_progress import TrainingProgress
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -61,11 +61,11 @@ class TrainingLog:
         """Lines that came too soon after another one."""
         self._last_step, self._last_time = 0, -math.inf
 
-    def take(self, record: Mapping[str, Any], figures: Figures) -> None:
-        """The next record of metrics.jsonl; `figures` has taken it already."""
+    def take(self, record: Mapping[str, Any], progress: TrainingProgress) -> None:
+        """The next record of metrics.jsonl; `progress` has taken it already."""
         if "loss" in record:
             self._see_return(record)
-            self._offer("step", record["time"], figures.line)
+            self._offer("step", record["time"], progress.line)
         elif told := _evaluated(record):
             self._offer("evaluation", record["time"], f"step {record['step']:,}: {told}")
 

@@ -169,11 +169,11 @@ def test_records_are_read_once_and_those_of_an_earlier_run_are_not(tmp_path):
 
 
 def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp_path):
-    import figures
+    import training_progress
 
     surroundings = tmp_path / "surroundings.json"
     surroundings.write_text(json.dumps({"total_steps": 100}))
-    told = figures.Figures()
+    told = training_progress.TrainingProgress()
     told.take(step(1, 10.0))
     told.read_total(surroundings)
     assert told.left is None
@@ -210,10 +210,13 @@ def test_a_log_that_is_deleted_and_written_anew_is_read_from_its_start_if_it_is_
 
 def lines_of(training_log, records: list[dict], folder: Path) -> list[str]:
     """What of these records is logged, by a run that began at 0."""
-    import figures
+    import training_progress
 
     said = Said()
-    log, known = training_log.TrainingLog(folder, said.logger, since=0.0), figures.Figures()
+    log, known = (
+        training_log.TrainingLog(folder, said.logger, since=0.0),
+        training_progress.TrainingProgress(),
+    )
     for record in records:
         known.take(record)
         log.take(record, known)
@@ -292,11 +295,11 @@ def test_what_stages_warn_of_outside_of_any_run_is_no_fault():
 
 
 def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():
-    import showing
+    import prefect_artifacts
 
     said = Said()
-    showing.log_notice("prepare: warning: 3 of 40 records give no sample", said.logger)
-    showing.log_notice("pack: rows of 512 tokens, 100% full", said.logger)
+    prefect_artifacts.log_notice("prepare: warning: 3 of 40 records give no sample", said.logger)
+    prefect_artifacts.log_notice("pack: rows of 512 tokens, 100% full", said.logger)
     assert said.lines == [
         "WARNING prepare: warning: 3 of 40 records give no sample",
         "INFO pack: rows of 512 tokens, 100% full",
@@ -308,17 +311,17 @@ def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():
 def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    import showing
+    import prefect_artifacts
 
     (tmp_path / "surroundings.json").write_text(json.dumps({"total_steps": 3}))
     said = Said()
     done = StageResult("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
     with temporary_settings({PREFECT_API_URL: NOBODY}):
-        with showing.training_shown(tmp_path, "run", said.logger):
+        with prefect_artifacts.training_shown(tmp_path, "run", said.logger):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))
         assert said.lines[0] == "INFO step 1 of 3: loss 1, lr 0.1, 100 tokens/s"
         assert "WARNING the progress of training cannot be shown" in said.lines[1]
         assert "training goes on: ConnectError" in said.lines[1]
         assert len(said.lines) == 2
-        showing.show(done, "run", said.logger)
+        prefect_artifacts.show(done, "run", said.logger)
     assert "the table of train could not be shown" in said.lines[2]

@@ -29,7 +29,6 @@ from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from figures import Figures
 from penstock.core.cache.store import StageResult
 from penstock.core.files import read_json
 from penstock.train.launch.job import METRICS, REPORT, SURROUNDINGS
@@ -37,6 +36,7 @@ from penstock.train.trackers.registry import KNOWN
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from tail import Records
 from training_log import Logger, TrainingLog, server_only
+from training_progress import TrainingProgress
 
 WARNING = re.compile(r"(\w+: )?warning: ")
 """How notices begin that people should act on."""
@@ -137,7 +137,7 @@ class Shown:
         self._links = Links(folder, name)
         since = time.time()
         self._records = Records(folder / METRICS, since=since)
-        self._figures = Figures()
+        self._progress = TrainingProgress()
         self._log = TrainingLog(folder, server_only(logger), since=since)
         self._bar: UUID | None = None
         self._table: UUID | None = None
@@ -158,12 +158,12 @@ class Shown:
     def _look(self) -> None:
         self._log.pass_on_words()
         self._read_on()
-        self._figures.is_ended = self.is_done
-        if not self._figures.step and not self.is_done:
+        self._progress.is_ended = self.is_done
+        if not self._progress.step and not self.is_done:
             return  # what lies there now may be of another run
         try:
-            if self._figures.step:
-                self._show(self._figures)
+            if self._progress.step:
+                self._show(self._progress)
             self._links.show()
         except (httpx.HTTPError, PrefectException, OSError) as error:
             if not self._is_told:
@@ -178,25 +178,25 @@ class Shown:
 
     def _read_on(self) -> None:
         for record in self._records.more():
-            self._figures.read_total(self._folder / SURROUNDINGS)
-            self._figures.take(record)
-            self._log.take(record, self._figures)
+            self._progress.read_total(self._folder / SURROUNDINGS)
+            self._progress.take(record)
+            self._log.take(record, self._progress)
 
-    def _show(self, figures: Figures) -> None:
-        brief = f"{self._name}: {figures.in_brief}"
+    def _show(self, progress: TrainingProgress) -> None:
+        brief = f"{self._name}: {progress.in_brief}"
         if self._bar is None:
             self._bar = cast(
-                UUID, create_progress_artifact(figures.percent, "penstock-progress", brief)
+                UUID, create_progress_artifact(progress.percent, "penstock-progress", brief)
             )
         else:
-            update_progress_artifact(self._bar, figures.percent, brief)
+            update_progress_artifact(self._bar, progress.percent, brief)
         if self._table is None:
             self._table = cast(
-                UUID, create_markdown_artifact(figures.table, "penstock-training", brief)
+                UUID, create_markdown_artifact(progress.table, "penstock-training", brief)
             )
         else:
             get_client(sync_client=True).update_artifact(
-                self._table, ArtifactUpdate(data=figures.table, description=brief)
+                self._table, ArtifactUpdate(data=progress.table, description=brief)
             )
 
 

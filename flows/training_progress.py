@@ -12,7 +12,7 @@ RECENT = 50
 """Steps whose pace says when the run will end."""
 
 
-class Figures:
+class TrainingProgress:
     """What of a run's records people look for while it goes on."""
 
     def __init__(self) -> None:
