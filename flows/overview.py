@@ -10,7 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 from pydantic import JsonValue
 
 from parameters import format_value
-from penstock.cli.run_summary import run_result
+from penstock.api.report import run_result
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import PlannedStage, StageResult, Status
 from penstock.core.errors import Interrupted, PenstockError

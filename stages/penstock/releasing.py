@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from penstock import __version__
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
 from penstock.core.cache.digests import sha256_file
@@ -26,6 +25,7 @@ from penstock.core.releases.local import Notify, ReleaseStore, release_folder_na
 from penstock.core.releases.remote import open_release_store
 from penstock.core.remote.urls import is_url, url_join
 from penstock.plan import Plan
+from penstock.version import __version__
 
 if TYPE_CHECKING:
     from penstock.prepare.select.seen_samples import SeenSamples

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict
 
-from penstock.cli.plan.stages import judge
+from penstock.api.status import judge
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key

@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.api.tables import outcome_table as outcome_table
+from penstock.api.tables import table as table
 from penstock.core.errors import PenstockError
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
 
@@ -81,20 +83,6 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         return _fail(console, error, text, 1)
     console.finish(**(more or {}))
     return 0
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by two spaces; the first row is the heading."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def outcome_table(outcomes: "Sequence[StageResult]") -> str:
-    """What became of each stage, in how long, and where it lies."""
-    rows = [("stage", "key", "status", "seconds", "where")]
-    rows += [(o.stage, o.key[:8], o.status, f"{o.seconds:.1f}", o.where) for o in outcomes]
-    return table(rows)
 
 
 def _fail(console: Console, error: BaseException, text: str, code: int) -> int:

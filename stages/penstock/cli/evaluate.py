@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.api.load_config import load_config
 from penstock.cli.console import Console, table
 from penstock.config.loading.cli_overrides import Override
-from penstock.config.loading.load import load, loads
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, fetch_cached
 from penstock.core.errors import ConfigError, PenstockError, StageError
@@ -16,7 +16,7 @@ from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.plan import Plan, plan
 from penstock.train.eval.eval_results import keep_held_out, keep_task_scores
-from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT, read_job
+from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT
 
 SHOWN = 4
 """Sample answers that are printed."""
@@ -71,14 +71,12 @@ def evaluate_target(
 
 def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
     """The run of a config, or of a train.output_dir. Raises ConfigError for what is neither."""
-    if not target.is_dir():
-        return load(target, overrides)
-    if not (target / JOB).is_file():
+    if target.is_dir() and not (target / JOB).is_file():
         raise ConfigError(
             f"{target} holds neither a run nor a model: no {JOB} and no config.json is in it.\n"
             "  Name a config, a train.output_dir, or a folder in Hugging Face's format."
         )
-    return loads(read_job(target / JOB)["config"], overrides)
+    return load_config(target, overrides)
 
 
 def _model_of(planned: Plan) -> Path:

@@ -112,12 +112,9 @@ def _explain(request: Any, console: Console, name: Any = None) -> dict[str, Any]
 
 
 def _wishes(force: list[str], start: str | None, fresh: bool = False) -> Any:
-    from penstock.plan import ORDER, RebuildOptions
+    from penstock.api.pipeline import rebuild_options
 
-    for name in (*force, *([start] if start else [])):
-        if name not in ORDER:
-            raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(ORDER)}.")
-    return RebuildOptions(frozenset(force), start, fresh)
+    return rebuild_options(force, start, fresh=fresh)
 
 
 @app.command("run")

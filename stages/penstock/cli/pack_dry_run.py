@@ -3,8 +3,9 @@
 import time
 from dataclasses import asdict
 
+from penstock.api.pipeline import bring_here
 from penstock.cli.console import Console, outcome_table, table
-from penstock.cli.run import Request, bring, say_notes
+from penstock.cli.run import Request
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
@@ -25,9 +26,10 @@ def compare_packing(
             "--dry-run builds no pack stage.\n  Leave out --force pack or --from pack."
         )
     planned = plan(request.load(), ("pack",))
-    say_notes(planned, console)
+    for note in planned.notes:
+        console.say(note)
     if upstream:
-        bring(planned, "prepare", wishes, console)
+        console.outcomes.append(bring_here(console.say)(planned, "prepare", wishes))
     else:
         require_upstream(planned, "pack")
     step, started = planned.step("pack"), time.monotonic()

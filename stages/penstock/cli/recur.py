@@ -2,18 +2,22 @@
 
 from typing import Any
 
+from penstock.api.pipeline import bring_here
 from penstock.cli.console import Console
-from penstock.cli.run import Request, bring
+from penstock.cli.run import Request
 from penstock.core.cache.store import StageResult
-from penstock.plan import Plan, RebuildOptions
+from penstock.plan import Plan, RebuildOptions, StageName
 from penstock.recurring import tick
 
 
 def recur(request: Request, console: Console) -> dict[str, Any]:
     """Do what the section `release` asks for, and say in a line what was decided."""
+    bring = bring_here(console.say)
 
-    def brought(planned: Plan, name: str) -> StageResult:
-        return bring(planned, name, RebuildOptions(), console)
+    def brought(planned: Plan, name: StageName) -> StageResult:
+        outcome = bring(planned, name, RebuildOptions())
+        console.outcomes.append(outcome)
+        return outcome
 
     decision = tick(request.load(), brought, console.say)
     console.result(decision.line)

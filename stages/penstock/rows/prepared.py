@@ -14,7 +14,7 @@ from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
-from penstock.rows.schema import IGNORED
+from penstock.rows.schema import IGNORED, PREPARED_OF
 
 PLAN = "plan.json"
 
@@ -109,6 +109,11 @@ class PreparedSamples:
         """Whether every judged answer is good."""
         parts = [batch.column("desirable").to_pylist() for batch in self._batches]
         return np.array([each for part in parts for each in part], dtype=np.bool_)
+
+    def table(self) -> pa.Table:
+        """All columns of all samples, mapped (`rows.schema.PREPARED_OF` says which)."""
+        schema = self._batches[0].schema if self._batches else PREPARED_OF[self.kind]
+        return pa.Table.from_batches(self._batches, schema)
 
     @property
     def is_scored(self) -> bool:

@@ -67,6 +67,11 @@ class PackedRows:
         branching = None if self.kind == "sft" else _branching(self._batches[batch], at)
         return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching)
 
+    def table(self) -> pa.Table:
+        """All columns of all rows, mapped (`rows.schema.PACKED_OF` says which)."""
+        schema = self._batches[0].schema if self._batches else PACKED_OF[self.kind]
+        return pa.Table.from_batches(self._batches, schema)
+
     def samples(self) -> list[bytes]:
         """The digests of all samples, row after row; of rows of plain documents none."""
         if self.kind == "sft":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.cli.console import Console
-from penstock.cli.run import Request, say_notes
+from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.plan import plan, require_upstream
@@ -24,7 +24,8 @@ def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prep
     To look at data sends it nowhere and builds nothing again, whatever the run says of that.
     """
     planned = plan(request.load(), ("prepare",))
-    say_notes(planned, console)
+    for note in planned.notes:
+        console.say(note)
     step = planned.step("prepare")
     if isinstance(step.stage, ExternalPrepared):
         outcome = use_external(step)

@@ -1,40 +1,15 @@
 """`penstock plan`: which stage is cached, partial or stale, and exactly why."""
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from penstock.api.status import StageStatus, judge_stages
 from penstock.cli.console import Console, table
 from penstock.cli.plan.costs import Where, costs
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.diff_identity import Difference, differences
-from penstock.core.cache.input_digests import ChangedInput, changed_inputs, read_attempt
-from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
-from penstock.core.cache.stage import identity, short, stage_key
-from penstock.core.cache.store import PlannedStage, sealed
-from penstock.core.errors import ArtifactError
 from penstock.outputs import output_folders, unwritable
 from penstock.plan import plan
-from penstock.prepare.user_prepared import ExternalPrepared
 
 HERE = Where()
-
-Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
-
-
-@dataclass(frozen=True)
-class StageStatus:
-    """How a stage stands."""
-
-    stage: str
-    key: str
-    standing: Standing
-    where: str
-    nearest: Path | None = None
-    """The earlier artifact that differs least."""
-    changed: tuple[Difference, ...] = ()
-    stale_inputs: tuple[ChangedInput, ...] = ()
-    """Inputs with other content than the result was made from."""
 
 
 def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, Any]:
@@ -44,83 +19,13 @@ def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, 
         console.say(note)
     for refusal in unwritable(output_folders(run, run.stages)):
         console.say(f"warning: {refusal}")
-    present: dict[str, str] = {}
-    verdicts = [judge(step, present) for step in planned.steps]
+    verdicts = judge_stages(planned)
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
-    lines = [table(rows)]
-    for verdict in verdicts:
-        lines += [f"{verdict.stage}: {changed}" for changed in verdict.stale_inputs]
-        if verdict.nearest:
-            lines.append(f"{verdict.stage}: nearest earlier result is {verdict.nearest}")
-            lines += [f"    {difference}" for difference in verdict.changed]
+    lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
     told, values = costs(planned.run, planned.steps, where)
     console.result("\n".join([*lines, *([told] if told else [])]))
     return {"plan": [_plain(verdict) for verdict in verdicts], **values}
-
-
-def judge(step: PlannedStage, present: dict[str, str] | None = None) -> StageStatus:
-    """The step's standing: sealed, stale, begun, or not there, and then what changed since the
-    nearest. `present` are content digests of the steps before, by key; this one's is added."""
-    name, key = step.stage.name, short(stage_key(step.stage))
-    present = {} if present is None else present
-    if manifest := sealed(step):
-        present[manifest["key"]] = content_digest(manifest)
-        now = {
-            name: present[source.key]
-            for name, source in step.stage.inputs.items()
-            if source.key in present
-        }
-        if changed := changed_inputs(step.stage, manifest, now):
-            return StageStatus(name, key, "stale", step.where, stale_inputs=tuple(changed))
-        taken = isinstance(step.stage, ExternalPrepared)
-        return StageStatus(name, key, "skipped" if taken else "cached", step.where)
-    attempt = read_attempt(step.path)
-    if attempt and attempt["key"] == stage_key(step.stage):
-        return StageStatus(name, key, "partial", step.where)
-    near = _nearest(step)
-    if near is None:
-        return StageStatus(name, key, "missing", step.where)
-    return StageStatus(name, key, "stale", step.where, near[0], tuple(near[1]))
-
-
-def _nearest(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
-    mine = _described(step)
-    best: tuple[Path, list[Difference]] | None = None
-    pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
-    root = step.path if step.stage.name == "train" else step.path.parent
-    for manifest in sorted(root.glob(pattern)):
-        try:
-            record = read_manifest(manifest.parent)
-        except ArtifactError:  # of another key: it is not needed here
-            continue
-        if record is None:
-            continue
-        theirs = {"version": record["version"], **_flat(record["settings"], record["inputs"])}
-        changed = differences(mine, theirs)
-        if best is None or len(changed) < len(best[1]):
-            best = manifest.parent, changed
-    return best
-
-
-def _described(step: PlannedStage) -> dict[str, Any]:
-    stage = step.stage
-    inputs: dict[str, Any] = {}
-    for name, source in stage.inputs.items():
-        pin = getattr(source, "pin", None)
-        inputs[name] = {"source": dict(pin), "key": source.key} if pin else {"key": source.key}
-    return {
-        "version": stage.version,
-        **_flat(identity(stage)["settings"], inputs),
-    }
-
-
-def _flat(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Settings by their own names, inputs by what they pin, or by key where they are artifacts."""
-    return {
-        **settings,
-        "inputs": {n: i.get("source") or {"key": i["key"]} for n, i in inputs.items()},
-    }
 
 
 def _plain(verdict: StageStatus) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from penstock import __version__
 from penstock.core.errors import ArtifactError
 from penstock.core.files import write_json
 from penstock.core.os_errors import describe_os_error
+from penstock.version import __version__
 
 DIGEST = "digest"
 

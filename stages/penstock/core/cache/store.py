@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from penstock import __version__
 from penstock.core.cache import provenance
 from penstock.core.cache.digests import digest_files
 from penstock.core.cache.input_digests import (
@@ -49,6 +48,7 @@ from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.reconcile import holds_a_record, sync_mirror
 from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import redact, redact_text
+from penstock.version import __version__
 
 AT_ONCE = 16
 """Number of files flushed concurrently."""

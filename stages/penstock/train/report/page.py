@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from penstock import __version__
 from penstock.core.cache.data_facts import DATA, LINEAGE
 from penstock.core.errors import ConfigError, DamagedFileError
 from penstock.core.files import atomic_write
@@ -33,6 +32,7 @@ from penstock.train.report.read_run import (
     read_run,
     time_by_phase,
 )
+from penstock.version import __version__
 
 MOST_RUNS = 6
 """Maximum runs of a comparison, one color each."""

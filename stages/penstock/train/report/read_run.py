@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from penstock import __version__
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
 from penstock.core.cache.data_facts import kept_data_facts, kept_lineage
@@ -32,6 +31,7 @@ from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.report.format import amount, duration, gibibytes, number, plain, share
 from penstock.train.report.warnings import Warnings, warnings_of
 from penstock.train.trackers.run_info import settings_shown
+from penstock.version import __version__
 
 State = Literal["finished", "running", "stopped", "failed", "not finished"]
 

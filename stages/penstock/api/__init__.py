@@ -1,0 +1,1 @@
+"""The Python API: `penstock.load` and the `Run` that it returns. See docs/python.md."""

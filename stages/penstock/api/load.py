@@ -1,0 +1,44 @@
+"""`penstock.load`: a config, wherever it comes from, and overrides to a `Run`."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict, Unpack
+
+from penstock.api.load_config import Config, load_config
+from penstock.api.overrides import Overrides, parse_overrides
+from penstock.api.pipeline import Notify
+from penstock.api.run import Run, print_line
+
+
+class Sections(TypedDict, total=False):
+    """The sections of a config; each is a mapping of fields to values."""
+
+    model: Mapping[str, Any]
+    data: Mapping[str, Any]
+    train: Mapping[str, Any]
+    lora: Mapping[str, Any]
+    preference: Mapping[str, Any]
+    pipeline: Mapping[str, Any]
+    launch: Mapping[str, Any]
+    export: Mapping[str, Any]
+    push: Mapping[str, Any]
+    release: Mapping[str, Any]
+
+
+def load(
+    config: Config,
+    *overrides: Overrides,
+    notify: Notify = print_line,
+    **sections: Unpack[Sections],
+) -> Run:
+    """The run that a config describes, with overrides put in; nothing is run yet.
+
+    `config` is a YAML file, a `train.output_dir` of an earlier run, nested mappings as YAML would
+    give them, or a `RunConfig`. Each of `overrides` is a setting as on the command line
+    (`"train.lr=1e-5"`, `"--train.lr=1e-5"`) or a mapping of dotted names to values
+    (`{"train.lr": 1e-5}`); `sections` set fields (`train={"lr": 1e-5}`). Later ones win, and
+    sections come last. `notify` receives each line that is said on the way, by default stderr.
+
+    Raises ConfigError, whose text has a line for each fault, as the command line has them.
+    """
+    found = parse_overrides(overrides, sections)
+    return Run(load_config(config, found, notify), notify)

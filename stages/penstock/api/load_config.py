@@ -1,0 +1,41 @@
+"""The config of a run, wherever it comes from: a file, an output folder, mappings, a RunConfig."""
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.config.loading import load as loading
+from penstock.config.loading import yaml12
+from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.fault_locations import ErrorLocator
+from penstock.config.schema.run import RunConfig
+from penstock.train.launch.job import JOB, read_job
+
+Config = str | PathLike[str] | Mapping[str, Any] | RunConfig
+
+
+def load_config(
+    config: Config,
+    overrides: Sequence[Override] = (),
+    notify: Callable[[str], None] = lambda _: None,
+) -> RunConfig:
+    """The checked config of a YAML file, a `train.output_dir`, nested mappings as YAML would give
+    them, or a RunConfig, with the overrides put in, the later ones last.
+
+    `notify` is told what `config.loading.load` has to tell.
+    Raises ConfigError, whose text has a line for each fault.
+    """
+    if isinstance(config, RunConfig):
+        if not overrides:
+            return config
+        return loading.loads(config.model_dump(mode="json", exclude_unset=True), overrides)
+    if isinstance(config, Mapping):
+        from penstock.api.overrides import plain_settings
+
+        told = ErrorLocator(yaml12.Document(), overrides)
+        return loading.resolve(plain_settings(config), overrides, told, notify=notify)
+    path = Path(config)
+    if (path / JOB).is_file():
+        return loading.loads(read_job(path / JOB)["config"], overrides)
+    return loading.load(path, overrides, notify)

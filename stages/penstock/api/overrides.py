@@ -1,0 +1,112 @@
+"""Overrides as Python has them: values of sections, dotted names, and words of the command line."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+from penstock.config.loading.cli_overrides import OPTION, Override, parse_value, split_overrides
+from penstock.core.errors import ConfigError
+
+ASSIGNMENT = re.compile(
+    r"(?:--)?(?P<name>[A-Za-z_]\w*(?:\.[\w-]+)+)\s*(?:=|\s)\s*(?P<value>.+)", re.S
+)
+"""`train.lr=1e-5`, with or without dashes, and `--train.lr 1e-5` in one string."""
+
+UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""Characters that YAML takes only escaped."""
+
+Overrides = str | Mapping[str, Any]
+"""A setting as on the command line (`"train.lr=1e-5"`), or values by dotted name."""
+
+
+def parse_overrides(overrides: Iterable[Overrides], sections: Mapping[str, Any]) -> list[Override]:
+    """The overrides in order, those of `sections` last.
+
+    Strings are read as on the command line. Values of mappings are taken as they are: text stays
+    text. A mapping sets each of its fields: `train={"lr": 1e-5}` is `--train.lr 1e-5`.
+    Raises ConfigError for words that set nothing, and for values that YAML cannot hold.
+    """
+    found: list[Override] = []
+    words: list[str] = []
+    for each in overrides:
+        if isinstance(each, str):
+            words.append(each)
+            continue
+        found += [*_parse_words(words), *(_override(name, value) for name, value in each.items())]
+        words = []
+    found += _parse_words(words)
+    for section, fields in sections.items():
+        if not isinstance(fields, Mapping):
+            raise ConfigError(
+                f"{section} is {fields!r}, and a section is a mapping of its fields.\n"
+                f"  Write {section}={{'field': value}}."
+            )
+        found += [_override(f"{section}.{name}", value) for name, value in fields.items()]
+    return found
+
+
+def format_value(value: Any) -> str:
+    """A value as YAML that `cli_overrides.parse_value` reads as the same value.
+
+    Raises TypeError for what is no plain value: neither a number, text, path, list nor mapping.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    if value is None or isinstance(value, bool | int | float | str):
+        # YAML has no pairs of escapes for signs beyond 16 bits.
+        text = json.dumps(value, ensure_ascii=False)
+        return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    if isinstance(value, PathLike):
+        return format_value(fspath(value))
+    if isinstance(value, Mapping):
+        pairs = (f"{format_value(str(name))}: {format_value(one)}" for name, one in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return f"[{', '.join(map(format_value, value))}]"
+    number = getattr(value, "item", None)  # of numpy or torch
+    if callable(number):
+        return format_value(number())
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as YAML would give them: paths as text, tuples as lists.
+
+    Raises ConfigError for a value that YAML cannot hold.
+    """
+    plain: dict[str, Any] = {}
+    for name, value in settings.items():
+        plain[str(name)], _ = parse_value(_formatted(str(name), value))
+    return plain
+
+
+def _override(name: str, value: Any) -> Override:
+    return Override(name, _formatted(name, value))
+
+
+def _formatted(name: str, value: Any) -> str:
+    try:
+        return format_value(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: {error}.\n  Write numbers, text, paths, lists and mappings of them."
+        ) from None
+
+
+def _parse_words(words: Sequence[str]) -> list[Override]:
+    """Strings that are whole settings, or the words of a command line."""
+    argv: list[str] = []
+    for word in words:
+        option = OPTION.fullmatch(argv[-1]) if argv else None
+        is_value = option is not None and option["value"] is None
+        whole = None if is_value else ASSIGNMENT.fullmatch(word)
+        argv.append(f"--{whole['name']}={whole['value']}" if whole else word)
+    rest, found = split_overrides(argv)
+    if rest:
+        raise ConfigError(
+            f"{' '.join(rest)}: no setting; write section.field=value, for example train.lr=1e-5"
+        )
+    return found

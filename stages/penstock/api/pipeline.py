@@ -1,0 +1,108 @@
+"""The stages of a plan brought up in order: retries, pins, and what is said on the way."""
+
+import threading
+from collections.abc import Callable, Collection, Generator
+from typing import cast
+
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.in_use import in_use
+from penstock.core.cache.store import StageResult, find_cached
+from penstock.core.errors import ConfigError
+from penstock.core.process.retry import backoff_seconds, retry_with_backoff
+from penstock.outputs import require_writable
+from penstock.plan import (
+    ORDER,
+    Plan,
+    RebuildOptions,
+    StageName,
+    execute_stage,
+    require_upstream,
+)
+
+Notify = Callable[[str], None]
+"""Receives each line that is said on the way."""
+
+BringStage = Callable[[Plan, StageName, RebuildOptions], StageResult]
+"""Brings up one stage of a plan, wherever it runs."""
+
+ALL = RebuildOptions()
+"""Whatever is complete is reused."""
+
+
+def bring_stages(
+    planned: Plan,
+    bring: BringStage,
+    wishes: RebuildOptions = ALL,
+    *,
+    notify: Notify,
+    last: StageName | None = None,
+    upstream: bool = True,
+) -> Generator[StageResult]:
+    """Bring up the stages of the plan one after the other, each with `bring`; yields each result
+    when it is there.
+
+    `last` is the stage to end with; with `upstream` false it alone is brought up. Results in use
+    are not pruned meanwhile.
+    Raises ConfigError for folders that cannot be written to and CapabilityError for a push without
+    a login, before any work, and what stages raise.
+    """
+    for note in planned.notes:
+        notify(note)
+    if last and not upstream:
+        require_upstream(planned, last)
+    require_writable(planned)
+    require_main_thread(planned.run)
+    with in_use(planned.steps):
+        for step in planned.steps:
+            name = cast(StageName, step.stage.name)
+            if upstream or name == last:
+                yield bring(planned, name, wishes)
+            if name == last:
+                return
+
+
+def bring_here(notify: Notify) -> BringStage:
+    """Brings up stages on this machine, without Prefect, and tries again as the run says."""
+
+    def bring(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
+        step, wish = planned.step(name), planned.run.pipeline
+        if name == "prepare" and wish.task_runner and find_cached(step) is None:
+            notify(
+                f"prepare: pipeline.task_runner ({wish.task_runner}) is for Prefect's "
+                "flows (flows/finetune.py); here slices are spread over processes of this machine"
+            )
+        result = retry_with_backoff(
+            lambda: execute_stage(step, planned.run, wishes, notify),
+            backoff_seconds(wish.retries, wish.retry_delay),
+            notify,
+        )
+        if result.status != "cached":
+            notify(f"{name}: {result.status} in {result.seconds:.1f}s -> {result.where}")
+        if result.facts.get("dry_run"):
+            for file in result.facts["files"]:
+                notify(f"  would send {file['path']} ({file['bytes']} bytes)")
+        return result
+
+    return bring
+
+
+def rebuild_options(
+    force: str | Collection[str], start: str | None, *, fresh: bool = False
+) -> RebuildOptions:
+    """What to build again. Raises ConfigError for a name that is no stage."""
+    forced = frozenset([force] if isinstance(force, str) else force)
+    for name in (*forced, *([start] if start else [])):
+        if name not in ORDER:
+            raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(ORDER)}.")
+    return RebuildOptions(forced, start, fresh)
+
+
+def require_main_thread(run: RunConfig) -> None:
+    """Raise ConfigError for time limits in a thread that cannot keep them."""
+    here = threading.current_thread()
+    if run.pipeline.timeouts and here is not threading.main_thread():
+        raise ConfigError(
+            f"pipeline.timeouts cannot be kept in the thread {here.name}: a signal ends what takes "
+            "too long, and signals reach the main thread alone.\n"
+            "  Leave pipeline.timeouts out, or run the stages in the main thread."
+        )

@@ -1,0 +1,87 @@
+"""What came of a run: the page of its training, its numbers, and where its model is."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.api.tables import html_table
+from penstock.core.cache.store import StageResult
+from penstock.train.launch.job import METRICS, REPORT
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of a run's training, as far as it has come.
+
+    Shown at the end of a cell, it is a table of its figures and a link to its page.
+    """
+
+    path: Path | None
+    """`report.html` in `train.output_dir`; None before training has begun."""
+    figures: Mapping[str, Any]
+    """By name: `first_loss`, `final_loss`, `steps`, `tokens`, `eval_loss` and the other facts of a
+    finished training, and `model`, the folder of what was exported. Empty before training has
+    ended."""
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of `metrics.jsonl`, one a logged step or evaluation, in order."""
+        return read_metrics(self.path.with_name(METRICS)) if self.path else []
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value}" for name, value in self._numbers())
+        return f"Report({self.path}{', ' if numbers else ''}{numbers})"
+
+    def _repr_html_(self) -> str:
+        link = (
+            f'<a href="{self.path.absolute().as_uri()}">{REPORT}</a>' if self.path else "no report"
+        )
+        return html_table([("figure", "value"), *self._numbers()]) + link
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        return [
+            (name, f"{value:.6g}" if isinstance(value, float) else str(value))
+            for name, value in self.figures.items()
+            if isinstance(value, int | float)
+        ]
+
+
+def run_result(done: Mapping[str, StageResult]) -> dict[str, Any]:
+    """Where the model and the report are, None where there is none; the first loss, and the facts
+    of training."""
+    train, export = done.get("train"), done.get("export")
+    model = exported_model(export) if export else None
+    report = train.path / REPORT if train else None
+    return {
+        "model": str(model) if model else None,
+        "report": str(report) if report and report.is_file() else None,
+        "first_loss": first_loss(train.path / METRICS) if train else None,
+        **(dict(train.facts) if train else {}),
+    }
+
+
+def exported_model(export: StageResult) -> Path | None:
+    """The folder of the exported model, whole or as an adapter; None where nothing was written."""
+    folders = export.facts.get("folders", {})
+    model = folders.get("hf", folders.get("adapter"))
+    return export.path / model if model else None
+
+
+def first_loss(metrics: Path) -> float | None:
+    """The loss of the first step that was logged; None where nothing readable was."""
+    with suppress(OSError, ValueError), metrics.open(encoding="utf-8") as lines:
+        return next((row["loss"] for row in map(json.loads, lines) if "loss" in row), None)
+    return None
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; none where there is no such file. A last line that is still
+    being written is left out."""
+    if not file.is_file():
+        return []
+    *lines, _unfinished = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]

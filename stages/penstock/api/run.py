@@ -1,0 +1,199 @@
+"""A run as Python sees it: its config, and its stages to plan, to execute and to read."""
+
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from penstock.api.pipeline import Notify, bring_here, bring_stages, rebuild_options
+from penstock.api.report import Report, run_result
+from penstock.api.results import (
+    ExportedModel,
+    PackedData,
+    PreparedData,
+    Result,
+    RunResult,
+    Training,
+    as_result,
+)
+from penstock.api.status import StageStatus, Standing, judge_stages
+from penstock.api.tables import html_table, table
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.store import StageResult, fetch_cached, find_cached
+from penstock.core.errors import ConfigError, StageError
+from penstock.outputs import output_folders, unwritable
+from penstock.plan import Plan, RebuildOptions, StageName, plan
+from penstock.train.launch.job import REPORT
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from penstock.api.model import AdapterForm
+
+
+def print_line(line: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True, repr=False)
+class RunPlan:
+    """How the stages of a run stand, and why; shown as a table."""
+
+    stages: tuple[StageStatus, ...]
+    notes: tuple[str, ...] = ()
+    """What was told from the data because the config does not say it, and folders that cannot be
+    written to."""
+
+    def __repr__(self) -> str:
+        reasons = [line for stage in self.stages for line in stage.reasons]
+        return "\n".join([table(self._rows()), *reasons, *self.notes])
+
+    def _repr_html_(self) -> str:
+        reasons = [line for stage in self.stages for line in stage.reasons]
+        told = [[line] for line in (*reasons, *self.notes)]
+        return html_table(self._rows()) + (html_table([["why"], *told]) if told else "")
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        heading = ("stage", "key", "standing", "where")
+        return [heading, *((s.stage, s.key, s.standing, s.where) for s in self.stages)]
+
+
+class Run:
+    """One fine-tuning run, from `penstock.load`.
+
+    Results lie in the store that the command line uses: what one has made, the other reuses.
+    A method that brings up a stage brings up what it needs first, and returns when it is done.
+    It raises ConfigError, CapabilityError, ArtifactError or StageError; Interrupted when something
+    else asked training to stop, and KeyboardInterrupt after Ctrl-C. After each of these the same
+    call goes on from what is there.
+    """
+
+    def __init__(self, config: RunConfig, notify: Notify = print_line) -> None:
+        self.config = config
+        """The checked config, frozen: `run.config.train.lr`."""
+        self._notify = notify
+
+    @property
+    def stages(self) -> tuple[StageName, ...]:
+        """The stages of this run, in order."""
+        return self.config.stages
+
+    def plan(self) -> RunPlan:
+        """Which stages are cached, partial, stale or missing, and why. Builds nothing."""
+        planned = plan(self.config)
+        folders = output_folders(planned.run, self.stages)
+        warnings = [f"warning: {refusal}" for refusal in unwritable(folders)]
+        return RunPlan(tuple(judge_stages(planned)), (*planned.notes, *warnings))
+
+    def status(self) -> dict[str, Standing]:
+        """The standing of each stage: `cached`, `skipped`, `partial`, `stale` or `missing`."""
+        return {stage.stage: stage.standing for stage in self.plan().stages}
+
+    def run(
+        self,
+        *,
+        force: StageName | Collection[StageName] = (),
+        start: StageName | None = None,
+        fresh: bool = False,
+    ) -> RunResult:
+        """Bring up every stage of the run, in order, as `penstock run`.
+
+        `force` names stages to build again, `start` one to build again with all after it; `fresh`
+        moves another run's `train.output_dir` aside instead of refusing it.
+        """
+        return self._bring(None, rebuild_options(force, start, fresh=fresh))
+
+    def prepare(self, *, force: bool = False) -> PreparedData:
+        """Tokenise the data. `force` builds it again."""
+        return cast(PreparedData, self._stage("prepare", force))
+
+    def pack(self, *, force: bool = False) -> PackedData:
+        """Lay the samples into rows."""
+        return cast(PackedData, self._stage("pack", force))
+
+    def reference(self, *, force: bool = False) -> Result:
+        """Score every answer with the reference model of preference training."""
+        return self._stage("reference", force)
+
+    def train(self, *, force: bool = False, fresh: bool = False) -> Training:
+        """Train, from the newest checkpoint if there is one."""
+        return cast(Training, self._stage("train", force, fresh=fresh))
+
+    def export(self, *, force: bool = False) -> ExportedModel:
+        """Write the trained model in Hugging Face's format."""
+        return cast(ExportedModel, self._stage("export", force))
+
+    def push(self, *, force: bool = False) -> Result:
+        """Send the exported model to the hub or to a URL."""
+        return self._stage("push", force)
+
+    def model(
+        self, *, adapter: "AdapterForm | None" = None, **options: Any
+    ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
+        """The exported model, in evaluation mode, and its tokenizer.
+
+        An adapter is merged into the weights, or with `adapter="peft"` laid over its base by peft;
+        left out, it is merged if the export has a merged model. `options` go to
+        `AutoModelForCausalLM.from_pretrained`: `device_map="auto"`, `dtype=torch.bfloat16`.
+
+        Raises StageError if nothing has been exported, ConfigError for an adapter that there is
+        not, and CapabilityError where a package that is needed is not installed.
+        """
+        step = plan(self.config, ("export",)).step("export")
+        manifest = fetch_cached(step, self.config.pipeline.verify, self._notify)
+        if manifest is None:
+            raise StageError(
+                "nothing is exported yet for this config.\n  Call run() or export() first."
+            )
+        from penstock.api.model import load_exported
+
+        return load_exported(step.path, manifest["facts"]["folders"], adapter, **options)
+
+    @property
+    def report(self) -> Report:
+        """The report of the training: its page, figures and metrics, as far as there are any."""
+        planned = plan(self.config)
+        done = _finished(planned)
+        folders = [step.path for step in planned.steps if step.stage.name == "train"]
+        page: Path | None = folders[0] / REPORT if folders else None
+        figures = run_result(done) if "train" in done else {}
+        return Report(page if page and page.is_file() else None, figures)
+
+    def __repr__(self) -> str:
+        return f"Run({self.config.pipeline.name}: {' -> '.join(self.stages)})"
+
+    def _repr_html_(self) -> str:
+        try:
+            return html_table([("stage", "standing"), *self.status().items()])
+        except (ConfigError, StageError, OSError):
+            return html_table([("stage",), *((name,) for name in self.stages)])
+
+    def _stage(self, name: StageName, force: bool, *, fresh: bool = False) -> Result:
+        wishes = RebuildOptions(frozenset([name] if force else []), fresh=fresh)
+        return self._bring(name, wishes)[name]
+
+    def _bring(self, last: StageName | None, wishes: RebuildOptions) -> RunResult:
+        planned = plan(self.config, (last,) if last else None)
+        bring, notify = bring_here(self._notify), self._notify
+        try:
+            done = bring_stages(planned, bring, wishes, notify=notify, last=last)
+            return RunResult([as_result(outcome) for outcome in done])
+        except KeyboardInterrupt:
+            notify("interrupted; the same call goes on from what is there")
+            raise
+
+
+def _finished(planned: Plan) -> dict[str, StageResult]:
+    """The stages whose results are complete, as they were found."""
+    found: dict[str, StageResult] = {}
+    for step in planned.steps:
+        if manifest := find_cached(step):
+            key = step.artifact.key[:16]
+            found[step.stage.name] = StageResult(
+                step.stage.name, key, "cached", step.path, 0.0, manifest["facts"], step.remote
+            )
+    return found
