@@ -1,8 +1,8 @@
 """Fine-tuning again as the sources grow, as a Prefect flow for a schedule or an event.
 
 `python flows/recurring.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml and
-docs/recurring.md). A run of it is one tick of `penstock.recurring`, whose stages are its tasks, and
-ends in a state that is called after what was decided.
+docs/guide/recurring.md). A run of it is one tick of `penstock.recurring`, whose stages are its
+tasks, and ends in a state that is called after what was decided.
 """
 
 import re

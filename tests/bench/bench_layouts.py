@@ -1,7 +1,7 @@
 """How far every layout is from one process: `python -m tests.bench.bench_layouts`.
 
 Each trains the same small model on the same packed rows for three steps. The table of all of them,
-with the worst relative difference of each kind, is written into docs/parallelism.md.
+with the worst relative difference of each kind, is written into docs/benchmarks/layouts.md.
 """
 
 import re
@@ -15,7 +15,7 @@ from tests.engine.layouts import LAYOUTS
 from tests.engine.traces import Errors, Trace, errors, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "layouts.md"
 TABLE = re.compile(r"(?<=<!-- layouts: begin -->\n).*?(?=<!-- layouts: end -->)", re.DOTALL)
 
 HEAD = """| layout | model | ranks | loss | gradient norm | gradients | weights |

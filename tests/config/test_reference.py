@@ -46,20 +46,20 @@ def test_check_finds_a_stale_file_and_writing_mends_it(tmp_path: Path) -> None:
     assert generate_docs.main([str(tmp_path), "--check"]) == 1
 
 
-def test_page_has_a_row_for_every_field() -> None:
+def test_page_has_a_heading_for_every_field() -> None:
     text = generate_docs.page()
     for place, section in sections().items():
         _, _, part = text.partition(f"\n## {place}\n")
-        table = part.split("\n## ")[0]
+        entries = part.split("\n## ")[0]
         for name in section.model_fields:
             if f"{place}.{name}" not in sections():
-                assert f"\n| `{name}` |" in table
+                assert f"\n### `{place}.{name}`\n" in entries
 
 
-def test_servers_page_has_a_row_for_every_field() -> None:
+def test_servers_page_has_a_heading_for_every_field() -> None:
     text = generate_docs.server_page()
     for name in ServerConfig.model_fields:
-        assert text.count(f"\n| `{name}` |") == 1
+        assert text.count(f"\n### `{name}`\n") == 1
 
 
 def test_editor_schema_of_servers_judges_as_loading_does() -> None:

@@ -15,8 +15,8 @@ from tests.deploy.shell import commands_of, fault_of
 
 # pyright: reportMissingImports=false
 
-OPERATIONS = ROOT / "docs" / "operations.md"
-DOCUMENTS = [ROOT / "README.md", ROOT / "flows" / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+OPERATIONS = ROOT / "docs" / "guide" / "operations.md"
+DOCUMENTS = [ROOT / "README.md", ROOT / "flows" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 TINY = "config_path: builtin:tiny-qwen3"
 DEPLOYED = [ROOT / "Dockerfile", ROOT / "prefect.yaml", *sorted(ROOT.glob("deploy/**/*.*"))]
 
@@ -112,7 +112,7 @@ def test_the_first_config_of_a_document_is_a_whole_file_that_check_takes(
         (tmp_path / name).write_text(f"{json.dumps({'messages': said})}\n" * 3)
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n")
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / f"{document}.md").read_text()
+    text = (ROOT / "docs" / "guide" / f"{document}.md").read_text()
     found = re.search(r"```yaml\n(.*?)```", text, re.S)
     assert found
     Path("run.yaml").write_text(found[1].replace("model_path: Qwen/Qwen3-0.6B", TINY))

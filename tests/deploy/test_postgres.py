@@ -1,4 +1,4 @@
-"""Prefect on PostgreSQL, set up and served by the files of deploy/, as docs/operations.md says."""
+"""Prefect on PostgreSQL, with the files of deploy/, as docs/guide/operations.md says."""
 
 import os
 import shutil

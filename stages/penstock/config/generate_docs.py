@@ -26,7 +26,7 @@ PAGE, SCHEMA = "REFERENCE.md", "schema.json"
 SERVER_PAGE, SERVER_SCHEMA = "SERVER.md", "server.schema.json"
 
 HEAD = """\
-# Settings
+# Config reference: every setting of a run
 
 Every setting of a run, by section of its YAML file; each can also be given on the command line as
 `--section.field value`. Paths are relative to the working directory. This page is generated from
@@ -35,11 +35,11 @@ completes and checks a file that begins with `# yaml-language-server: $schema=sc
 """
 
 SERVER_HEAD = """\
-# Settings of a training server
+# Config reference: every setting of a training server
 
 Every setting of `penstock serve`, all at the top of its YAML file; each can also be given on the
 command line as `--server.field value`. How a server is run is told in
-[docs/server.md](../docs/server.md). This page is generated from the code by
+[docs/guide/server.md](../docs/guide/server.md). This page is generated from the code by
 `python -m penstock.config.generate_docs`, and so is `server.schema.json`, from which an editor
 completes and checks a file that begins with `# yaml-language-server: $schema=server.schema.json`.
 """
@@ -59,13 +59,12 @@ def page() -> str:
     parts = [HEAD]
     for name, section in sections().items():
         about = RunConfig.model_fields[name].description if "." not in name else section.__doc__
-        rows = [
-            _row(field_name, field)
+        entries = [
+            _entry(f"{name}.{field_name}", field)
             for field_name, field in section.model_fields.items()
             if not is_section(field.annotation)
         ]
-        table = "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
-        parts.append(f"## {name}\n\n{_line(about)}\n\n{table}\n")
+        parts.append("\n".join([f"## {name}\n\n{_line(about)}\n", *entries]))
     return "\n".join(parts)
 
 
@@ -100,9 +99,7 @@ def server_page() -> str:
             title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
         else:
             title = _line(part.__doc__).rstrip(".")
-        table = ["| field | type | default | meaning |", "|---|---|---|---|"]
-        table += [_row(name, field) for name, field in fields]
-        parts.append(f"## {title}\n\n" + "\n".join(table) + "\n")
+        parts.append("\n".join([f"## {title}\n", *(_entry(name, field) for name, field in fields)]))
     return "\n".join(parts)
 
 
@@ -151,10 +148,10 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    default = "required" if field.is_required() else f"`{_default(field)}`"
+def _entry(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
-    return f"| `{name}` | {kind} | {default} | {_cell(_line(field.description))} |"
+    return f"### `{name}`\n\n{kind}, {default}\n\n{_line(field.description)}\n"
 
 
 def _default(field: FieldInfo) -> str:
@@ -180,10 +177,6 @@ def _kind(branch: Any) -> str:
 
 def _line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,8 @@ OPENMP_SPINS = 1000
 """Spin count of an idle OpenMP thread before it sleeps, about the time between two operators.
 
 By default libgomp spins for milliseconds. On a busy machine, a spinning thread then uses up the
-time slice of the thread that it waits for, and training is ten times slower; see docs/launch.md.
+time slice of the thread that it waits for, and training is ten times slower; see
+docs/guide/launch.md.
 """
 
 

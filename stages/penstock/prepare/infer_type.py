@@ -177,8 +177,8 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
         return f"Write type: text, field_text: {usual or texts[0]}."
     return (
         "Write type: chat, sharegpt, alpaca, instruction, text, preference, kto or tokenized, and "
-        "with field_… which columns to read (docs/own-data.md). The first line of a CSV file names "
-        "its columns."
+        "with field_… which columns to read (docs/guide/own-data.md). The first line of a CSV file "
+        "names its columns."
     )
 
 

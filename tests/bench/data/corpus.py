@@ -23,7 +23,7 @@ VOCABULARY = 32_000
 def lines() -> list[str]:
     """Lines of real text and code, a few million characters."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+    files = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
     files += sorted(library.glob("*.py"))
     return [
         line

@@ -301,7 +301,7 @@ def test_without_a_gpu_nothing_is_moved_from_one() -> None:
     assert here.lines[0].kind == "approximated"
 
 
-PAGES = sorted((ROOT / "docs").glob("from-*.md"))
+PAGES = sorted((ROOT / "docs" / "migrate").glob("from-*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

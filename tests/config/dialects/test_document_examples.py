@@ -87,7 +87,7 @@ def test_what_follows_the_module_of_the_server_is_taken_unchanged(
 
 @pytest.mark.parametrize("page", ["preference", "recurring"])
 def test_the_first_block_of_a_page_is_a_whole_file(page: str) -> None:
-    text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "guide" / f"{page}.md").read_text()
     run = loads(yaml12.parse(text.split("```yaml\n")[1].split("```")[0]).value)
     assert run.model.model_path
     assert run.train.output_dir

@@ -88,7 +88,8 @@ def _learnt() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=1500, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
-    written = (ROOT / "README.md").read_text(), (ROOT / "docs" / "data.md").read_text()
+    pages = ("README.md", "docs/reference/dataset-formats.md", "docs/guide/data.md")
+    written = tuple((ROOT / page).read_text() for page in pages)
     tokenizer.train_from_iterator(written, trainer)
     return tokenizer.to_str()
 

@@ -111,7 +111,7 @@ def test_lists_in_a_csv_or_in_columns_of_strings_are_read_as_json(kind, tmp_path
 
 
 def test_every_example_in_the_documents_can_be_read():
-    document = (ROOT / "docs" / "data.md").read_text()
+    document = (ROOT / "docs" / "reference" / "dataset-formats.md").read_text()
     found = re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", document, flags=re.DOTALL | re.MULTILINE)
     assert {kind for kind, _ in found} == set(FORMATS)
     for kind, section in found:

@@ -97,7 +97,7 @@ def test_several_types_that_fit_are_an_error_with_the_columns_unless_the_objecti
         ({"chat": TURNS}, "Write type: chat, field_messages: chat."),
         ({"talk": SHARED}, "Write type: sharegpt, field_messages: talk."),
         ({"body": "x", "n": 3}, "Write type: text, field_text: body."),
-        ({"a": 1}, "docs/own-data.md"),
+        ({"a": 1}, "docs/guide/own-data.md"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
