@@ -22,12 +22,14 @@ from penstock.core.cache.folder_digests import ALGORITHM, FileDigest, FolderDige
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, atomic_write, fsync, regular_files, remove, write_json
 from penstock.core.os_errors import describe_os_error, is_full_disk
+from penstock.core.replace_folder import replace_folder
 from penstock.engine.checkpoint.async_staging import StagingBuffers
 from penstock.engine.checkpoint.dcp_io import Boxes, first_rank_error, write_boxes
 from penstock.engine.checkpoint.folders import (
     BEST,
     BEST_MARK,
     COMPLETE,
+    REPLACED,
     STATE,
     CheckpointNaming,
     complete_checkpoints,
@@ -307,14 +309,8 @@ def _publish(
     (aside / COMPLETE).touch()
     for path in (*regular_files(aside), aside):
         fsync(path)
-    # Rename first, so that an interrupted deletion never looks like a checkpoint.
-    replaced = final.with_name(f"{final.name}.replaced{PART}")
-    remove(replaced)
-    if final.exists():
-        final.rename(replaced)
-    aside.rename(final)
-    fsync(final.parent)
-    remove(replaced)
+    if old := replace_folder(aside, final, final.with_name(f"{final.name}{REPLACED}")):
+        remove(old)
 
 
 def _why_unwritten(error: BaseException, folder: Path) -> str:

@@ -24,6 +24,8 @@ BEST_MARK = "BEST"
 
 It identifies the best one where only file names are visible.
 """
+REPLACED = f".replaced{PART}"
+"""Suffix of a checkpoint while another one takes its place."""
 DAMAGED = "damaged"
 """The folder for damaged checkpoints, beside the others."""
 SHOWN = 3

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ArtifactError
+from penstock.core.replace_folder import restore_replaced
 from penstock.engine.checkpoint.folders import (
     COMPLETE,
     DAMAGED,
+    REPLACED,
     STATE,
     checkpoint_faults,
     checkpoint_step,
@@ -63,9 +65,11 @@ def newest_whole_checkpoint(
     """The newest valid checkpoint under `root` of the run with this key; None if none is complete.
 
     Its files, and those of the checkpoints that it needs, are verified. Collective. Deletes what
-    interrupted saves left; moves newer, damaged checkpoints aside and calls `warn` for each. Raises
-    ArtifactError if all are damaged.
+    interrupted saves left, or renames it back; moves newer, damaged checkpoints aside and calls
+    `warn` for each. Raises ArtifactError if all are damaged.
     """
+    if ranks.leads:
+        restore_replaced(root, REPLACED)
     names = [path.name for path in reversed(complete_checkpoints(root))] if ranks.leads else []
     damaged: dict[str, list[str]] = {}
     useless: dict[str, list[str]] = {}

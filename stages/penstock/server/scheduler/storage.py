@@ -10,7 +10,7 @@ import stat
 import uuid
 from pathlib import Path
 
-from penstock.core.files import fsync
+from penstock.core.replace_folder import replace_folder
 from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, CheckpointRef, Room
 from penstock.server.scheduler.errors import RequestError, StorageLimitError
 
@@ -70,14 +70,10 @@ class Storage:
 
     def publish(self, spot: CheckpointRef) -> None:
         """Rename the temporary folder to its final name, deleting an existing one."""
-        folder, new = self.folder(spot), self.aside(spot)
-        old = folder.with_name(f".{folder.name}.old")
-        discard(old)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        fsync(folder.parent)
-        discard(old)
+        folder = self.folder(spot)
+        old = replace_folder(self.aside(spot), folder, folder.with_name(f".{folder.name}.old"))
+        if old:
+            discard(old)
 
     def take_out(self, spot: CheckpointRef) -> Path | None:
         """Rename it to a temporary name; returns that, to be deleted, or None if it did not
