@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.core.errors import StageError
+from penstock.server.protocol import zmq_channel
 from penstock.server.protocol.codec import Codec, FrameError, PeerLostError
 from penstock.server.protocol.in_process_channel import memory_pair
 from penstock.server.protocol.results import Done
@@ -90,12 +92,13 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
 
 
 SPEAKER = """
-import asyncio, sys
+import asyncio, os, signal, sys
 from penstock.server.protocol.worker_commands import FromWorkers, Hello, ToWorkers, Beat
+from penstock.server.protocol import zmq_channel
 from penstock.server.protocol.zmq_channel import connecting, listening
 
 async def main():
-    kind, address = sys.argv[1:]
+    kind, address = sys.argv[1:3]
     if kind == "connects":
         end = connecting(FromWorkers, address)
         await end.send(Hello(engine="child"))
@@ -104,15 +107,18 @@ async def main():
         print(end.address, flush=True)
         await end.receive()
         await end.send(Beat(instance="child", running=""))
+    if len(sys.argv) > 3:
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGSTOP)
     await asyncio.sleep(60)
 
 asyncio.run(main())
 """
 
 
-def speaker(kind, address):
+def speaker(kind, address, *options):
     return subprocess.Popen(
-        [sys.executable, "-c", SPEAKER, kind, address], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SPEAKER, kind, address, *options], stdout=subprocess.PIPE, text=True
     )
 
 
@@ -157,6 +163,43 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
         await sending
         workers.close()
         engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fate", ["killed", "unreachable"])
+@pytest.mark.parametrize("kind", ["connects", "listens"])
+def test_a_peer_that_is_gone_while_a_large_message_is_in_flight_is_heard_of_in_time(
+    kind, fate, monkeypatch
+):
+    """The peer stops reading, as a machine that cannot be reached does; or it is killed then."""
+    dead_after = 1.0
+    monkeypatch.setattr(zmq_channel, "PING_MS", 200)
+    monkeypatch.setattr(zmq_channel, "DEAD_AFTER_MS", int(1000 * dead_after))
+    large = "x" * (64 << 20)  # more than the system's buffers take
+
+    async def scenario():
+        channel = listening(ToWorkers, ANYWHERE) if kind == "connects" else None
+        address = channel.address if channel else ANYWHERE
+        with speaker(kind, address, "stops") as child, contextlib.ExitStack() as last:
+            last.callback(child.kill)
+            if channel is None:
+                assert child.stdout
+                channel = connecting(FromWorkers, child.stdout.readline().strip())
+                await channel.send(Hello(engine="e"))
+            await hear(channel, 20)
+            while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
+                await asyncio.sleep(0.01)
+            message = Hello(engine=large)
+            sending = asyncio.create_task(channel.send(message))
+            done, _ = await asyncio.wait({sending}, timeout=0.3)
+            assert not done
+            if fate == "killed":
+                child.kill()
+            with pytest.raises(PeerLostError):
+                await hear(channel, LOSS_SECONDS if fate == "killed" else 3 * dead_after)
+            await asyncio.wait_for(sending, LOSS_SECONDS)
+        channel.close()
 
     asyncio.run(scenario())
 

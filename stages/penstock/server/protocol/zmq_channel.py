@@ -32,8 +32,8 @@ LINGER_MS = 500
 """Milliseconds that a closed end continues to send."""
 RETRY_MS, LONGEST_RETRY_MS = 50, 1000
 PING_MS, DEAD_AFTER_MS = 2000, 10_000
-"""Heartbeat interval and timeout in milliseconds. The operating system reports a dead process at
-once, but not an unreachable machine."""
+"""Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
+reports a dead process at once, but not an unreachable machine."""
 FULL_SECONDS = 0.01
 """Seconds between tries to send to a peer that is behind."""
 LARGE = 1 << 22
@@ -119,12 +119,13 @@ class ZmqChannel(Generic[Sent, Heard]):
 
     async def _hand_over(self, parts: list[Any], *, is_large: bool) -> None:
         """Pass the frames to the socket. A large frame is not copied and is awaited, so that the
-        sender does not hold many of them in memory."""
+        sender does not hold many of them in memory; not beyond a loss of the peer."""
+        lost = self._lost
         if not is_large:
             await self._socket.send_multipart(parts, zmq.NOBLOCK)
             return
         sent = await self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
-        while sent is not None and not sent.done and not self._closed:
+        while sent is not None and not sent.done and not self._closed and self._lost == lost:
             await asyncio.sleep(FULL_SECONDS)
 
     async def receive(self) -> Heard:
@@ -258,6 +259,8 @@ def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
     socket.maxmsgsize = MAX_BYTES + OVERHEAD
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
     socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, DEAD_AFTER_MS
+    # While a large frame is in flight no heartbeat is sent; the kernel times its bytes instead.
+    socket.tcp_maxrt = DEAD_AFTER_MS
     return socket
 
 
