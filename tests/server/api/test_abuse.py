@@ -181,6 +181,44 @@ def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_other
     run(scenario())
 
 
+def test_the_start_of_a_process_does_not_count_against_the_time_of_its_first_job(monkeypatch):
+    body = json.dumps({"forward_backward_input": {"data": [sample([7] * 100_000)]}}).encode()
+
+    async def scenario():
+        async with client() as (http, engine):
+            pool: CodecPool = engine.app.state.service.codecs
+            monkeypatch.setattr(codec_pool, "JOB_SECONDS", 2.0)
+            await pool.start()
+            [process] = pool._idle
+            os.kill(process._process.pid, signal.SIGSTOP)  # a machine that is busy
+            passing = asyncio.create_task(http.post(LARGE, content=body, headers=JSON))
+            await asyncio.sleep(2.5)
+            os.kill(process._process.pid, signal.SIGCONT)
+            assert (await passing).status_code == 200
+            # A job does have a limit, and the process that exceeds it is replaced.
+            os.kill(process._process.pid, signal.SIGSTOP)
+            assert (await http.post(LARGE, content=body, headers=JSON)).status_code == 413
+            assert pool._idle == []
+
+    run(scenario())
+
+
+def test_a_process_that_does_not_start_is_the_servers_fault_and_not_the_bodys(monkeypatch):
+    body = json.dumps({"forward_backward_input": {"data": [sample([7] * 100_000)]}}).encode()
+
+    async def scenario():
+        async with client() as (http, engine):
+            monkeypatch.setattr(codec_pool, "START_SECONDS", 0.001)
+            answer = await http.post(LARGE, content=body, headers=JSON)
+            assert answer.status_code == 503
+            assert answer.headers["Retry-After"] == "1"
+            monkeypatch.setattr(codec_pool, "START_SECONDS", 60.0)
+            assert (await http.post(LARGE, content=body, headers=JSON)).status_code == 200
+            assert len(engine.works(requests.Pass)) == 1
+
+    run(scenario())
+
+
 def test_results_that_wait_to_be_written_are_not_copied_yet():
     size = 4 << 20
     result = Passed(outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={})

@@ -26,9 +26,11 @@ from penstock.server.protocol.results import Result
 LOG = logging.getLogger(__name__)
 
 PROCESSES = 2
+START_SECONDS = 300.0
+"""Timeout in seconds for the start of a process, which on a busy machine may take long."""
 JOB_SECONDS = 60.0
-"""Timeout in seconds for one job; bodies within the limits of `request_bodies` take a few
-seconds."""
+"""Timeout in seconds for one job in a process that has started; bodies within the limits of
+`request_bodies` take a few seconds."""
 BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
 PIECE = 1 << 16
@@ -39,6 +41,8 @@ NICENESS = 10
 MOST_NICENESS = 19
 LENGTH = 8
 """Bytes of the length prefix of each part."""
+READY = b"R"
+"""What a process writes once it is ready for its first job."""
 
 
 Job = BodyJob | ResultJob
@@ -82,13 +86,13 @@ class CodecPool:
         """Decode a body, or return the error; and its encoded request. No other body of the owner
         is decoded until that has been sent.
 
-        Raises ApiError (413) if it exceeds the memory or time limit.
+        Raises ApiError: 413 if it exceeds the memory or time limit, 503 if no process starts.
         """
         async with self._turn(owner):
             yield await self._ask(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
-        """Encode a result. Raises ApiError (413) as above."""
+        """Encode a result. Raises ApiError as above."""
         async with self._turn(owner):
             # Encoded only now, so that queued results of one owner hold no extra copies.
             encoded = msgspec.msgpack.encode(result)
@@ -164,6 +168,7 @@ class _Codec:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._is_ready = False
 
     @classmethod
     async def start(cls, memory: int) -> "_Codec":
@@ -186,7 +191,11 @@ class _Codec:
         return self._process.returncode is None
 
     async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
-        """Run a job. Raises ApiError (413) if it exceeds its limits."""
+        """Run a job, once the process has started.
+
+        Raises ApiError: 413 if the job exceeds its limits, 503 if the process does not start.
+        """
+        await self._wait_until_ready()
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 await self._write(job, parts)
@@ -197,6 +206,23 @@ class _Codec:
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             LOG.warning("a process that decoded a body, or encoded a result, has died")
             raise _beyond("the memory that there is for one") from None
+
+    async def _wait_until_ready(self) -> None:
+        if self._is_ready:
+            return
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._process.stdout.readexactly(len(READY))
+        except (TimeoutError, asyncio.IncompleteReadError):
+            LOG.warning("a process that decodes bodies and encodes results has not started")
+            raise ApiError(
+                "the server could not start a process for this request; try again",
+                code="unavailable",
+                category="server",
+                retry_after=1.0,
+            ) from None
+        self._is_ready = True
 
     async def end(self) -> None:
         """Kill it."""

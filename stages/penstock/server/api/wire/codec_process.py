@@ -2,8 +2,9 @@
 
 `python -m penstock.server.api.wire.codec_process PARENT MEMORY` is started by `codec_pool`.
 
-It reads jobs with their bytes from standard input and writes the results to standard output, each
-part prefixed by its length. Its environment contains no secrets.
+It writes `READY` once it has started. It reads jobs with their bytes from standard input and writes
+the results to standard output, each part prefixed by its length. Its environment contains no
+secrets.
 """
 
 import gc
@@ -17,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.server.api.errors import ApiError
-from penstock.server.api.wire.codec_pool import LENGTH, Job, Reply
+from penstock.server.api.wire.codec_pool import LENGTH, READY, Job, Reply
 from penstock.server.api.wire.request_bodies import BodyJob, Refused, SampleBody, refused_by
 from penstock.server.api.wire.response_bodies import ResultJob, write
 from penstock.server.protocol.envelopes import Request
@@ -27,6 +28,7 @@ from penstock.server.protocol.results import Result
 def main(parent: int, memory: int) -> None:
     """Run jobs until the input ends. `memory`: limit of this process's data segment in bytes."""
     end_with_parent(parent)
+    os.write(sys.stdout.fileno(), READY)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
