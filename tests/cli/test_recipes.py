@@ -11,7 +11,10 @@ from tests.conftest import ROOT
 
 SERVERS = [name for name in recipes() if name.startswith(OF_SERVERS)]
 NAMES = [name for name in recipes() if name not in SERVERS]
-CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("configs/examples/*.yaml")])
+FOLDERS = ("examples", "recipes")
+CONFIGS = sorted(
+    path for folder in ("", *FOLDERS) for path in ROOT.glob(f"configs/{folder}/*.yaml")
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
@@ -23,8 +26,8 @@ def test_every_shipped_config_is_accepted_and_tells_editors_its_schema(path):
 
 
 def test_the_package_ships_the_recipes_of_the_repository():
-    examples = sorted(path.stem for path in ROOT.glob("configs/examples/*.yaml"))
-    assert ["quickstart", *examples] == NAMES
+    files = (sorted(ROOT.glob(f"configs/{folder}/*.yaml")) for folder in FOLDERS)
+    assert ["quickstart", *(path.stem for folder in files for path in folder)] == NAMES
     assert {"chat", "lora", "gsm8k", "local", "tokenized"} <= set(NAMES)
     servers = sorted(f"{OF_SERVERS}{path.stem}" for path in ROOT.glob("configs/server/*.yaml"))
     assert servers == SERVERS
@@ -35,8 +38,8 @@ def test_a_copied_recipe_means_the_same_and_is_not_overwritten(name, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert penstock("init", name).out.strip() == f"{name}.yaml"
     copy = tmp_path / f"{name}.yaml"
-    folder = ROOT / "configs" / ("" if name == "quickstart" else "examples")
-    assert load(copy) == load(folder / f"{name}.yaml")
+    [shipped] = [path for path in CONFIGS if path.stem == name]
+    assert load(copy) == load(shipped)
     assert copy.read_text().splitlines()[0].endswith(f"$schema=./{SCHEMA_FILE}")
     assert "properties" in json.loads((tmp_path / SCHEMA_FILE).read_text())
     copy.write_text("# mine\n")

@@ -1,7 +1,7 @@
 """`penstock init`: a shipped recipe, copied to where it will be changed, or a config for own data.
 
-The recipes are `configs/quickstart.yaml`, the files of `configs/examples`, which the package holds
-as its folder `recipes`, and those of `configs/server`, which it holds as `servers`.
+The recipes are `configs/quickstart.yaml` and the files of `configs/examples`, `configs/recipes` and
+`configs/server`, which the package holds as its folders `examples`, `recipes` and `servers`.
 """
 
 import json
@@ -46,7 +46,7 @@ def recipes() -> dict[str, Traversable]:
     package = resources.files("penstock")
     found = {
         f"{prefix}{each.name.removesuffix('.yaml')}": each
-        for folder, prefix in (("recipes", ""), ("servers", OF_SERVERS))
+        for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", OF_SERVERS))
         for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if each.name.endswith(".yaml")
     }

@@ -1,0 +1,80 @@
+"""Every recipe of a model on named hardware is valid, and fits that hardware."""
+
+import json
+import math
+import re
+
+import pytest
+
+from penstock.cli.init import summary
+from penstock.config.loading.load import loads
+from penstock.costs.estimate import build_cost_model
+from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
+from penstock.machine import world_size
+from tests.cli.command import penstock
+from tests.config.values import smallest
+from tests.conftest import ROOT
+from tests.docs.architectures import ARCHITECTURES, PARAMETERS
+from tests.docs.recipes import RECIPES, load_recipe, parse_hardware, predict_costs
+
+GALLERY = ROOT / "docs" / "recipes.md"
+recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_table_of_architectures_has_the_published_number_of_parameters(name):
+    model = build_cost_model(loads(smallest(model={"model_path": name})), ARCHITECTURES[name])
+    counted = sum(math.prod(shape) for shape in model.shapes.values())
+    assert counted == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+@recipes
+def test_a_recipe_fits_the_memory_and_the_gpus_in_its_name(path):
+    found, hardware = predict_costs(path), parse_hardware(path.stem)
+    assert found.fits
+    assert found.degrees.world_size == hardware.devices
+
+
+@recipes
+def test_the_layout_of_a_recipe_fits_its_model(path):
+    run = load_recipe(path)
+    dims = ModelDims.of(ARCHITECTURES[str(run.model.model_path)])
+    assert layout_errors(run, world_size(run), dims) == []
+
+
+@recipes
+def test_a_recipe_is_named_after_what_it_does(path):
+    run, name = load_recipe(path), path.stem
+    assert run.pipeline.name == name
+    assert run.train.output_dir == f"outputs/{name}"
+    method = "qlora" if run.lora.enable_qlora else "lora" if run.lora.enable_lora else "sft"
+    assert f"-{method}-" in name
+    if run.train.objective == "preference":
+        loss = "dpo" if run.preference.loss_type == "sigmoid" else run.preference.loss_type
+        assert f"-{loss}-" in name
+    size = f"{parse_hardware(name).memory / 1e9:.0f} GB"
+    assert size in summary(path)
+
+
+@pytest.mark.slow
+def test_plan_prints_what_the_gallery_says_of_a_recipe(tmp_path, monkeypatch):
+    [path] = [path for path in RECIPES if path.stem == "qwen3-8b-qlora-1x24gb"]
+    (tmp_path / "model").mkdir()
+    config = json.dumps(ARCHITECTURES["Qwen/Qwen3-8B"])
+    (tmp_path / "model" / "config.json").write_text(config)
+    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    local = ["--model.model_path", "null", "--model.config_path", "model"]
+    local += ["--model.tokenizer_path", "builtin:bytes"]
+    local += ["--data.datasets", "[{path: chats.jsonl, type: chat}]"]
+    planned = penstock("plan", path, *local, "--device-kind", "RTX 4090", "--json")
+    assert planned.code == 0, planned.err
+    memory = planned.last["costs"]["memory"]["total"]
+    assert memory == pytest.approx(predict_costs(path).memory.total, rel=0.01)
+
+
+def test_the_gallery_lists_every_recipe_with_its_estimated_memory():
+    rows = re.findall(r"^\| `([\w.-]+)` \|.*\| ([\d.]+) GB \|$", GALLERY.read_text(), re.MULTILINE)
+    computed = {path.stem: f"{predict_costs(path).memory.total / 1e9:.1f}" for path in RECIPES}
+    assert dict(rows) == computed
