@@ -20,26 +20,31 @@ class Report:
     Shown at the end of a cell, it is a table of its figures and a link to its page.
     """
 
-    path: Path | None
-    """`report.html` in `train.output_dir`; None before training has begun."""
+    folder: Path | None
+    """`train.output_dir`, or this machine's mirror of it; None before this training has begun."""
     figures: Mapping[str, Any]
     """By name: `first_loss`, `final_loss`, `steps`, `tokens`, `eval_loss` and the other facts of a
     finished training, and `model`, the folder of what was exported. Empty before training has
     ended."""
 
+    @property
+    def path(self) -> Path | None:
+        """`report.html`; None as long as there is none."""
+        page = self.folder / REPORT if self.folder else None
+        return page if page and page.is_file() else None
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`, one a logged step or evaluation, in order."""
-        return read_metrics(self.path.with_name(METRICS)) if self.path else []
+        return read_metrics(self.folder / METRICS) if self.folder else []
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value}" for name, value in self._numbers())
         return f"Report({self.path}{', ' if numbers else ''}{numbers})"
 
     def _repr_html_(self) -> str:
-        link = (
-            f'<a href="{self.path.absolute().as_uri()}">{REPORT}</a>' if self.path else "no report"
-        )
+        page = self.path
+        link = f'<a href="{page.absolute().as_uri()}">{REPORT}</a>' if page else "no report"
         return html_table([("figure", "value"), *self._numbers()]) + link
 
     def _numbers(self) -> list[tuple[str, str]]:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.api.pipeline import Notify, bring_here, bring_stages, rebuild_options
@@ -20,11 +19,13 @@ from penstock.api.results import (
 from penstock.api.status import StageStatus, Standing, judge_stages
 from penstock.api.tables import html_table, table
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.store import StageResult, fetch_cached, find_cached
+from penstock.core.cache.input_digests import read_attempt
+from penstock.core.cache.manifest import read_manifest
+from penstock.core.cache.stage import short
+from penstock.core.cache.store import PlannedStage, StageResult, fetch_cached, find_cached
 from penstock.core.errors import ConfigError, StageError
 from penstock.outputs import output_folders, unwritable
 from penstock.plan import Plan, RebuildOptions, StageName, plan
-from penstock.train.launch.job import REPORT
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -158,10 +159,8 @@ class Run:
         """The report of the training: its page, figures and metrics, as far as there are any."""
         planned = plan(self.config)
         done = _finished(planned)
-        folders = [step.path for step in planned.steps if step.stage.name == "train"]
-        page: Path | None = folders[0] / REPORT if folders else None
-        figures = run_result(done) if "train" in done else {}
-        return Report(page if page and page.is_file() else None, figures)
+        begun = [s.path for s in planned.steps if s.stage.name == "train" and _has_begun(s)]
+        return Report(begun[0] if begun else None, run_result(done) if "train" in done else {})
 
     def __repr__(self) -> str:
         return f"Run({self.config.pipeline.name}: {' -> '.join(self.stages)})"
@@ -192,8 +191,14 @@ def _finished(planned: Plan) -> dict[str, StageResult]:
     found: dict[str, StageResult] = {}
     for step in planned.steps:
         if manifest := find_cached(step):
-            key = step.artifact.key[:16]
+            key = short(step.artifact.key)
             found[step.stage.name] = StageResult(
                 step.stage.name, key, "cached", step.path, 0.0, manifest["facts"], step.remote
             )
     return found
+
+
+def _has_begun(step: PlannedStage) -> bool:
+    """Whether the folder holds this run, finished or not, and not another one."""
+    record = read_manifest(step.path) or read_attempt(step.path)
+    return record is not None and record["key"] == step.artifact.key

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from penstock.core import env
 from penstock.core.errors import StageError
 from penstock.core.process.die_with_parent import end_with_starter
+from penstock.core.process.main_module import without_main_module
 from penstock.pack.layout import Form, Layout, sample_form
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import Written, read, write
@@ -100,7 +101,8 @@ def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
 def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
     pool = ProcessPoolExecutor(count, get_context(start_method), _begin)
     try:
-        futures = [pool.submit(_write_one, shard) for shard in shards]
+        with without_main_module():
+            futures = [pool.submit(_write_one, shard) for shard in shards]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -16,6 +16,7 @@ from penstock.core import env
 from penstock.core.errors import StageError
 from penstock.core.process.allowed_env import Purpose
 from penstock.core.process.die_with_parent import end_with_parent
+from penstock.core.process.main_module import without_main_module
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.readers.file_splits import require_unchanged
@@ -92,7 +93,8 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
     pool = ProcessPoolExecutor(workers, context, _begin, begin)
     try:
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
-        futures = {item.content: pool.submit(make, item, recipe, "skip") for item in by_size}
+        with without_main_module():
+            futures = {item.content: pool.submit(make, item, recipe, "skip") for item in by_size}
         wait(futures.values(), return_when=FIRST_EXCEPTION)
     finally:
         pool.shutdown(cancel_futures=True)

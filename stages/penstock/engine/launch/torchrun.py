@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+
+from penstock.core.process.byte_stream import ByteStream
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Signals that request a stop: from users, schedulers, and a deadline."""
@@ -32,7 +33,7 @@ def run_ranks(
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str],
-    sink: BinaryIO,
+    sink: ByteStream,
     deaths: Path,
     patience: float,
     watch: Callable[[], str | None] = lambda: None,
@@ -62,7 +63,7 @@ def run_ranks(
 
 def _copy(
     child: "subprocess.Popen[bytes]",
-    sink: BinaryIO,
+    sink: ByteStream,
     watch: Callable[[], str | None],
 ) -> None:
     """Copy the child's output until it closes the pipe, with the text from `watch` in between."""
@@ -83,7 +84,7 @@ def _copy(
                     _say(sink, f"train: {said}\n".encode())
 
 
-def _say(sink: BinaryIO, text: bytes) -> None:
+def _say(sink: ByteStream, text: bytes) -> None:
     """Raises SystemExit on a closed pipe: the reader is gone, and retrying does not help."""
     try:
         sink.write(text)
@@ -92,7 +93,7 @@ def _say(sink: BinaryIO, text: bytes) -> None:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-def _end(child: "subprocess.Popen[bytes]", sink: BinaryIO, seconds: float) -> None:
+def _end(child: "subprocess.Popen[bytes]", sink: ByteStream, seconds: float) -> None:
     """Send one SIGTERM, wait, then SIGKILL; the child's pipe is drained meanwhile."""
     with _deaf():
         child.send_signal(signal.SIGTERM)

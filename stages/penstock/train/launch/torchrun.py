@@ -12,6 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.process.allowed_env import Purpose
+from penstock.core.process.byte_stream import byte_stream
 from penstock.core.process.rendezvous import (
     PORT,
     interface_towards,
@@ -70,7 +71,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
             secret_purposes(job),
             launch.pass_env,
         ),
-        sink=sys.stderr.buffer,
+        sink=byte_stream(sys.stderr),
         deaths=deaths_file(job.output_dir / LOGS, job.launch),
         patience=launch.stop_timeout,
         watch=watch,
