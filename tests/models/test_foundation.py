@@ -216,6 +216,38 @@ def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_typ
             assert not (is_number and is_other), f"{name}: {value!r} is accepted"
 
 
+FALSY: list[Any] = [[], {}, "", 0, 0.0, False]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_value_that_is_falsy_is_refused_where_it_is_not_of_the_entrys_kind(
+    model_type: str,
+) -> None:
+    """Also where config.json lacks the entry: what is read as false there is not left out."""
+    whole = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
+    for base in (whole, {"model_type": model_type, **BASES[model_type]}):
+        for name in {*whole, "quantization_config", "layer_types"}:
+            for value in FALSY:
+                try:
+                    check_foundation(base, {name: value})
+                except (ConfigError, CapabilityError):
+                    continue
+                known = base.get(name) if base.get(name) is not None else whole.get(name)
+                assert known is not None, f"{name}: {value!r} is accepted"
+                both = (isinstance(value, bool), isinstance(known, bool))
+                assert both in ((True, True), (False, False)), f"{name}: {value!r} is accepted"
+                kinds = (str, list, int | float)
+                assert any(isinstance(value, k) and isinstance(known, k) for k in kinds), name
+
+
+@pytest.mark.parametrize("value", FALSY, ids=repr)
+def test_a_quantization_config_that_is_no_table_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"foundation\.quantization_config: .*(table|leave it out)"
+    ):
+        check_foundation({"model_type": "llama", **SIZES}, {"quantization_config": value})
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
@@ -224,7 +256,7 @@ def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_typ
         ({"num_hidden_layers": 2, "anything": {}}, "foundation.anything: {} says nothing"),
         ({"rope_scaling": "yarn"}, "Write one, such as {rope_type: linear, factor: 2.0}"),
         ({"hidden_size": 96, "num_attention_heads": 0}, "num_attention_heads (0) cannot be read"),
-        ({"rope_theta": [1e4]}, "rope_theta (rotary embedding, in config.json) is [10000.0]"),
+        ({"rope_theta": [1e4]}, "rope_theta: [10000.0] is a list; write a number"),
     ],
 )
 def test_a_value_that_no_such_entry_has_is_told_with_the_entry(

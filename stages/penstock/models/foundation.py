@@ -7,6 +7,7 @@ No torch here: entries are judged before anything heavy is imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
@@ -41,6 +42,12 @@ Path = tuple[str, ...]
 
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """What reading a config.json raises where a value is of a kind that no such entry has."""
+
+TABLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
+"""Entries that are tables or null, with an example of each."""
+
+PER_LAYER = ("layer_types",)
+"""Lists with a value for each layer; others may be empty."""
 
 KINDS = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
 """What values are called by their types; others are numbers."""
@@ -208,25 +215,43 @@ def _leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path
 
 def _require_kinds(base: HfConfig, entries: Mapping[str, Any]) -> None:
     """Raise ConfigError for tables with nothing in them, and for values of another kind than those
-    that stand in the file."""
-    if faults := list(_odd_kinds(entries, base)):
+    that stand in the file, or that are read where it has none."""
+    defaults = {**_defaults_in(entries, base), **_defaults_in({}, base)}
+    if faults := list(_odd_kinds(entries, base, defaults)):
         raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
 
 
-def _odd_kinds(entries: Mapping[str, Any], there: Any, above: str = "") -> Iterator[str]:
+def _odd_kinds(
+    entries: Mapping[str, Any], there: Any, defaults: Mapping[str, Any], above: str = ""
+) -> Iterator[str]:
     for name, value in entries.items():
         path = f"{above}{name}"
         own = there.get(_called(name, there)) if isinstance(there, Mapping) else None
-        if value == {}:
-            yield f"{path}: {{}} says nothing; leave it out"
-        elif None not in (own, value) and _kind(value) != _kind(own):
-            has = f"{_kind(value)}, and config.json has {own!r}"
-            yield f"{path}: {value!r} is {has}; write {_kind(own)}"
+        wanted = _kind(defaults.get(name) if own is None else own)
+        if value == {} or (value == [] and name in PER_LAYER):
+            yield f"{path}: {value!r} says nothing; leave it out"
+        elif None not in (wanted, value) and _kind(value) != wanted:
+            has = "" if own is None else f", and config.json has {own!r}"
+            yield f"{path}: {value!r} is {_kind(value)}{has}; write {wanted}"
         elif isinstance(value, Mapping):
-            yield from _odd_kinds(value, own, f"{path}.")
+            yield from _odd_kinds(value, own, {}, f"{path}.")
 
 
-def _kind(value: Any) -> str:
+def _defaults_in(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
+    """What is taken for entries that config.json lacks, as far as it can be read."""
+    found = dict[str, Any](TABLES)
+    with suppress(ConfigError, CapabilityError, *UNREADABLE):
+        read = _Recorded(laid_over(base, entries))
+        try:
+            get_family(read).read(read)
+        finally:
+            found |= read.defaults
+    return found
+
+
+def _kind(value: Any) -> str | None:
+    if value is None:
+        return None
     return next((name for kind, name in KINDS.items() if isinstance(value, kind)), "a number")
 
 
@@ -316,9 +341,13 @@ class _Recorded(dict[str, Any]):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.names: set[str] = set()
+        self.defaults: dict[str, Any] = {}
+        """What was asked for in place of entries that it lacks."""
 
     def get(self, name: str, default: Any = None) -> Any:
         self.names.add(name)
+        if default is not None:
+            self.defaults[name] = default
         return super().get(name, default)
 
     def __getitem__(self, name: str) -> Any:

@@ -145,7 +145,7 @@ def config_require(hf: HfConfig, name: str) -> Any:
 
 def config_get(hf: HfConfig, name: str, default: Any) -> Any:
     """The field, or the default where the file leaves it out or null."""
-    value = hf.get(name)
+    value = hf.get(name, default)
     return default if value is None else value
 
 
