@@ -447,7 +447,34 @@ def test_a_data_prefix_is_megatrons_documents_with_their_splits_and_weights(
     assert (data.mix_strategy, data.weight_unit) == (
         ("random", "tokens") if is_weighed else ("concat", "samples")
     )
-    assert line_of(found, "data.data_prefix").kind == "translated"
+    line = line_of(found, "data.data_prefix")
+    loses_weights = len(held) > 1 and is_weighed
+    assert line.kind == ("approximated" if loses_weights else "translated")
+    assert ("in shares of 0.3, 0.7" in line.why) == loses_weights
+
+
+@pytest.mark.parametrize(
+    ("validation", "held", "shares"),
+    [
+        ([0.25, "c", 0.75, "d"], ["c", "d"], "0.25, 0.75"),
+        ([0, "c", 2, "d", 1, "e"], ["d", "e"], "0, 2, 1"),
+        (["c", "d"], ["c", "d"], None),
+        ([0.5, "c"], ["c"], None),
+        ("c", ["c"], None),
+    ],
+)
+def test_weights_of_validation_prefixes_are_reported_as_read_whole(
+    validation: Any, held: list[str], shares: str | None
+) -> None:
+    found = indexed({"train": "a", "validation": validation})
+    assert [source[:2] for source in sources_of(found, "test_datasets")] == [
+        (path, None) for path in held
+    ]
+    line = line_of(found, "data.data_prefix")
+    assert line.kind == ("approximated" if shares else "translated")
+    assert (f"validation reads every prefix whole, and not in shares of {shares};" in line.why) == (
+        shares is not None
+    )
 
 
 def test_a_data_prefix_is_split_as_there_unless_it_says_otherwise() -> None:

@@ -23,6 +23,8 @@ LINES = (".jsonl", ".json", ".arrow")
 INDEXED = {"type": "tokenized", "ds_type": "megatron"}
 """Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with."""
 
+AS_THERE = "documents that are shuffled, joined, and cut every seq_length tokens, as there"
+
 PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
 
 
@@ -52,14 +54,16 @@ def _source(name: str) -> Rule:
 
 def _prefix(entry: Entry) -> None:
     value: Any = entry.value
+    held: list[dict[str, Any]] = []
     if isinstance(value, dict):
         parts = cast("dict[str, Any]", value)
         if not parts.get("train"):
             entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
             return
         entry.put(SOURCES, _weighed(parts["train"]))
-        if held := parts.get("validation"):
-            entry.put(TESTS, _unweighed(_weighed(held)))
+        held = _weighed(parts["validation"]) if parts.get("validation") else []
+        if held:
+            entry.put(TESTS, _unweighed(held))
     else:
         entry.put(SOURCES, _weighed(value))
     weights = [source.get("weight", 0.0) for source in entry.draft.value(SOURCES)]
@@ -71,7 +75,9 @@ def _prefix(entry: Entry) -> None:
     else:
         entry.put("data.mix_strategy", "random")
         entry.put("data.weight_unit", "tokens")
-    entry.explain("documents that are shuffled, joined, and cut every seq_length tokens, as there")
+    entry.explain(AS_THERE)
+    if _are_weighed(held):
+        entry.approximated(f"{AS_THERE}; {_held_whole(held)}")
 
 
 def _weighed(value: Any) -> list[dict[str, Any]]:
@@ -92,6 +98,20 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, str):
         return value.replace(".", "", 1).isdecimal()
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_weighed(sources: Sequence[dict[str, Any]]) -> bool:
+    """Whether weights decide how much is drawn of each."""
+    return len(sources) > 1 and any("weight" in source for source in sources)
+
+
+def _held_whole(held: Sequence[dict[str, Any]]) -> str:
+    """What is told of weights of validation data, which a test set does not have here."""
+    weights = ", ".join(f"{source['weight']:g}" for source in held)
+    return (
+        f"validation reads every prefix whole, and not in shares of {weights}; one of weight 0 is "
+        "left out"
+    )
 
 
 def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,6 +145,8 @@ def _share_out(draft: Draft) -> None:
     if parse_splits(shares)[1]:
         held = [{**source, "split": "validation"} for source in _unweighed(sources)]
         draft.put(TESTS, held)
+        if _are_weighed(sources):
+            draft.say(PREFIX, "approximated", f"{AS_THERE}; {_held_whole(sources)}")
 
 
 def _order(entry: Entry) -> None:
