@@ -43,15 +43,14 @@ from prefect.states import Cancelled, Completed
 from cluster import num_shares, spread, task_runner
 from overview import chat_command, overview_shown
 from parameters import ConfigFile, Forced, Overrides, build_run_title, loaded, typed
-from penstock.cli.console import outcome_table
+from penstock.api.pipeline import bring_stages
+from penstock.api.tables import outcome_table
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.in_use import in_use
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
-from penstock.outputs import require_writable
 from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
 from prefect_artifacts import log_notice, noticed, show, training_shown
 
@@ -125,16 +124,18 @@ def chain(
     """
     runner, logger = task_runner(run), get_run_logger()
     planned = plan(run, wanted or None)
-    for note in planned.notes:
-        log_notice(note, logger)
-    require_writable(planned)
     for name in wishes.force:
         planned.step(name)  # raises for one that would be ignored
-    if runner:
-        spread(planned, runner, num_shares(run))
-    with in_use(planned.steps), overview_shown(planned, chat, logger) as outcomes:
-        for step in planned.steps:
-            outcomes.append(brought(planned, cast(StageName, step.stage.name), wishes))
+
+    def bring(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
+        if runner and name == "prepare":
+            spread(planned, runner, num_shares(run))
+        return brought(planned, name, wishes)
+
+    with overview_shown(planned, chat, logger) as outcomes:
+        done = bring_stages(planned, bring, wishes, notify=lambda line: log_notice(line, logger))
+        for outcome in done:  # so that those before a failure are shown
+            outcomes.append(outcome)
     logger.info("\n%s", outcome_table(outcomes))
     return outcomes
 

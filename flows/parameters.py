@@ -1,6 +1,5 @@
 """What flows are given, typed so that the form in Prefect's UI and its server refuse the rest."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field, GetJsonSchemaHandler, JsonValue
 from pydantic_core import CoreSchema
 
+from penstock.api.load_config import load_config
+from penstock.api.overrides import format_value as format_as_yaml
 from penstock.config.loading.cli_overrides import Override, split_overrides
-from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import redact_text
@@ -29,9 +29,6 @@ CREDENTIAL = (
 
 CREDENTIALS_NAME = r"(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$"
 """How variables are called that hold one."""
-
-UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-"""What YAML does not read as it stands."""
 
 LONGEST = 100
 """Characters of a run's name, at most."""
@@ -87,7 +84,9 @@ Forced = Annotated[
 
 def loaded(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConfig:
     """The run that the file and the overrides describe. Raises ConfigError with all faults."""
-    return load(config, [Override(name, format_value(v)) for name, v in (overrides or {}).items()])
+    return load_config(
+        config, [Override(name, format_value(v)) for name, v in (overrides or {}).items()]
+    )
 
 
 def typed(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
@@ -110,11 +109,7 @@ def typed(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
 
 def format_value(value: JsonValue) -> str:
     """A value as somebody would type it on the command line."""
-    if isinstance(value, str):
-        return value
-    # YAML has no pairs of escapes for signs beyond 16 bits, and takes some others only escaped.
-    plain = json.dumps(value, ensure_ascii=False)
-    return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", plain)
+    return value if isinstance(value, str) else format_as_yaml(value)
 
 
 def build_run_title(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -> str:
