@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Written last by an install that ended well; older than its inputs means install again.
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test fast check format install docs clean
+.PHONY: quickstart test fast check format install docs site clean
 
 quickstart: $(STAMP)  ## The whole pipeline on the built-in sample, then what the model learned
 	$(BIN)/python flows/finetune.py configs/quickstart.yaml
@@ -30,6 +30,10 @@ format: $(STAMP)  ## Write code as `check` wants it
 
 docs: $(STAMP)  ## Regenerate the pages and schemas of settings in configs/
 	$(BIN)/python -m penstock.config.generate_docs
+
+site: $(STAMP)  ## The documentation as a site in site/; a broken link is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
+	$(BIN)/python -m mkdocs build --strict
 
 install: $(STAMP)  ## Only the environment
 
