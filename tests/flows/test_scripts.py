@@ -294,6 +294,16 @@ def test_what_stages_warn_of_outside_of_any_run_is_no_fault():
         logging.getLogger(name).warning("heard by nobody")
 
 
+def test_what_preparing_warns_of_goes_to_the_log_of_the_task():
+    from prefect.logging.handlers import APILogHandler
+
+    import finetune
+    from penstock.prepare import process_warnings
+
+    assert finetune.realise  # since then Prefect listens to some of our loggers
+    assert any(isinstance(each, APILogHandler) for each in process_warnings.log.handlers)
+
+
 def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():
     import prefect_artifacts
 

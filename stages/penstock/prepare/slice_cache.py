@@ -6,9 +6,9 @@ was computed from a slice lies beside it too, as `<key16>.<name>`.
 """
 
 import errno
+import logging
 import os
 import platform
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +27,8 @@ from penstock.core.files import PART, remove
 from penstock.core.remote.shared_files import Files, SharedCache
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.slices import Finished, Slice
+
+log = logging.getLogger("penstock.prepare")
 
 UNDIGESTED = frozenset({"format", "file", "tally"})
 """Fields of notes that were written before records had a digest."""
@@ -85,7 +87,7 @@ class SliceCache:
             made: Made = "found" if note and _whole({target: note}) else "made"
             if made == "made":
                 if note:
-                    sys.stderr.write(f"prepare: {target} is damaged, and is tokenised again\n")
+                    log.warning("prepare: %s is damaged, and is tokenised again", target)
                 _publish(target, tokenise)
                 if self.shared:
                     self.shared.send(_files_of(item))

@@ -19,6 +19,12 @@ from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.main_module import without_main_module
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.encoder import Encoder
+from penstock.prepare.process_warnings import (
+    ProcessWarnings,
+    collect_warnings,
+    log_process_warnings,
+    take_warnings,
+)
 from penstock.prepare.readers.file_splits import require_unchanged
 from penstock.prepare.readers.read_slice import records
 from penstock.prepare.settings import DatasetSettings
@@ -94,10 +100,12 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
     try:
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
         with without_main_module():
-            futures = {item.content: pool.submit(make, item, recipe, "skip") for item in by_size}
+            futures = {item.content: pool.submit(_make_apart, item, recipe) for item in by_size}
         wait(futures.values(), return_when=FIRST_EXCEPTION)
     finally:
         pool.shutdown(cancel_futures=True)
+    ended = [done for done in futures.values() if done.done() and not done.cancelled()]
+    log_process_warnings(done.result()[1] for done in ended if not done.exception())
     in_order = [futures[item.content] for item in slices]
     failures = [done.exception() for done in in_order if not done.cancelled()]
     for failure in failures:
@@ -108,7 +116,12 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
             ) from failure
         if failure:
             raise failure
-    return [done.result() for done in in_order]
+    return [done.result()[0] for done in in_order]
+
+
+def _make_apart(item: Slice, recipe: Recipe) -> tuple[Made, ProcessWarnings]:
+    """Make a slice in a process of the pool."""
+    return make(item, recipe, "skip"), take_warnings()
 
 
 def _purposes(slices: Sequence[Slice], recipe: Recipe) -> set[Purpose]:
@@ -124,9 +137,10 @@ def _purposes(slices: Sequence[Slice], recipe: Recipe) -> set[Purpose]:
 
 
 def _begin(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
-    """A process's first act: it ends with its parent, forgets secrets that it has no use for, and
-    leaves the others their processors."""
+    """A process's first act: it ends with its parent, keeps its warnings for it, forgets secrets
+    that it has no use for, and leaves the others their processors."""
     end_with_parent(parent)
+    collect_warnings()
     env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
 
