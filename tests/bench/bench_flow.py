@@ -80,7 +80,7 @@ def main() -> None:
         f"(goal {GOAL}).",
     ]
     print("\n".join(lines))
-    write_section("cpu", "Prefect: cpu", lines)
+    write_section("cpu", "Prefect overhead", lines)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.engine.loops import loop_of
 
-TITLE = "Telling: cpu"
+TITLE = "Logging overhead"
 GOAL = 0.01
 QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 STEPS, ROW, VOCABULARY = 24, 1024, 259
 WAYS: dict[str, dict[str, Any]] = {
-    "by itself": {},
-    "norms by layer": {"log_grad_norm": "layers", "log_param_norm": "layers"},
+    "default metrics": {},
+    "gradient and weight norms by layer": {"log_grad_norm": "layers", "log_param_norm": "layers"},
 }
 
 
@@ -93,10 +93,10 @@ def measured(loop: Trainer) -> tuple[float, float]:
 def main() -> None:
     lines = [
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}; `tests/bench/bench_logging.py`. The goal is {GOAL:.0%} for what is "
-        "told by itself. Norms by layer hold the norm of all gradients, which every step takes.",
+        f"{torch.__version__}; `tests/bench/bench_logging.py`. The goal is {GOAL:.0%} for the "
+        "default metrics. Norms by layer include that of all gradients, which every step computes.",
         "",
-        "| told | a step | of it telling | share |",
+        "| logged | a step | of it measuring and logging | share |",
         "|---|---:|---:|---:|",
     ]
     with tempfile.TemporaryDirectory() as name:

@@ -26,7 +26,8 @@ from tests.bench.pages import write_section
 from tests.engine import runs
 from tests.ranks import on_ranks
 
-PARTS, MIXTURES = "Recomputation and offload: cpu", "Recomputation of mixtures: cpu"
+PARTS = "Activation checkpointing and offload"
+MIXTURES = "Activation checkpointing of MoE layers"
 RANKS, ROW, VOCABULARY, LAYERS = 2, 1024, 512, 4
 DENSE = {
     "model_type": "qwen3",
@@ -56,20 +57,24 @@ SPARSE = {
 AWAY = {"enable_activation_offload": True}
 NOTHING = {"enable_gradient_checkpointing": False}
 WAYS_OF_PARTS = {
-    "nothing": NOTHING,
-    "[self_attn]": {"recompute_modules": ["self_attn"]},
-    "[mlp]": {"recompute_modules": ["mlp"]},
-    "[self_attn, mlp]": {"recompute_modules": ["self_attn", "mlp"]},
-    "whole layers": {},
-    "whole layers, reentrant": {"enable_reentrant": True},
-    "nothing, moved": {**NOTHING, **AWAY},
-    "nothing, 0.02 GB stay": {**NOTHING, **AWAY, "activation_gpu_limit": 0.02},
-    "whole layers, moved": AWAY,
+    "nothing recomputed": NOTHING,
+    "attention recomputed": {"recompute_modules": ["self_attn"]},
+    "MLP recomputed": {"recompute_modules": ["mlp"]},
+    "attention and MLP recomputed": {"recompute_modules": ["self_attn", "mlp"]},
+    "whole layers recomputed": {},
+    "whole layers recomputed, reentrant": {"enable_reentrant": True},
+    "nothing recomputed, all offloaded": {**NOTHING, **AWAY},
+    "nothing recomputed, all but 20 MB offloaded": {
+        **NOTHING,
+        **AWAY,
+        "activation_gpu_limit": 0.02,
+    },
+    "whole layers recomputed, inputs offloaded": AWAY,
 }
 WAYS_OF_MIXTURES = {
-    "nothing": NOTHING,
-    "whole layers": {},
-    "moe_act": {"moe_checkpoint_method": "moe_act"},
+    "nothing recomputed": NOTHING,
+    "whole layers recomputed": {},
+    "moe_checkpoint_method: moe_act": {"moe_checkpoint_method": "moe_act"},
 }
 """What is computed again."""
 
@@ -103,7 +108,7 @@ def alike(found: dict[str, Cost]) -> dict[str, Cost]:
 def line_of_part(name: str, cost: Cost) -> str:
     """Of the table of parts."""
     return (
-        f"{name:24} {cost.peak / 2**20:8.1f} MiB {cost.moved / 2**20:7.1f} MiB moved "
+        f"{name:44} {cost.peak / 2**20:8.1f} MiB {cost.moved / 2**20:7.1f} MiB offloaded "
         f"{statistics.median(cost.seconds):7.2f} s"
     )
 
@@ -133,7 +138,7 @@ def main() -> None:
         found = alike(on_ranks(1, measured, made, timeout=900, collectives="plain")[0])
         shape = (
             f"{2 * LAYERS} layers of width 256, feed-forward 768; a row of {ROW} tokens on one "
-            "process; bf16. What is moved is copied, and not counted as memory."
+            "process; bf16. What is offloaded is copied to memory that is not counted."
         )
         write(PARTS, shape, [line_of_part(way, cost) for way, cost in found.items()])
         both = {"expert_parallel_size": RANKS, "global_batch_size": RANKS}

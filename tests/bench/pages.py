@@ -12,8 +12,8 @@ def write_section(page: str, title: str, lines: Sequence[str]) -> None:
     PAGES.mkdir(parents=True, exist_ok=True)
     file = PAGES / f"{page}.md"
     text = file.read_text() if file.is_file() else ""
-    section = "\n".join([f"# {title}", "", *lines, ""])
-    old = re.compile(rf"^# {re.escape(title)}\n.*?(?=^# |\Z)", re.MULTILINE | re.DOTALL)
+    section = "\n".join([f"## {title}", "", *lines, ""])
+    old = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
     if old.search(text):
         # Not as a pattern: figures may hold backslashes.
         text = old.sub(lambda found: section + "\n" * (found.end() < len(text)), text)

@@ -34,7 +34,7 @@ from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
 from penstock_kernels.attention import VarlenMetadata, attention
 
-TITLE = "Attention over packed documents: cpu"
+TITLE = "Attention over packed documents"
 OF_ROWS = 0.9
 DOCUMENTS = [2048] * 8 if CUDA else [512] * 8
 MIXED = [1300, 37, 611, 420, 1009, 90, 5, 624]

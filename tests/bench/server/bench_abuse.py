@@ -34,7 +34,10 @@ from tests.bench.pages import write_section
 from tests.bench.server.bench_server_clients import Client, Seen, connection, session_of
 from tests.server.serving import Server, write_model
 
-TITLE, WRITTEN = "Abuse of a server: cpu", "Written by `tests/bench/server/bench_abuse.py`."
+TITLE, WRITTEN = (
+    "Training server under hostile clients",
+    "Written by `tests/bench/server/bench_abuse.py`.",
+)
 VICTIM, ATTACKER = "tml-victim", "tml-attacker"
 JSON, PROTO = "application/json", "application/x-protobuf"
 CLIENTS = 2
@@ -175,11 +178,11 @@ async def all_at_once(url: str, until: float) -> Counter[str]:
 
 
 ATTACKS: dict[str, Attack] = {
-    "sparse targets": sparse,
+    "oversized sparse targets": sparse,
     "sparse targets within limits": sparse_within_limits,
-    "brackets": brackets,
-    "unknown keys": keys,
-    "stalled bodies": stalled,
+    "deeply nested JSON": brackets,
+    "JSON with many unknown keys": keys,
+    "request bodies that never end": stalled,
     "half-open connections": half_open,
 }
 

@@ -28,7 +28,7 @@ from tests.bench.pages import write_section
 from tests.bench.timing import ROUNDS, medians, processor_seconds
 from tests.engine.generation.writing import built_of, job_of, read_model, write_model
 
-TITLE = "Answers: cpu"
+TITLE = "Generation"
 MODEL = {
     "vocab_size": 32_000,
     "hidden_size": 256,
@@ -54,10 +54,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "16 prompts, the likeliest": Case((200, 30, 120, 7, 65, 150, 90, 12) * 2, 1, 64, 0),
-    "16 prompts, drawn": Case((200, 30, 120, 7, 65, 150, 90, 12) * 2, 1, 64, 1),
-    "1 prompt, drawn": Case((120,), 1, 64, 1),
-    "1 prompt, 32 answers, drawn": Case((400,), 32, 64, 1),
+    "16 prompts, greedy": Case((200, 30, 120, 7, 65, 150, 90, 12) * 2, 1, 64, 0),
+    "16 prompts, sampled": Case((200, 30, 120, 7, 65, 150, 90, 12) * 2, 1, 64, 1),
+    "1 prompt, sampled": Case((120,), 1, 64, 1),
+    "1 prompt, 32 completions, sampled": Case((400,), 32, 64, 1),
 }
 ON_THE_WAY = Case((40, 25, 60, 33), 1, 64, 0)
 
@@ -103,14 +103,14 @@ def main() -> None:
         write_model(folder / "model", **MODEL)
         generator = built_of(job_of(folder, "run")).generator
         model = read_model(folder / "model")
-        lines = [f"{'tokens per CPU second':30} {'ours':>8} {'theirs':>8} {'ratio':>6}"]
+        lines = [f"{'tokens per CPU second':30} {'penstock':>8} {'transformers':>12} {'ratio':>6}"]
         for name, case in CASES.items():
             if not case.temperature and ours(generator, case) != theirs(model, case):
                 sys.exit(f"{name}: the two write other tokens")
             works = {"ours": partial(ours, generator, case), "theirs": partial(theirs, model, case)}
             tokens = len(case.lengths) * case.answers * case.new
             mine, other = (tokens / spent for spent in medians(works, processor_seconds).values())
-            lines.append(f"{name:30} {mine:8.0f} {other:8.0f} {mine / other:6.2f}")
+            lines.append(f"{name:30} {mine:8.0f} {other:12.0f} {mine / other:6.2f}")
             sys.stderr.write(lines[-1] + "\n")
         anew = replace(generator, keeps_up_to=0)
         if ours(generator, ON_THE_WAY) != ours(anew, ON_THE_WAY):
@@ -120,8 +120,8 @@ def main() -> None:
         }
         tokens = len(ON_THE_WAY.lengths) * ON_THE_WAY.new
         kept, again = (tokens / spent for spent in medians(works, processor_seconds).values())
-        lines += ["", f"{'4 prompts, the likeliest':30} {'kept':>8} {'anew':>8} {'ratio':>6}"]
-        lines.append(f"{'':30} {kept:8.0f} {again:8.0f} {kept / again:6.2f}")
+        lines += ["", f"{'4 prompts, greedy':30} {'KV cache':>8} {'no cache':>12} {'ratio':>6}"]
+        lines.append(f"{'':30} {kept:8.0f} {again:12.0f} {kept / again:6.2f}")
     print("\n".join(lines))
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, PyTorch {torch.__version__}."
     write_section(
@@ -130,7 +130,7 @@ def main() -> None:
         [
             "Written by `tests/bench/server/bench_generation.py`.",
             "",
-            "What a model writes beside its training, and transformers' `generate` of the same "
+            "Generation by the training engine, and transformers' `generate` of the same "
             f"weights, fp32, one thread, median of {ROUNDS} in turn; a Qwen3 of eight layers, "
             f"256 wide, with {MODEL['vocab_size']:,} tokens. {machine}",
             "",

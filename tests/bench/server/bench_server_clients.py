@@ -38,7 +38,7 @@ from tests.bench.pages import write_section
 from tests.server.serving import Server, write_model
 
 TITLE, WRITTEN = (
-    "Clients of a server: cpu",
+    "Training server with many clients",
     "Written by `tests/bench/server/bench_server_clients.py`.",
 )
 SAMPLES, TOKENS = 4, 64

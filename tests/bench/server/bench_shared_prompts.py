@@ -42,7 +42,7 @@ from tests.engine import loops, runs
 from tests.stages.prepared import prepare, run, write_lines
 
 DEMO = Path(__file__).parents[4] / "shared" / "data" / "preference" / "dpo_en_demo.json"
-TITLE = "Shared prompts: cpu"
+TITLE = "Shared prompts in preference training"
 GOAL = 0.65
 
 ROW = 32_768
