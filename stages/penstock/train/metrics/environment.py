@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from penstock import __version__
 from penstock.core import env
 from penstock.core.cache import provenance
 from penstock.core.files import write_json
@@ -17,6 +16,7 @@ from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.sizing import Finding
 from penstock.train.launch.job import SURROUNDINGS, Job
+from penstock.version import __version__
 
 
 def keep_surroundings(
