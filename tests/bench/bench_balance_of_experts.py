@@ -1,8 +1,8 @@
 """What looking at routers costs: `python -m tests.bench.bench_balance_of_experts`.
 
 One small Qwen3-MoE is trained without router metrics, with them, and with a load-balancing loss of
-rows and of whole steps, in turns of one process. Printed are medians of five CPU times of a step of four
-micro-batches, and their ratio to the first. Figures go to docs/benchmarks/cpu.md.
+rows and of whole steps, in turns of one process. Printed are medians of five CPU times of a step of
+four micro-batches, and their ratio to the first. Figures go to docs/benchmarks/cpu.md.
 """
 
 import os

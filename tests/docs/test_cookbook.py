@@ -93,7 +93,7 @@ def test_dpo_and_more_training_follow_an_sft_run(folder):
     stages = run("dpo.yaml")
     assert list(stages) == ["prepare", "pack", "reference", "train", "export"]
     again = run("dpo.yaml", "--preference.beta", "0.3", "--train.output_dir", "outputs/dpo-0.3")
-    assert again["reference"]["standing"] == "cached"
+    assert again["reference"]["status"] == "cached"
     reported = penstock("report", "outputs/dpo", "outputs/dpo-0.3")
     assert reported.code == 0, reported.err
 
@@ -102,7 +102,7 @@ def test_dpo_and_more_training_follow_an_sft_run(folder):
 def test_prepared_data_is_reused_without_its_sources(folder):
     assert penstock("pack", "shared.yaml").code == 0
     stages = run("shared.yaml")
-    assert [stages[name]["standing"] for name in ("prepare", "pack")] == ["cached", "cached"]
+    assert [stages[name]["status"] for name in ("prepare", "pack")] == ["cached", "cached"]
     (folder / "chats.jsonl").unlink()
     stages = run("from-prepared.yaml")
-    assert stages["pack"]["standing"] == "cached"
+    assert stages["pack"]["status"] == "cached"
