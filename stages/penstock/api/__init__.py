@@ -1,1 +1,1 @@
-"""The Python API: `penstock.load` and the `Run` that it returns. See docs/python.md."""
+"""The Python API: `penstock.load` and the `Run` that it returns. See docs/guide/python.md."""
