@@ -56,19 +56,33 @@ def test_a_recipe_is_named_after_what_it_does(path):
     assert size in summary(path)
 
 
+ANSWER = {"role": "assistant", "content": "4"}
+RECORDS = {
+    "chat": {"messages": [{"role": "user", "content": "2 + 2?"}, ANSWER]},
+    "preference": {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+    "kto": {"prompt": "2 + 2?", "completion": "4", "label": True},
+}
+
+
 @pytest.mark.slow
-def test_plan_prints_what_the_gallery_says_of_a_recipe(tmp_path, monkeypatch):
-    [path] = [path for path in RECIPES if path.stem == "qwen3-8b-qlora-1x24gb"]
+@recipes
+def test_check_accepts_a_recipe_and_plan_prints_its_estimated_memory(path, tmp_path, monkeypatch):
+    run, hardware = load_recipe(path), parse_hardware(path.stem)
+    [dataset] = run.data.datasets
+    kind = str(dataset.type)
     (tmp_path / "model").mkdir()
-    config = json.dumps(ARCHITECTURES["Qwen/Qwen3-8B"])
+    config = json.dumps(ARCHITECTURES[str(run.model.model_path)])
     (tmp_path / "model" / "config.json").write_text(config)
-    said = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 200)
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps(RECORDS[kind])}\n" * 200)
     monkeypatch.chdir(tmp_path)
     local = ["--model.model_path", "null", "--model.config_path", "model"]
     local += ["--model.tokenizer_path", "builtin:bytes"]
-    local += ["--data.datasets", "[{path: chats.jsonl, type: chat}]"]
-    planned = penstock("plan", path, *local, "--device-kind", "RTX 4090", "--json")
+    local += ["--data.datasets", f"[{{path: data.jsonl, type: {kind}}}]"]
+    checked = penstock("check", path, *local)
+    assert checked.code == 0, checked.err
+    assert "not looked at" not in checked.out + checked.err
+    device = ["--device-kind", "H200"] if hardware.has_gpus else []
+    planned = penstock("plan", path, *local, *device, "--json")
     assert planned.code == 0, planned.err
     memory = planned.last["costs"]["memory"]["total"]
     assert memory == pytest.approx(predict_costs(path).memory.total, rel=0.01)
