@@ -82,10 +82,10 @@ def measured(jobs: Mapping[str, Job]) -> dict[str, Cost]:
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for number in range(WARMING + MEASURED):
         for name, loop in running.items():
-            loop.ranks.wait()
+            loop.ranks.barrier()
             started = time.perf_counter()
             loops.step(loop)
-            loop.ranks.wait()
+            loop.ranks.barrier()
             if number >= WARMING:
                 seconds[name].append(time.perf_counter() - started)
     return {name: _watched(loop, seconds[name]) for name, loop in running.items()}

@@ -139,11 +139,11 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo, *, mixed: bool) -> dic
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(1, ROUNDS + 1):
         for name, way in ways.items():
-            ranks.wait()
+            ranks.barrier()
             started, used = time.perf_counter(), time.process_time()
             way(number)
             elapsed, used = time.perf_counter() - started, time.process_time() - used
-            of_all = ranks.total(torch.tensor(used, device=ranks.device)).item()
+            of_all = ranks.all_reduce_sum(torch.tensor(used, device=ranks.device)).item()
             seconds[name].append((elapsed, of_all))
     tokens = case.row * case.rows_per_step
     medians = {
@@ -169,7 +169,7 @@ def report(speeds: dict[str, Speed]) -> list[str]:
 
 def say(ranks: ProcessInfo, line: str) -> None:
     """Print it once."""
-    if ranks.leads:
+    if ranks.is_main_process:
         print(line, flush=True)
 
 
@@ -180,7 +180,7 @@ def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
         if asked.case not in (None, case.name):
             continue
         with shared_folder(ranks) as folder:
-            if ranks.leads:
+            if ranks.is_main_process:
                 write_rows(
                     folder / "packed",
                     num_rows=16,
@@ -189,18 +189,20 @@ def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
                     vocabulary=case.vocabulary,
                 )
                 runs.write_config(folder / "model", **case.hf_config)
-            ranks.wait()
+            ranks.barrier()
             for dtype in ("bf16", "fp32"):
                 if asked.dtype not in (None, dtype):
                     continue
-                lines.append(f"{case.name}, rows of {case.row}, {dtype}, {ranks.world} processes")
+                lines.append(
+                    f"{case.name}, rows of {case.row}, {dtype}, {ranks.world_size} processes"
+                )
                 say(ranks, lines[-1])
                 found = report(measure(case, folder, ranks, mixed=dtype == "bf16"))
                 for line in found:
                     say(ranks, line)
                 lines += found
-            ranks.wait()
-    if ranks.leads and asked.case is None and asked.dtype is None:
+            ranks.barrier()
+    if ranks.is_main_process and asked.case is None and asked.dtype is None:
         machine = f"{platform.machine()}, {os.cpu_count()} CPUs, PyTorch {torch.__version__}."
         page = [machine, "", "```", *lines, "```"]
         train_cuda.write_page("cpu", "tests/bench/bench_train.py", page)
@@ -210,8 +212,8 @@ def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
 def shared_folder(ranks: ProcessInfo) -> Generator[Path]:
     """A folder that all ranks know, and that is gone at the end."""
     with tempfile.TemporaryDirectory() as name:
-        yield Path(str(ranks.gather(name)[0]))
-        ranks.wait()
+        yield Path(str(ranks.all_gather(name)[0]))
+        ranks.barrier()
 
 
 def main() -> None:

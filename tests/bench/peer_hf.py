@@ -56,7 +56,7 @@ def transformers_step(
                 num_items_in_batch=trained,
             ).loss
             # FSDP averages over ranks, and the loss is divided by the tokens of all of them.
-            (loss * ranks.world).backward()
+            (loss * ranks.world_size).backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

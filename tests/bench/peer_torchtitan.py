@@ -43,7 +43,7 @@ def torchtitan_step(
     model.load_state_dict(native, strict=False)
     model.to(ranks.device).train()
     dtype = torch.bfloat16 if mixed else torch.float32
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("fsdp",))
     apply_fsdp_to_decoder(
         model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
     )

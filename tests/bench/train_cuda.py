@@ -98,7 +98,7 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
     device = torch.cuda.get_device_name(ranks.device)
     peak = next((flop for name, flop in PEAKS.items() if name in device), None)
     lines = [
-        f"{ranks.world} x {device}, PyTorch {torch.__version__}, sharded over all of them.",
+        f"{ranks.world_size} x {device}, PyTorch {torch.__version__}, sharded over all of them.",
         "",
         "| case | row | tokens/s per GPU | model TFLOP/s | MFU | peak memory |",
         "|---|---|---|---|---|---|",
@@ -116,25 +116,25 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
             )
         torch.cuda.empty_cache()
         lines.append(f"| {case.name} | {case.row} | {figures}")
-        if ranks.leads:
+        if ranks.is_main_process:
             print(lines[-1], flush=True)
-    if ranks.leads:
+    if ranks.is_main_process:
         name = "-".join(device.lower().split())
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
 def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
     """Figures of one case, whose rows and config are written to `folder`."""
-    if ranks.leads:
+    if ranks.is_main_process:
         write_rows(
             folder / "packed",
-            num_rows=4 * ranks.world,
+            num_rows=4 * ranks.world_size,
             row=case.row,
             document=case.document,
             vocabulary=runs.VOCAB,
         )
         runs.write_config(folder / "model", **case.hf_config)
-    ranks.wait()
+    ranks.barrier()
     on_cuda = ranks.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -152,7 +152,7 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
     seconds, flop, tokens, loss = [], [], [], 0.0
     for number in range(WARMING + MEASURED):
         rows = loop.batches.rows(loop.at.cursor).tolist()
-        ranks.wait()
+        ranks.barrier()
         started = time.perf_counter()
         record = loops.step(loop)  # ends with the loss on the host, so nothing is still under way
         if number >= WARMING:
@@ -162,10 +162,10 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
         loss = record["loss"]
     rates = [(t / s, f / s) for t, f, s in zip(tokens, flop, seconds, strict=True)]
     of_tokens, of_flop = (
-        statistics.median(each) / ranks.world for each in zip(*rates, strict=True)
+        statistics.median(each) / ranks.world_size for each in zip(*rates, strict=True)
     )
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
-    highest = max(each for each in ranks.gather(peak) if isinstance(each, int))
+    highest = max(each for each in ranks.all_gather(peak) if isinstance(each, int))
     return Figures(of_tokens, of_flop, highest, loss)
 
 

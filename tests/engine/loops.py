@@ -70,7 +70,7 @@ def _whole(loop: Trainer, take: Callable[[nn.Parameter], torch.Tensor | None]) -
             box = (box.float() if box.is_floating_point() else box).numpy().copy()
             mine.append((piece.tensor, piece.whole, piece.offsets, box))
     found: Arrays = {}
-    for boxes in loop.ranks.gather(mine):
+    for boxes in loop.ranks.all_gather(mine):
         for name, shape, offsets, box in boxes:
             # Bytes of quantised weights too: what is missing is no number.
             kind = np.promote_types(box.dtype, np.float32)
@@ -114,7 +114,7 @@ def looked_at(loop: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, floa
     """The summed loss of these batches, passed forward as evaluations do, their trained tokens, and
     those of them that were foretold."""
     kinds = [torch.zeros(sum(batch.lengths), dtype=torch.int64) for batch in batches]
-    [found] = loop.ranks.total(loop.built.onlooker.counts(batches, kinds, 1)).tolist()
+    [found] = loop.ranks.all_reduce_sum(loop.built.onlooker.counts(batches, kinds, 1)).tolist()
     loss, tokens, right = found
     return loss, tokens, right
 

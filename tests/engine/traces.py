@@ -70,7 +70,7 @@ def trace_here(job: Job) -> Trace | None:
         rows.append(sorted(loop.batches.rows(loop.at.cursor).tolist()))
         records.append(loops.step(loop))
     weights = loops.parameters_of(loop)
-    if not loop.ranks.leads:
+    if not loop.ranks.is_main_process:
         return None
     rounded = _dequantised(job, weights) if job.config.lora.merge_lora_interval else {}
     losses, norms = ([record[name] for record in records] for name in ("loss", "grad_norm"))

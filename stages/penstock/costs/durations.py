@@ -81,7 +81,7 @@ def estimate_step(cut: Cut, machine: Machine, work: Work) -> Step | None:
     speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
     if not speed or not bandwidth:
         return None
-    ranks = cut.degrees.world
+    ranks = cut.degrees.world_size
     flops = step_flops(cut.config, work, learning=cut.model.learning)
     products = (flops + _again(cut, work)) / ranks / speed
     if cut.run.train.enable_fp8_training and (eight := machine.speed(1)):
@@ -116,7 +116,7 @@ def estimate_forward(cut: Cut, machine: Machine, work: Work) -> Step | None:
     if not speed or not bandwidth:
         return None
     passes, layers = cut.micro_batches, layers_here(cut, 0)
-    products = forward_flops(cut.config, work) / cut.degrees.world / speed
+    products = forward_flops(cut.config, work) / cut.degrees.world_size / speed
     kept = sum(select_layer(cut, number).whole for number in layers)
     memory = TOUCHED_ONCE * kept * passes / bandwidth
     if cut.kind == "cuda":

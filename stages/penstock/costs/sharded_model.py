@@ -106,7 +106,7 @@ class Cut:
         degrees = self.degrees
         if degrees.expert == degrees.tensor == 1:
             return self.shards
-        return degrees.world // degrees.pipeline // degrees.expert
+        return degrees.world_size // degrees.pipeline // degrees.expert
 
     @property
     def micro_batches(self) -> int:

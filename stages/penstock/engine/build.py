@@ -147,7 +147,7 @@ def assemble(
     train = run.train
     validate_model(run, hf_config)
     mesh = Mesh(
-        build_parallel_dims(train, ranks.world),
+        build_parallel_dims(train, ranks.world_size),
         ranks.rank,
         ranks.device.type,
         experts="strangers" if train.ep_outside else "neighbours",
@@ -240,8 +240,8 @@ def assemble(
         layout=layout,
         optimizer=optimizer,
         ranks=ranks,
-        sum_of_losses=vocabulary.sum_of_losses(loss),
-        told_losses=vocabulary.sum_of_losses(told),
+        sum_of_losses=vocabulary.sum_cross_entropy(loss),
+        told_losses=vocabulary.sum_cross_entropy(told),
         max_grad_norm=train.max_grad_norm,
         noise_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
         preferences=build_preference_loss(run, layout, vocabulary, ranks),
@@ -260,9 +260,9 @@ def assemble(
     degrees = mesh.degrees
     return BuiltModel(
         engine=engine,
-        onlooker=EvalModel(layout, ranks, vocabulary.scores(told)),
+        onlooker=EvalModel(layout, ranks, vocabulary.token_scores(told)),
         answers=answer_sums(run, layout, vocabulary, ranks),
-        generator=build_generator(train, layout, ranks, vocabulary.whole_logits(told)),
+        generator=build_generator(train, layout, ranks, vocabulary.full_logits(told)),
         trained=TrainState(
             held,
             optimizer,
@@ -402,7 +402,7 @@ def load(
     """
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
-    seen = partial(base.seen, device=ranks.device)
+    seen = partial(base.quantized_reader, device=ranks.device)
     drawn = seen(RandomInitTensors(base.names, seed))
     norms: dict[str, torch.Tensor] = {}
     if run.lora.use_dora and not begun:
@@ -420,4 +420,4 @@ def load(
 
     load_weights(held, weights, start, readers=readers, ranks=ranks, seen=seen)
     if begun:
-        begun.lay_over(held)
+        begun.load_biases(held)

@@ -62,7 +62,7 @@ class EvalModel:
 
     def _here(self, values_T: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
-        return self.layout.context.part(values_T).to(self.ranks.device, non_blocking=True)
+        return self.layout.context.shard_tensor(values_T).to(self.ranks.device, non_blocking=True)
 
     def _call(self, batch: MicroBatch, reduce: Reduce) -> ModelInputs:
-        return self.layout.call(batch, reduce, self.ranks.device)
+        return self.layout.build_inputs(batch, reduce, self.ranks.device)

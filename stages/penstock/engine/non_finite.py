@@ -53,7 +53,7 @@ def locate_non_finite(
         parameter=first_not_finite(trained),
         all_rows=packed_row_numbers(batches),
     )
-    return told(ranks.gather(mine))
+    return told(ranks.all_gather(mine))
 
 
 def told(found: Sequence[NonFiniteReport]) -> str:

@@ -99,7 +99,7 @@ class TrainStep:
         in preference training with a reference model. Raises StageError if the gradients are not
         finite; if a smaller loss scale may help, it skips the update instead.
         """
-        tokens, trained = self._count(batches)
+        tokens, trained = self._count_tokens(batches)
         scale = self.scaling.scale if self.scaling else 1.0
         preferred = None
         if self.preferences:
@@ -109,39 +109,39 @@ class TrainStep:
             divisor = max(1, trained) / scale
             reduces = [self._summed(batch, self.sum_of_losses, divisor) for batch in batches]
         calls = [
-            self.layout.call(batch, reduce, self.ranks.device, self._noise(batch, number))
+            self.layout.build_inputs(batch, reduce, self.ranks.device, self._noise(batch, number))
             for batch, reduce in zip(batches, reduces, strict=True)
         ]
-        self.ranks.pulse.begins("forward")
+        self.ranks.pulse.set_phase("forward")
         if self.routers:
             layout = self.layout
-            calls = self.routers.watching(
-                calls, batches, tokens, layout.context, layout.observe, scale=scale
+            calls = self.routers.with_observers(
+                calls, batches, tokens, layout.context, layout.forward_for_observers, scale=scale
             )
         set_lr(self.optimizer, lr)
         mine = self.layout.forward_backward(calls) / scale
-        self.ranks.pulse.begins("update")
+        self.ranks.pulse.set_phase("update")
         trainable = self.layout.trainable
         if self.scaling:
             self.scaling.unscale(trainable)
         norms = self.norms.of_gradients() if self.norms and not self.fused else None
         norm = norms.total if norms else self._norm(trainable)
         is_finite = bool(torch.isfinite(norm))
-        if not is_finite and not (self.scaling and self.scaling.can_give_way()):
+        if not is_finite and not (self.scaling and self.scaling.on_overflow()):
             raise self._not_finite(batches, norm, number)
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
-        self.changes.begin()
+        self.changes.run()
         if is_finite and not self.fused:
             self._update(trainable, norm)
         for held in trainable:
             held.parameter.grad = None
         if self.merging and self.merging.is_due(number + 1):
-            self.ranks.pulse.begins("merging adapters")
+            self.ranks.pulse.set_phase("merging adapters")
             self.merging.merge(number + 1)
-        told = self.routers.conclude(tokens) if self.routers else {}
-        of_norms = self.norms.told(norms) if self.norms and norms else {}
+        told = self.routers.finish_step(tokens) if self.routers else {}
+        of_norms = self.norms.metrics(norms) if self.norms and norms else {}
         of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.scaling else {}
-        loss = self.ranks.total(mine.clone()).item()
+        loss = self.ranks.all_reduce_sum(mine.clone()).item()
         return StepResult(
             loss,
             # Report 0 on overflow: the norm of overflowed gradients is meaningless.
@@ -151,7 +151,7 @@ class TrainStep:
             told,
             of_norms if is_finite else {},
             of_scaling,
-            preferred.told() if preferred else {},
+            preferred.metrics() if preferred else {},
             mine,
         )
 
@@ -162,12 +162,12 @@ class TrainStep:
         """Clip the gradients and step the optimizer."""
         scale_gradients(trainable, norm, self.max_grad_norm)
         if self.copies:
-            self.copies.bring()
+            self.copies.copy_to_cpu()
         self.optimizer.step()
         if self.copies:
-            self.copies.take_back()
+            self.copies.copy_back()
         if self.scaling:
-            self.scaling.went_well()
+            self.scaling.on_finite_step()
 
     def _not_finite(
         self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int
@@ -180,11 +180,13 @@ class TrainStep:
                 "  Lower train.lr and go on from the last checkpoint, which is intact; without "
                 "fuse_optimizer_step the rows that do it are found."
             )
-        self.ranks.pulse.begins("finding what is not finite")
+        self.ranks.pulse.set_phase("finding what is not finite")
 
         def loss_of(batch: MicroBatch) -> float:
             reduce = self._summed(batch, self.told_losses, 1)
-            return self.layout.forward([self.layout.call(batch, reduce, self.ranks.device)]).item()
+            return self.layout.forward(
+                [self.layout.build_inputs(batch, reduce, self.ranks.device)]
+            ).item()
 
         with torch.no_grad():
             found = locate_non_finite(batches, loss_of, self.layout.trainable, self.ranks)
@@ -198,14 +200,14 @@ class TrainStep:
     def _noise(self, batch: MicroBatch, step: int) -> DropoutRNG | None:
         if self.noise_seed is None:
             return None
-        places_T = self.layout.context.part(batch.places())
+        places_T = self.layout.context.shard_tensor(batch.places())
         return DropoutRNG(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
 
     def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
         """Function from hidden states and LM head to this rank's summed token losses over
         `divisor`.
         """
-        labels_T = self.layout.context.part(batch.labels_T)
+        labels_T = self.layout.context.shard_tensor(batch.labels_T)
         labels_T = labels_T.to(self.ranks.device, non_blocking=True)
 
         def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
@@ -213,13 +215,13 @@ class TrainStep:
 
         return reduce
 
-    def _count(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    def _count_tokens(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Count tokens and trained tokens of all replicas.
 
         Every rank of a replica counts the same batch, so the sum is divided by the ranks per
         replica.
         """
         mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
-        counted = self.ranks.total(torch.tensor(mine, device=self.ranks.device))
-        tokens, trained = (counted // self.layout.ranks_per_replica).tolist()
+        counted = self.ranks.all_reduce_sum(torch.tensor(mine, device=self.ranks.device))
+        tokens, trained = (counted // self.layout.model_parallel_size).tolist()
         return tokens, trained

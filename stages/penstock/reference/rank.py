@@ -38,7 +38,7 @@ def reference(
     for scored in Scoring(job.config, built, ranks).chunks(iter_rows(job.packed, wanted)):
         held.append(scored)
         count += len(scored.samples)
-        is_stopped = ranks.anywhere(bool(stop)) and count < len(wanted)
+        is_stopped = ranks.any_rank(bool(stop)) and count < len(wanted)
         if is_stopped or time.monotonic() - written > KEEP_SECONDS:
             _keep(job, held, ranks)
             held, written = [], time.monotonic()
@@ -52,14 +52,14 @@ def _wanted(job: Job, ranks: ProcessInfo) -> list[bytes]:
     """The samples that the leading rank knows no scores of."""
     assert job.scores is not None
     mine: list[bytes] = []
-    if ranks.leads:
+    if ranks.is_main_process:
         mine = AnswerScores(job.scores).missing(sample_digests(job.packed))
-    return ranks.gather(mine)[0]
+    return ranks.all_gather(mine)[0]
 
 
 def _keep(job: Job, held: list[Scored], ranks: ProcessInfo) -> None:
     """Write what has been found since the last time."""
-    if held and ranks.leads:
+    if held and ranks.is_main_process:
         assert job.scores is not None
         samples = [sample for scored in held for sample in scored.samples]
         keep_scores(job.scores, samples, np.concatenate([scored.scores for scored in held]))

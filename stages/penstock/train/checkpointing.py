@@ -96,7 +96,7 @@ class Checkpointer:
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a complete checkpoint and return its state.json. Raises ArtifactError on failure."""
         self._verify(folder)
-        self._ranks.pulse.begins("reading the checkpoint")
+        self._ranks.pulse.set_phase("reading the checkpoint")
         states = self._states_of(folder)
         state = self._checkpoints.load(folder, states=states)
         for loss in _lost(state, states):
@@ -143,7 +143,7 @@ class Checkpointer:
         if not self.may(at, more):
             return False
         try:
-            self._checkpoints.name_best(at.step)
+            self._checkpoints.link_best(at.step)
         except StageError as error:
             self._warn(str(error))
             return False
@@ -185,8 +185,8 @@ class Checkpointer:
         return "passed over" if is_meant and not train.load_optimizer else "read"
 
     def _write(self, at: TrainerState, more: Mapping[str, Any]) -> None:
-        self._ranks.pulse.begins("saving", step=at.step)
-        states, scaling = self._ranks.gather(rng.get_rng_state()), self._built.engine.scaling
+        self._ranks.pulse.set_phase("saving", step=at.step)
+        states, scaling = self._ranks.all_gather(rng.get_rng_state()), self._built.engine.scaling
         state = {
             "format": FORMAT,
             "key": self._job.key,

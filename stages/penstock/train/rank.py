@@ -59,7 +59,7 @@ def train(
 def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     """Build the job's model. Raises ConfigError if the rows have token ids outside its
     vocabulary."""
-    ranks.pulse.begins("loading the model")
+    ranks.pulse.set_phase("loading the model")
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
     check_job(job, built.vocab_size)
@@ -124,21 +124,21 @@ def run_rank(
 
     def notify(line: str) -> None:
         log.info(line)
-        if ranks.leads:
+        if ranks.is_main_process:
             sys.stderr.write(f"{work.__name__}: {line}\n")
 
     _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
     with ExitStack() as held:
         if _speaks_too(ranks, job.config.train.log_ranks):
             held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
-        if ranks.leads:
+        if ranks.is_main_process:
             # Ranks of a killed launcher may still be saving; they exit within a step.
             held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
         if job.config.train.enable_full_determinism:
             use_deterministic_algorithms()
         launches = _one_run(job, ranks)
         facts, step = work(job, ranks, stop, notify)
-        if ranks.leads:
+        if ranks.is_main_process:
             outcome = {"facts": facts, "step": step, "signal": stop.signum, "launches": launches}
             write_record(job.output_dir / OUTCOME, outcome)
         return facts
@@ -150,7 +150,7 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
     Raises ConfigError on every rank if they have different configs.
     """
     mine = (job.key, job.launch, platform.node())
-    told: list[tuple[str, str, str]] = ranks.gather(mine)
+    told: list[tuple[str, str, str]] = ranks.all_gather(mine)
     others = sorted({host for key, _, host in told if key != told[0][0]})
     if others:
         raise ConfigError(
@@ -163,7 +163,9 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
 
 def _speaks_too(ranks: ProcessInfo, who: LogRanks) -> bool:
     """Whether this rank also logs to its terminal, in addition to rank 0."""
-    return not ranks.leads and (who == "all" or (who == "local0" and ranks.local_rank == 0))
+    return not ranks.is_main_process and (
+        who == "all" or (who == "local0" and ranks.local_rank == 0)
+    )
 
 
 @contextmanager

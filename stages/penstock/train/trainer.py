@@ -155,7 +155,7 @@ class Trainer:
         started = time.perf_counter()
         step = self.at.step
         lr = lr_at(step, self.total_steps, self.train)
-        self.ranks.pulse.begins("reading rows", step=step)
+        self.ranks.pulse.set_phase("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
         batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
@@ -212,7 +212,7 @@ class Trainer:
         """All-reduce the stop flag: clocks and signals may differ between ranks. Also reduces peak
         memory."""
         mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
-        word, self._memory = self.ranks.most(mine, self.measures.memory_here())
+        word, self._memory = self.ranks.max_over_ranks(mine, self.measures.memory_here())
         return word
 
     def _ended_by(self, word: int) -> str | None:
@@ -282,11 +282,11 @@ class Trainer:
         if self.at.step != self._started_at:
             return None
         found = None
-        if self.ranks.leads:
+        if self.ranks.is_main_process:
             records = read_metrics(self.job.output_dir / file)
             mine = (r for r in records if r["step"] == self.at.step and name in r)
             found = next(mine, None)
-        told = self.ranks.gather(found)[0]
+        told = self.ranks.all_gather(found)[0]
         return told and {n: value for n, value in told.items() if n not in ("step", "time")}
 
     def _standing(self, owes: set[Duty]) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class Trainer:
 
     def _open(self) -> None:
         """Open the recorder on rank 0."""
-        if not self.ranks.leads:
+        if not self.ranks.is_main_process:
             return
         found = self._findings()
         keep_surroundings(
@@ -386,7 +386,7 @@ class Trainer:
     def _warn(self, text: str, **details: Any) -> None:
         if self._recorder:
             self._recorder.warn(self.at.step, text, **details)
-        elif self.ranks.leads:
+        elif self.ranks.is_main_process:
             self._told_early.append(text)
 
     def _epochs(self) -> float:

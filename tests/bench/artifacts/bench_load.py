@@ -122,7 +122,7 @@ def _no_start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
 def torch_broadcast(model: Decoder, folder: Path, ranks: ProcessInfo) -> None:
     model.to_empty(device="cpu")
     state: dict[str, Any] = {}
-    if ranks.leads:
+    if ranks.is_main_process:
         for file in sorted(folder.glob("*.safetensors")):
             state |= {name: tensor.float() for name, tensor in load_file(file).items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -153,20 +153,20 @@ def be_rank(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     ranks = init_process_group(600)
     model = sharded(config)
-    ranks.wait()
+    ranks.barrier()
     pipe.send("ready")
     pipe.recv()
-    ranks.wait()
+    ranks.barrier()
     started = time.perf_counter()
     if way.startswith("save"):
         seconds = save(model, folder, ranks)
     else:
         WAYS[way](model, folder, ranks)
-        ranks.wait()
+        ranks.barrier()
         seconds = {"load": time.perf_counter() - started}
     total = sum(local(p.detach()).double().sum() for p in model.parameters())
     assert isinstance(total, torch.Tensor)
-    pipe.send((seconds, ranks.total(total).item()))
+    pipe.send((seconds, ranks.all_reduce_sum(total).item()))
     pipe.recv()
     os._exit(0)
 
@@ -180,10 +180,10 @@ def save(model: Decoder, folder: Path, ranks: ProcessInfo) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def timed(what: str, act: Callable[[], object]) -> None:
-        ranks.wait()
+        ranks.barrier()
         started = time.perf_counter()
         act()
-        ranks.wait()
+        ranks.barrier()
         found[what] = time.perf_counter() - started
 
     now = CheckpointManager(folder / "now", trained, ranks)

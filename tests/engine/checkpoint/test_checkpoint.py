@@ -56,7 +56,7 @@ def step(trained, number):
             whole = torch.randn(piece.whole, generator=generator)
             piece.of(local(gradient)).copy_(cut(whole, piece))
         one.parameter.grad = gradient
-    trained.changes.begin()
+    trained.changes.run()
     trained.optimizer.step()
 
 
@@ -155,7 +155,7 @@ def behind(root):
     Copies are made so late that training would be faster."""
     ranks = init_process_group(60)
     write, go = checkpoint_manager.write_boxes, threading.Event()
-    copy = StagingBuffers._copied
+    copy = StagingBuffers._copy
     writer: Any = FileSystemWriter
     write_data = writer.write_data
     trained = made("sharded", merge_qkv=True)
@@ -170,7 +170,7 @@ def behind(root):
         time.sleep(0.2)
         return copy(self, boxes)
 
-    checkpoint_manager.write_boxes, StagingBuffers._copied = late, slow
+    checkpoint_manager.write_boxes, StagingBuffers._copy = late, slow
     checkpoints = CheckpointManager(root / "behind", trained, ranks, writes="behind")
     checkpoints.save(1, {"step": 1})
     step(trained, 2)
@@ -197,11 +197,11 @@ def behind(root):
     for again in (lambda: checkpoints.save(4, {"step": 4}), checkpoints.finish):
         checkpoints.save(3, {"step": 3})
         told.append(fault_of(again))
-    StagingBuffers._copied = crowded
+    StagingBuffers._copy = crowded
     checkpoints.save(3, {"step": 3})
     step(trained, 4)
     crowd = fault_of(checkpoints.finish)
-    checkpoint_manager.write_boxes, writer.write_data, StagingBuffers._copied = (
+    checkpoint_manager.write_boxes, writer.write_data, StagingBuffers._copy = (
         write,
         write_data,
         copy,

@@ -54,20 +54,20 @@ class LateCopies(StagingBuffers):
         super().__init__()
         self.waits, self.left = threading.Event(), STEPS
 
-    def begin(self):
+    def start(self):
         self.waits.clear()
-        super().begin()
+        super().start()
 
     def wait(self):
         self.waits.set()
         super().wait()
 
-    def _copied(self, boxes):
+    def _copy(self, boxes):
         self.left -= 1
         if self.left:
             self.waits.wait(PATIENCE)
             time.sleep(MORE)
-        return super()._copied(boxes)
+        return super()._copy(boxes)
 
 
 def all_of(jobs):

@@ -18,9 +18,10 @@ def told_and_agreed():
     ranks = init_process_group(60)
     announcing = ControlBroadcast(ranks, 60)
     said = [
-        announcing.heard(frame if ranks.leads else b"") for frame in (b"first", b"", b"x" * 999)
+        announcing.broadcast(frame if ranks.is_main_process else b"")
+        for frame in (b"first", b"", b"x" * 999)
     ]
-    return said, announcing.agreed(b"fault" if ranks.rank == 1 else None)
+    return said, announcing.all_gather_errors(b"fault" if ranks.rank == 1 else None)
 
 
 def test_all_hear_the_same_and_know_who_failed():
@@ -33,9 +34,9 @@ def waited_for_a_silent_one():
     ranks = init_process_group(60)
     announcing = ControlBroadcast(ranks, SECONDS)
     began = time.monotonic()
-    if not ranks.leads:
+    if not ranks.is_main_process:
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
-            announcing.heard()
+            announcing.broadcast()
     waited = time.monotonic() - began
     dist.barrier()
     return waited

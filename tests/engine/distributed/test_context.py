@@ -85,7 +85,7 @@ def attend_here(context, backend, name, dtype, window=None):
     sinks' gradient gets from here."""
     lengths = ROWS[name]
     batch = whole_batch(lengths, BRANCHING.get(name))
-    mine = context.mine(batch)
+    mine = context.shard_batch(batch)
     tokens = mine.input_ids_T
     assert torch.equal(mine.labels_T, batch.labels_T[tokens])
     assert torch.equal(mine.position_ids_T, batch.position_ids_T[tokens])

@@ -312,7 +312,7 @@ def test_a_layout_uses_every_process_or_another_is_proposed(world, mode, sizes, 
     if text is None:
         run = loads(values)
         degrees = build_parallel_dims(run.train, world_size(run))
-        assert degrees.world == world
+        assert degrees.world_size == world
         for axis, setting in SIZES.items():
             assert sizes[setting] in (-1, getattr(degrees, axis))
         return

@@ -201,7 +201,7 @@ def compare(
         times = 2 if recomputed == "layers" else 1
         assert len(computed) == times * count * sum(len(part.model.layers) for part in parts)
         assert not loss.requires_grad
-        pipeline.sum_tied()
+        pipeline.all_reduce_tied_grads()
         both = torch.stack([loss, evaluated])
         torch.distributed.all_reduce(both)
         assert both.tolist() == pytest.approx([wanted] * 2, abs=LOSS_ATOL, rel=rtol), schedule

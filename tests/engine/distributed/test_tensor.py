@@ -193,7 +193,7 @@ class Divided:
     def loss(self, ids, labels, loss=BY_FIVE, **how):
         how = {"residual": self.case.residual, **how}
         vocabulary = VocabParallelHead(self.mesh, self.model.config.vocab_size, **how)
-        return packed(self.model, vocabulary.sum_of_losses(loss), ids, labels)
+        return packed(self.model, vocabulary.sum_cross_entropy(loss), ids, labels)
 
     def check_step(self, ids, labels, **how):
         """Loss and every gradient are the reference's."""
@@ -388,7 +388,7 @@ def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):
         cuts = TensorParallelPlan(WeightMap(config, fused), DECODER_ROLES, size, index, residual)
         for name, parameter in model.named_parameters():
             pieces = cuts.pieces(name, tuple(parameter.shape))
-            kept = cuts.narrowed(name, parameter)
+            kept = cuts.shard(name, parameter)
             assert (kept is None) == (not pieces)
             assert sum(piece.numel for piece in pieces) == (0 if kept is None else kept.numel())
             for piece in pieces:

@@ -62,7 +62,7 @@ def filled(folder):
             filling.load_weights(held, folder, start, readers=readers, ranks=ranks)
             pieces = [piece for one in held for piece in one.pieces]
             if readers == "first_rank":
-                due = sum(t.nbytes for t in want.values()) if ranks.leads else 0
+                due = sum(t.nbytes for t in want.values()) if ranks.is_main_process else 0
             else:
                 due = sum(cut(want[piece.tensor], piece).nbytes for piece in pieces)
             seen[layout, readers] = worst(held, want), sum(counts) - due

@@ -279,7 +279,7 @@ class Copies(TorchDispatchMode):
 
 def filled_on(job):
     """Where weights are first put when the training device is another than the CPU."""
-    elsewhere = ProcessInfo(rank=0, local_rank=0, world=1, device=torch.device("meta"))
+    elsewhere = ProcessInfo(rank=0, local_rank=0, world_size=1, device=torch.device("meta"))
     with Copies() as copies:
         loop = loop_of(job, elsewhere)
     return copies.devices, {p.device.type for p in decoder_of(loop).parameters()}

@@ -45,17 +45,17 @@ class Watched(SyncCopier):
     def __init__(self):
         self.left, self.sources, self.in_host, self.events = [], [], [], []
 
-    def away(self, data):
+    def to_host(self, data):
         self.left.append(data.clone())
         self.sources.append(weakref.ref(data.untyped_storage()))
-        copy, copied = super().away(data)
+        copy, copied = super().to_host(data)
         self.in_host.append(weakref.ref(copy))
         return copy, copied
 
-    def back(self, data):
+    def to_device(self, data):
         if data.nbytes == INPUT:
             self.events.append("back")
-        return super().back(data)
+        return super().to_device(data)
 
     def bytes_left(self):
         return sum(data.nbytes for data in self.left)
@@ -170,7 +170,7 @@ def test_as_much_stays_as_there_is_room_for_and_it_is_the_newest(sizes, share):
     room = int(share * sum(sizes) * 4)
     store = ActivationOffloader(CPU, copies, room=room)
     tensors = [torch.full((size,), float(at)) for at, size in enumerate(sizes)]
-    kept = [store.keep(store.begin("layer"), tensor) for tensor in tensors]
+    kept = [store.pack(store.start_group("layer"), tensor) for tensor in tensors]
     away = [int(data.view(torch.float32)[0]) for data in copies.left]
     assert away == list(range(len(away)))
     stays = 4 * sum(sizes[len(away) :])
@@ -232,7 +232,7 @@ def test_a_graph_that_nobody_goes_back_through_leaves_nothing():
 def test_what_was_changed_in_place_is_not_given_back():
     store = ActivationOffloader(CPU, SyncCopier(), room=1 << 20)
     tensor = torch.ones(1000)
-    back = store.keep(store.begin("pass"), tensor)
+    back = store.pack(store.start_group("pass"), tensor)
     assert torch.equal(back(), tensor)
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="changed in place: it is at version 1"):
@@ -244,13 +244,13 @@ def test_views_of_one_storage_leave_once_and_come_back_as_they_were():
     store = ActivationOffloader(CPU, copies, room=0)
     whole = torch.randn(40, 32)
     views = [whole, whole.T, whole[3:7, 1::2], whole.view(torch.int32)[5], whole[0, 0].expand(9, 9)]
-    group = store.begin("pass")
-    kept = [store.keep(group, view) for view in views]
+    group = store.start_group("pass")
+    kept = [store.pack(group, view) for view in views]
     want = [view.clone() for view in views]
     strides = [view.stride() for view in views]
-    small = store.keep(group, torch.ones(8))
+    small = store.pack(group, torch.ones(8))
     for _ in range(3):
-        store.begin("layer")
+        store.start_group("layer")
     del whole, views
     assert not copies.still_here()
     for back, value, stride in zip(kept, want, strides, strict=True):
@@ -327,7 +327,7 @@ def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
         start, z = y, y
         torch.cuda.reset_peak_memory_stats()
         for number, weight in enumerate(weights):
-            group = store.begin("layer" if number else "pass") if store else None
+            group = store.start_group("layer" if number else "pass") if store else None
             keeping = partial(store.keep, group) if store else lambda t: lambda: t.detach()
             with torch.autograd.graph.saved_tensors_hooks(keeping, lambda kept: kept()):
                 z = torch.tanh(z @ weight)

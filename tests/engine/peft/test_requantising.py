@@ -92,7 +92,7 @@ def merged(job, spoilt=""):
     that is alone with a checkpoint. The factor `spoilt` has an infinite number in its first row."""
     loop = loop_of(job)
     engine = loop.built.engine
-    if loop.ranks.world > 1:
+    if loop.ranks.world_size > 1:
         # What one process does in one go ends within tiles here.
         requantize.STRETCH = 37 * 4 * 200
     for held in engine.layout.held:
@@ -103,10 +103,10 @@ def merged(job, spoilt=""):
             copy_shard(whole, piece, piece.of(local(held.parameter).detach()))
     assert engine.merging
     engine.merging.merge(1)
-    if loop.ranks.world == 1:
+    if loop.ranks.world_size == 1:
         save(loop)
     found = parameters_of(loop)
-    return found if loop.ranks.leads else None
+    return found if loop.ranks.is_main_process else None
 
 
 def bytes_of(quantised):
@@ -190,7 +190,7 @@ def resumed(job):
     loop = loop_of(job)
     loop._resume()
     found = parameters_of(loop)
-    return found if loop.ranks.leads else None
+    return found if loop.ranks.is_main_process else None
 
 
 def all_of(good, bad, others):

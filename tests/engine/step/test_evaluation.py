@@ -74,7 +74,7 @@ def looked(job):
     told = evaluated(loop, PackedRows(held_out))
     assert loop.sampler is not None
     answers = loop.sampler.answer(lambda: False)
-    return told, answers if loop.ranks.leads else None
+    return told, answers if loop.ranks.is_main_process else None
 
 
 IN_LAYOUTS = {

@@ -376,9 +376,9 @@ def test_layers_are_those_of_blocks_whose_sizes_serve_and_the_choice_is_told(fol
     assert len(sparse.chosen) == 2 * 4 + 3, "the second layer alone has no experts"
     assert not any("experts" in name or name.endswith(".gate") for name in sparse.chosen)
     config = job(folder, layout("line", fp8={**fp8, "hadamard": True}, **ALONE)).config
-    line = turned.told(config.train.fp8)
+    line = turned.description(config.train.fp8)
     assert "experts" not in line
-    assert "; the 8 experts of each layer are not" in sparse.told(config.train.fp8)
+    assert "; the 8 experts of each layer are not" in sparse.description(config.train.fp8)
     assert "16 linear layers in float8 (tensorwise, gradients e5m2, turned)" in line
     assert (
         "4 not, whose sizes are no multiples of 32 (model.layers.0.mlp.down_proj is 32 x 48)"

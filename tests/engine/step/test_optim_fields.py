@@ -271,19 +271,19 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
 def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_nothing():
     scale = GradScaler(4.0)
     for _ in range(QUIET - 1):
-        scale.went_well()
+        scale.on_finite_step()
     assert scale.scale == 4.0
-    scale.went_well()
+    scale.on_finite_step()
     assert scale.as_json() == {"scale": 8.0, "quiet": 0}
-    assert [scale.can_give_way() for _ in range(4)] == [True, True, True, False]
+    assert [scale.on_overflow() for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_scale_counts_quiet_steps_from_the_last_overflow():
     scale = GradScaler(4.0)
     for _ in range(QUIET - 1):
-        scale.went_well()
-    assert scale.can_give_way()
-    scale.went_well()
+        scale.on_finite_step()
+    assert scale.on_overflow()
+    scale.on_finite_step()
     assert scale.as_json() == {"scale": 2.0, "quiet": 1}
 
 

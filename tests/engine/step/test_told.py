@@ -133,7 +133,11 @@ def poisoned(job):
         if held.name == "model.embed_tokens.weight":
             held.parameter.data[POISON] = math.nan
     steps = [
-        [(number, rank) for rank, rows in enumerate(loop.ranks.gather(groups)) for number in rows]
+        [
+            (number, rank)
+            for rank, rows in enumerate(loop.ranks.all_gather(groups))
+            for number in rows
+        ]
         for groups in ([row for group in each for row in group] for each in loop._steps())
     ]
     [(at, rank)] = [
@@ -262,9 +266,9 @@ def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
     pulse.listen(phases.hear)
     began = time.perf_counter()
     phases.take()
-    pulse.begins("reading rows")
+    pulse.set_phase("reading rows")
     time.sleep(0.02)
-    pulse.begins("update")
+    pulse.set_phase("update")
     time.sleep(0.01)
     with pulse.waiting():
         time.sleep(0.03)
@@ -276,5 +280,5 @@ def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
     parts = sum(seconds for phase, seconds in found.items() if phase != "communication")
     assert parts == pytest.approx(passed, abs=0.005)
     time.sleep(0.01)
-    pulse.begins("saving")
+    pulse.set_phase("saving")
     assert phases.take()["between"] >= 0.01

@@ -226,7 +226,7 @@ def tried(model, out):
     learnt = [opening("a", 8), passing("a", data(4)), stepping("a")]
     for order in [*learnt, saving("a", out / "kept")]:
         workers.do(order)
-    if workers.residents.substrate.ranks.leads:
+    if workers.residents.substrate.ranks.is_main_process:
         remove_digests(out / "kept")
         overwrite_beginning(out / "kept" / "__1_0.distcp")
     return refused(workers, out / "kept", ArtifactError)
@@ -257,7 +257,7 @@ def without_memory(model, out):
     fault = torch.OutOfMemoryError("no memory is left")
     is_second = workers.residents.substrate.ranks.rank == 1
     told = []
-    for its, name in ((TrainState, "restore"), (SharedBase, "copied")):
+    for its, name in ((TrainState, "restore"), (SharedBase, "copy_params")):
         with patch.object(its, name, side_effect=fault) if is_second else nullcontext():
             told.append(refused(workers, out / "kept", StageError))
     workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))

@@ -91,7 +91,7 @@ def judged(tuned, given, loss, params):
 def test_log_probabilities_losses_and_gradients_are_those_of_autograd(begun, loss):
     workers, tuned = begun
     given, params = given_for(loss), NUMBERS.get(loss, {})
-    workers.residents.get("a").drop_gradients()
+    workers.residents.get("a").zero_grad()
     passed = workers.do(passing("a", given, loss=loss, params=params))
     log_probs, total = judged(tuned, given, loss, params)
     assert passed.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
@@ -132,7 +132,7 @@ def test_several_targets_are_learnt_as_autograd_learns_them_of_fp64_logits(begun
     workers, tuned = begun
     # Samples of one target, of four and of two share a pass, and rows.
     given = (*distilling(2, 4), *data(1, seed=4), *distilling(1, 2, seed=6), *distilling(1, 1))
-    workers.residents.get("a").drop_gradients()
+    workers.residents.get("a").zero_grad()
     passed = workers.do(passing("a", given))
     tuned.zero_grad()
     total = 0.0
@@ -171,7 +171,7 @@ def test_one_target_of_several_is_as_the_only_one(begun):
     )
     found = []
     for each in (given, wide):
-        workers.residents.get("a").drop_gradients()
+        workers.residents.get("a").zero_grad()
         passed = workers.do(passing("a", each))
         found.append((passed, dict(workers.residents.get("a").gradients)))
     (plain, gradients), (passed, its) = found
@@ -288,7 +288,7 @@ def test_what_no_loss_is_computed_of_is_refused_with_the_sample_and_the_name(beg
 
 def test_gradients_of_sums_and_of_means_are_not_added_up(begun):
     workers, _ = begun
-    workers.residents.get("a").drop_gradients()
+    workers.residents.get("a").zero_grad()
     workers.do(passing("a", data(2)))
     with pytest.raises(RefusedError, match="per sum"):
         workers.do(passing("a", data(2), per="token"))

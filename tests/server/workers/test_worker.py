@@ -146,11 +146,11 @@ class Overheard(ControlBroadcast):
     def __init__(self):
         self.frames = []
 
-    def heard(self, frame=b""):
+    def broadcast(self, frame=b""):
         self.frames.append(frame)
         return frame
 
-    def agreed(self, fault):
+    def all_gather_errors(self, fault):
         return [fault]
 
 
@@ -213,7 +213,7 @@ def served_on_a_rank(model, out):
         stepping("a"),
         answering(),
     )
-    if ranks.leads:
+    if ranks.is_main_process:
         return served_by(flawed, Script(*orders, Shutdown()))
     serve(flawed, ControlBroadcast(ranks))
     return None

@@ -147,7 +147,7 @@ def test_nothing_is_drawn_from_a_folder_of_which_a_file_is_damaged(model, tmp_pa
 def read_on_a_rank(model, out, folder):
     """What is said of a folder that one rank finds, and the other does not; and what comes then."""
     workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
-    there = folder if init_process_group(60).leads else folder.with_name("deleted")
+    there = folder if init_process_group(60).is_main_process else folder.with_name("deleted")
     with pytest.raises(ArtifactError, match="nothing to sample from"):
         workers.do(answering(str(there)))
     return workers.do(answering())

@@ -41,9 +41,9 @@ def lost_in_the_data():
     print("there", flush=True)
     time.sleep(60)
 
-pulse.begins("reading rows", step=7)
+pulse.set_phase("reading rows", step=7)
 if what == "waits":
-    pulse.begins("computing")
+    pulse.set_phase("computing")
     all_reduce()
 else:
     lost_in_the_data()
@@ -135,7 +135,7 @@ def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_
         started[0].send_signal(signal.SIGSTOP)
         moving = Heartbeat(pulse_folder(watched), rank=5)
         for step in range(6):
-            moving.begins("computing", step=step)
+            moving.set_phase("computing", step=step)
             assert watch() is None
             time.sleep(0.3)
         assert [beat.step for beat in beats(pulse_folder(watched))] == [7, 5]
@@ -187,10 +187,10 @@ def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
     before = os.times()
     for step in range(1000):
         with pulse.waiting():
-            pulse.begins("computing", step=step)
+            pulse.set_phase("computing", step=step)
     after = os.times()
     assert (after.user + after.system) - (before.user + before.system) < 1.0
     (beat,) = beats(tmp_path)
     assert (beat.rank, beat.pid, beat.step, beat.waiting) == (2, os.getpid(), 999, False)
     nowhere = Heartbeat(tmp_path / "rank_2.pulse" / "below", rank=0)
-    nowhere.begins("computing")
+    nowhere.set_phase("computing")

@@ -68,7 +68,7 @@ class Heartbeat:
         callback."""
         self._hears = hears
 
-    def begins(self, phase: str, *, step: int | None = None) -> None:
+    def set_phase(self, phase: str, *, step: int | None = None) -> None:
         """Enter `phase`, such as `forward`; `step` is the number of completed steps."""
         beat = self._beat
         if step is not None and step != beat.step:

@@ -43,10 +43,10 @@ def checkpoint_expert_gates(
     if not torch.is_grad_enabled():
         return call_experts(experts, x_RD, counts_E)
     call = _Call(experts, x_RD, counts_E)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_first_half, unpack_hook):
+    with torch.autograd.graph.saved_tensors_hooks(call.pack_first_half, unpack_hook):
         inner_RF = experts.gated(x_RD, counts_E)
-    call.gave(inner_RF)
-    with torch.autograd.graph.saved_tensors_hooks(call.of_second_half, unpack_hook):
+    call.record_first_half_output(inner_RF)
+    with torch.autograd.graph.saved_tensors_hooks(call.pack_second_half, unpack_hook):
         return experts.down(inner_RF, counts_E)
 
 
@@ -69,21 +69,21 @@ class _Call:
         there = (x_RD, counts_E, *experts.parameters())
         self._there = {_storage_pointer(tensor) for tensor in there}
 
-    def of_first_half(self, tensor: torch.Tensor) -> Kept:
+    def pack_first_half(self, tensor: torch.Tensor) -> Kept:
         """Pack hook: keep a tensor that is in memory anyway, else save an empty slot."""
         if _storage_pointer(tensor) in self._there:
             self._places.append(None)
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
         self._places.append(weakref.ref(slot))
-        return partial(self._saved_in, slot)
+        return partial(self.unpack, slot)
 
-    def gave(self, inner_RF: torch.Tensor) -> None:
+    def record_first_half_output(self, inner_RF: torch.Tensor) -> None:
         """Record the output of the first half, which the caller of the second half holds."""
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
         self._inner = _storage_pointer(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
-    def of_second_half(self, tensor: torch.Tensor) -> Kept:
+    def pack_second_half(self, tensor: torch.Tensor) -> Kept:
         """Pack hook of the second half: only the first half's output, or its rows, gets a slot."""
         memory, dtype, offset = self._inner
         if _storage_pointer(tensor) != memory or tensor.dtype != dtype:
@@ -91,15 +91,15 @@ class _Call:
         slot = SavedTensorSlot()
         first = int(tensor.storage_offset()) - offset
         self._results.append((weakref.ref(slot), tensor.shape, tensor.stride(), first))
-        return partial(self._saved_in, slot)
+        return partial(self.unpack, slot)
 
-    def _saved_in(self, slot: SavedTensorSlot) -> torch.Tensor:
+    def unpack(self, slot: SavedTensorSlot) -> torch.Tensor:
         """Unpack hook: the tensor of the slot."""
         if self._saved is None:
-            self._saved = self._computed_again()
+            self._saved = self._recompute()
         return self._saved[slot]
 
-    def _computed_again(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
+    def _recompute(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
         saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )

@@ -28,11 +28,11 @@ class Copies(Protocol):
     After waiting for the returned handle, the copy may be read and its source freed.
     """
 
-    def away(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy to host memory."""
         ...
 
-    def back(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Copy back to the device."""
         ...
 
@@ -53,12 +53,12 @@ class StreamCopier:
         self._leaving = torch.cuda.Stream(device)
         self._coming = torch.cuda.Stream(device)
 
-    def away(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         # Pinned, because pageable memory is copied synchronously. Torch caches pinned memory.
         copy = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
         return copy, self._copied(copy, data, self._leaving)
 
-    def back(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         copy = torch.empty(data.shape, dtype=torch.uint8, device=self._device)
         return copy, self._copied(copy, data, self._coming)
 
@@ -82,10 +82,10 @@ class SyncCopier:
     If device memory is host memory it saves nothing, but shows what is moved.
     """
 
-    def away(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         return data.to("cpu", copy=True), None
 
-    def back(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         return data.clone(), None
 
     def wait(self, copied: None) -> None:
@@ -158,7 +158,7 @@ class ActivationOffloader:
         self._coming: list[tuple[torch.Tensor, Any]] = []
         self._newest: Group | None = None
 
-    def begin(self, what: Literal["pass", "layer"]) -> Group:
+    def start_group(self, what: Literal["pass", "layer"]) -> Group:
         """Start a group for a layer call; `pass` marks the first layer of a forward pass."""
         self._newest = Group(self._newest if what == "layer" else None)
         self._leaving.append([])
@@ -170,9 +170,9 @@ class ActivationOffloader:
                     bundle.here = None
         return self._newest
 
-    def keep(self, group: Group, tensor: torch.Tensor) -> Kept:
+    def pack(self, group: Group, tensor: torch.Tensor) -> Kept:
         """Save a tensor in a group. Weights are not saved: they stay in memory anyway."""
-        if not self._moves(tensor):
+        if not self._is_offloadable(tensor):
             stays = tensor.detach()
             return lambda: stays
         bundle = self._bundle(tensor.detach())
@@ -181,14 +181,14 @@ class ActivationOffloader:
         offset = int(tensor.storage_offset())
 
         def given_back() -> torch.Tensor:
-            self._want(group)
+            self._prefetch(group)
             storage = bundle.on_device().untyped_storage()
             view = torch.empty(0, dtype=dtype, device=storage.device)
             return view.set_(storage, offset, shape, stride)
 
         return given_back
 
-    def _moves(self, tensor: torch.Tensor) -> bool:
+    def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.device.type == self._device.type
@@ -204,10 +204,10 @@ class ActivationOffloader:
             return known
         bundle = OffloadedStorage(tensor)
         self._known[storage.data_ptr()] = bundle
-        self._stay(bundle)
+        self._keep_on_device(bundle)
         return bundle
 
-    def _stay(self, bundle: OffloadedStorage) -> None:
+    def _keep_on_device(self, bundle: OffloadedStorage) -> None:
         number, size = id(bundle), bundle.size
 
         def gone(_: Any) -> None:
@@ -219,15 +219,15 @@ class ActivationOffloader:
         while self._bytes_staying > self._room:
             oldest = next(iter(self._staying.values()))()
             assert oldest is not None
-            self._stay_no_longer(oldest)
-            oldest.away, copied = self._copies.away(oldest.data())
+            self._release_kept(oldest)
+            oldest.away, copied = self._copies.to_host(oldest.data())
             self._leaving[-1].append((weakref.ref(oldest), copied))
 
-    def _stay_no_longer(self, bundle: OffloadedStorage) -> None:
+    def _release_kept(self, bundle: OffloadedStorage) -> None:
         if self._staying.pop(id(bundle), None):
             self._bytes_staying -= bundle.size
 
-    def _want(self, group: Group) -> None:
+    def _prefetch(self, group: Group) -> None:
         if group.is_wanted:
             return
         group.is_wanted = True
@@ -244,10 +244,10 @@ class ActivationOffloader:
             bundle = kept()
             if bundle is None:
                 continue
-            self._stay_no_longer(bundle)
+            self._release_kept(bundle)
             if bundle.here is None:
                 assert bundle.away is not None
-                bundle.here, copied = self._copies.back(bundle.away)
+                bundle.here, copied = self._copies.to_device(bundle.away)
                 bundle.version = bundle.here._version
                 # Kept here too: its memory must not be freed while it is written.
                 self._coming.append((bundle.here, copied))
@@ -292,6 +292,6 @@ def _offloaded(
 ) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return run(module, *args)
-    group = store.begin("pass" if module is first else "layer")
-    with saved_tensors_to(partial(store.keep, group)):
+    group = store.start_group("pass" if module is first else "layer")
+    with saved_tensors_to(partial(store.pack, group)):
         return run(module, *args)

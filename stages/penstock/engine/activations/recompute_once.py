@@ -35,7 +35,7 @@ def checkpoint_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tenso
     if not torch.is_grad_enabled():
         return run(*args)
     call = _Call(run, args)
-    with torch.autograd.graph.saved_tensors_hooks(call.leave_out, call.get):
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
         return run(*args)
 
 
@@ -50,7 +50,7 @@ class _Call:
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
         self._casting = casting_as_now(device)
 
-    def leave_out(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
+    def pack(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
         """Pack hook: a slot for the tensor."""
         slot = SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
@@ -58,14 +58,14 @@ class _Call:
         return self, slot
 
     @staticmethod
-    def get(left: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
+    def unpack(left: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
         """Unpack hook: the tensor of the slot."""
         call, slot = left
         if call._saved is None:
-            call._saved = call._computed_again()
+            call._saved = call._recompute()
         return call._saved[slot]
 
-    def _computed_again(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
+    def _recompute(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
         saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
@@ -83,7 +83,7 @@ class _Call:
                 raise _EnoughError
             return tensor
 
-        args = [arg.again() if isinstance(arg, _Argument) else arg for arg in self._args]
+        args = [arg.detached() if isinstance(arg, _Argument) else arg for arg in self._args]
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         try:
             with hooks, torch.enable_grad(), self._casting:
@@ -115,6 +115,6 @@ class _Argument:
             else arg
         )
 
-    def again(self) -> torch.Tensor:
+    def detached(self) -> torch.Tensor:
         """A detached copy that requires a gradient if the argument did."""
         return self.kept().detach().requires_grad_(self.wants_gradient)

@@ -33,7 +33,7 @@ def choose_attention(
     dtype: torch.dtype = torch.bfloat16 if casts else getattr(torch, run.train.computes_in)
     drops = run.train.dropout.attention > 0
     asked = _Asked(config, device, dtype, branches=branches, over_ring=over_ring, drops=drops)
-    refusals = {name: asked.refusal(name) for name in ("eager", *attention.fast)}
+    refusals = {name: asked.unsupported_reason(name) for name in ("eager", *attention.fast)}
     if written and (reason := refusals[written]):
         serving = [name for name in WANTED if refusals[name] is None]
         raise CapabilityError(
@@ -63,7 +63,7 @@ class _Asked:
     drops: bool
     """Whether attention dropout is used."""
 
-    def refusal(self, name: str) -> str | None:
+    def unsupported_reason(self, name: str) -> str | None:
         """Why this backend does not support it; None if it does."""
         if name == "eager":
             return None

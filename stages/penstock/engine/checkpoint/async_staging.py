@@ -20,11 +20,11 @@ class PreUpdateHooks:
     def __init__(self) -> None:
         self._readers: list[Callable[[], None]] = []
 
-    def wait_for(self, reader: Callable[[], None]) -> None:
+    def register(self, reader: Callable[[], None]) -> None:
         """Register `reader`: modifications wait until it returns."""
         self._readers.append(reader)
 
-    def begin(self) -> None:
+    def run(self) -> None:
         """Call the hooks before writing to anything that a checkpoint saves.
 
         This is cheap when no copy is in progress.
@@ -43,7 +43,7 @@ class StagingBuffers:
         self._on_cuda = torch.cuda.is_available()
         self._stream: torch.cuda.Stream | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Called by the training thread before a thread calls `of`.
 
         The copy holds everything computed until now, and `wait` blocks from now on.
@@ -53,15 +53,15 @@ class StagingBuffers:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
-    def of(self, boxes: Boxes) -> Boxes:
+    def stage(self, boxes: Boxes) -> Boxes:
         """Return copies that do not change as training continues.
 
         Raises RuntimeError or MemoryError if host memory is insufficient; the staging memory is
         freed then.
         """
         try:
-            with self._beside():
-                return self._copied(boxes)
+            with self._on_copy_stream():
+                return self._copy(boxes)
         except (RuntimeError, MemoryError):
             self._memory.clear()
             raise
@@ -72,9 +72,9 @@ class StagingBuffers:
         """Wait until the copy has ended or failed."""
         self._made.wait()
 
-    def _copied(self, boxes: Boxes) -> Boxes:
+    def _copy(self, boxes: Boxes) -> Boxes:
         copied = {
-            name: [ShardView(box.whole, box.offsets, self._room(name, box)) for box in parts]
+            name: [ShardView(box.whole, box.offsets, self._buffer(name, box)) for box in parts]
             for name, parts in boxes.items()
         }
         into = [box.data for parts in copied.values() for box in parts]
@@ -85,14 +85,14 @@ class StagingBuffers:
         return copied
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
+    def _on_copy_stream(self) -> Iterator[None]:
         """Context manager: run on the copy stream and synchronize at the end."""
         with torch.cuda.stream(self._stream):
             yield
             if self._stream:
                 self._stream.synchronize()
 
-    def _room(self, name: str, box: ShardView) -> torch.Tensor:
+    def _buffer(self, name: str, box: ShardView) -> torch.Tensor:
         key = name, box.offsets
         if key not in self._memory:
             self._memory[key] = torch.empty(

@@ -75,7 +75,7 @@ class CheckpointManager:
         self._group = its
         self._copies = StagingBuffers() if writes == "behind" else None
         if self._copies:
-            trained.changes.wait_for(self._copies.wait)
+            trained.changes.register(self._copies.wait)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -132,16 +132,16 @@ class CheckpointManager:
         if self._copies is None:
             self._write(step, boxes, state)
             return
-        self._copies.begin()
+        self._copies.start()
         self._thread = threading.Thread(
-            target=self._behind,
+            target=self._save_in_background,
             args=(step, boxes, state, self._copies),
             name="penstock-checkpoint",
             daemon=True,
         )
         self._thread.start()
 
-    def name_best(self, step: int) -> None:
+    def link_best(self, step: int) -> None:
         """Make `best` name the checkpoint of `step`, which was saved, and keep it.
 
         Raises StageError if it could not be saved, or `best` cannot be written.
@@ -150,7 +150,7 @@ class CheckpointManager:
         folder = self.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
         try:
-            self._lead(lambda: _name(folder, self.root / BEST))
+            self._on_main_process(lambda: _name(folder, self.root / BEST))
         except OSError as error:
             raise StageError(
                 f"{self.root / BEST} cannot be written: {_why_unwritten(error, self.root)}.\n"
@@ -192,7 +192,7 @@ class CheckpointManager:
         if not self._trained.only_trained:
             bears = any(parse_factor(held.name) for held in self._trained.held)
             # A pipeline stage may have no adapters.
-            mine = MERGED if self._ranks.anywhere(bears) else MODEL
+            mine = MERGED if self._ranks.any_rank(bears) else MODEL
         if there != mine:
             raise ArtifactError(
                 f"{folder} holds {there}, and this run trains {mine}.\n"
@@ -203,24 +203,24 @@ class CheckpointManager:
     def _lacks_optimizer(self) -> bool:
         """Whether any optimizer state is left out; the same on all ranks."""
         trained = self._trained
-        return trained.states == "left out" and self._ranks.anywhere(trained.has_states)
+        return trained.states == "left out" and self._ranks.any_rank(trained.has_states)
 
-    def _behind(
+    def _save_in_background(
         self, step: int, boxes: Boxes, state: dict[str, Any], copies: StagingBuffers
     ) -> None:
         try:
-            self._write(step, self._copied(step, boxes, copies), state)
+            self._write(step, self._stage(step, boxes, copies), state)
         except BaseException as error:  # noqa: BLE001 - raised where training meets it
             self._failure = error
 
-    def _copied(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
+    def _stage(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
         """Copy the boxes. Raises StageError on all ranks if one has too little memory."""
         copied, fault = boxes, None
         try:
-            copied = copies.of(boxes)
+            copied = copies.stage(boxes)
         except (RuntimeError, MemoryError) as error:
             fault = str(error)
-        faults: list[str | None] = [None] * self._ranks.world
+        faults: list[str | None] = [None] * self._ranks.world_size
         dist.all_gather_object(faults, fault, group=self._group)
         if found := [fault for fault in faults if fault is not None]:
             raise StageError(
@@ -234,32 +234,32 @@ class CheckpointManager:
         final = self.root / self._naming.name(step, state)
         aside = self.root / f"{final.name}{PART}"
         try:
-            self._lead(lambda: _make_anew(aside))
-            digests = self._gathered(write_boxes(boxes, aside, self._group))
-            self._lead(lambda: _publish(aside, final, state, digests))
-            self._lead(lambda: self._forget_old(final))
+            self._on_main_process(lambda: _make_anew(aside))
+            digests = self._gather_digests(write_boxes(boxes, aside, self._group))
+            self._on_main_process(lambda: _publish(aside, final, state, digests))
+            self._on_main_process(lambda: self._delete_old(final))
         except (OSError, CheckpointException) as error:
             # Rank 0's reason: it reads the free disk space before the partial save is deleted.
             why = [_why_unwritten(error, self.root)]
             dist.broadcast_object_list(why, src=0, group=self._group)
             # A partial save would use the disk space that the next save needs.
             with suppress(OSError):
-                self._lead(lambda: remove(aside))
+                self._on_main_process(lambda: remove(aside))
             raise StageError(
                 f"the checkpoint of step {step} could not be written: {why[0]}.\n"
                 "  The ones before it are intact; make room in train.output_dir and run again."
             ) from error
 
-    def _gathered(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    def _gather_digests(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """The digests of the files of all ranks."""
-        found: list[dict[str, FileDigest]] = [written] * self._ranks.world
+        found: list[dict[str, FileDigest]] = [written] * self._ranks.world_size
         dist.all_gather_object(found, written, group=self._group)
         return {name: digest for each in found for name, digest in each.items()}
 
-    def _lead(self, act: Callable[[], None]) -> None:
+    def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
         outcome: list[OSError | None] = [None]
-        if self._ranks.leads:
+        if self._ranks.is_main_process:
             try:
                 act()
             except OSError as error:
@@ -268,7 +268,7 @@ class CheckpointManager:
         if outcome[0] is not None:
             raise outcome[0]
 
-    def _forget_old(self, newest: Path) -> None:
+    def _delete_old(self, newest: Path) -> None:
         if self._limit is None:
             return
         kept = {self._started_from, self._best, newest.resolve()}

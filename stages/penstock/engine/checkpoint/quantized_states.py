@@ -80,7 +80,7 @@ class QuantizedStates:
         return found
 
     def _fill(self, name: str, parts: Sequence["_Part"], boxes: Sequence[ShardView]) -> None:
-        needed = [part for part in parts if any(part.meets(box) for box in boxes)]
+        needed = [part for part in parts if any(part.overlaps(box) for box in boxes)]
         empty = {part: part.empty() for part in needed}
         read_boxes(
             {
@@ -126,15 +126,15 @@ class _Part:
         codes, blocks = size_in(self.form, prod(self.shape))
         return Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
 
-    def meets(self, box: ShardView) -> bool:
+    def overlaps(self, box: ShardView) -> bool:
         """Whether it overlaps the box."""
-        return all(begin < end for begin, end in self._shared(box))
+        return all(begin < end for begin, end in self._overlap(box))
 
     def copy(self, values: torch.Tensor, box: ShardView) -> int:
         """Copy the overlap with the box; returns the number of elements."""
-        if not self.meets(box):
+        if not self.overlaps(box):
             return 0
-        shared = self._shared(box)
+        shared = self._overlap(box)
         mine, its = (
             tuple(
                 slice(begin - first, end - first)
@@ -145,7 +145,7 @@ class _Part:
         box.data[its].copy_(values[mine])
         return prod(end - begin for begin, end in shared)
 
-    def _shared(self, box: ShardView) -> list[tuple[int, int]]:
+    def _overlap(self, box: ShardView) -> list[tuple[int, int]]:
         """The overlap with the box along every dimension."""
         return [
             (max(mine, its), min(mine + size, its + its_size))

@@ -37,7 +37,7 @@ def require_whole(folder: Path, ranks: ProcessInfo) -> None:
     Collective: each rank verifies a share of the bytes. Without digests only the metadata is read,
     and files are checked for existence and minimum size.
     """
-    if not ranks.gather((folder / COMPLETE).is_file())[0]:
+    if not ranks.all_gather((folder / COMPLETE).is_file())[0]:
         read_state(folder)
     if faults := find_checkpoint_faults(folder, ranks):
         raise damaged_error(folder, faults)
@@ -45,13 +45,16 @@ def require_whole(folder: Path, ranks: ProcessInfo) -> None:
 
 def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
     """The errors of a checkpoint; a collective call with the same result on all ranks."""
-    ranks.pulse.begins(VERIFYING)
+    ranks.pulse.set_phase(VERIFYING)
     faults = checkpoint_faults(
-        folder, share=ranks.rank, of=ranks.world, progress=lambda: ranks.pulse.begins(VERIFYING)
+        folder,
+        share=ranks.rank,
+        of=ranks.world_size,
+        progress=lambda: ranks.pulse.set_phase(VERIFYING),
     )
-    if not faults and ranks.leads:
+    if not faults and ranks.is_main_process:
         faults = _faults_without_digests(folder)
-    return sorted({fault for each in ranks.gather(faults) for fault in each})
+    return sorted({fault for each in ranks.all_gather(faults) for fault in each})
 
 
 def newest_whole_checkpoint(
@@ -68,15 +71,19 @@ def newest_whole_checkpoint(
     interrupted saves left, or renames it back; moves newer, damaged checkpoints aside and calls
     `warn` for each. Raises ArtifactError if all are damaged.
     """
-    if ranks.leads:
+    if ranks.is_main_process:
         restore_replaced(root, REPLACED)
-    names = [path.name for path in reversed(complete_checkpoints(root))] if ranks.leads else []
+    names = (
+        [path.name for path in reversed(complete_checkpoints(root))]
+        if ranks.is_main_process
+        else []
+    )
     damaged: dict[str, list[str]] = {}
     useless: dict[str, list[str]] = {}
     chosen: Path | None = None
-    for name in ranks.gather(names)[0]:
+    for name in ranks.all_gather(names)[0]:
         folder = root / name
-        if not ranks.gather(ranks.leads and may_belong_to(key, folder))[0]:
+        if not ranks.all_gather(ranks.is_main_process and may_belong_to(key, folder))[0]:
             continue
         if faults := find_checkpoint_faults(folder, ranks):
             damaged[name] = faults
@@ -87,11 +94,11 @@ def newest_whole_checkpoint(
             break
     if chosen is None and (damaged or useless):
         raise _none_whole(root, damaged | useless)
-    if ranks.leads:
+    if ranks.is_main_process:
         clean_partial_saves(root)
         for line in _passed_over(root, chosen, damaged, useless):
             warn(line)
-    ranks.wait()
+    ranks.barrier()
     return chosen
 
 

@@ -95,7 +95,7 @@ class TrainState:
             if held.parameter.requires_grad or not self.only_trained:
                 yield held
 
-    def _stepped(self) -> Sequence[LocalParam]:
+    def _step_counts(self) -> Sequence[LocalParam]:
         return self.held if self.stepped is None else self.stepped
 
     def _all(self) -> Iterator[tuple[str, ShardView]]:
@@ -115,7 +115,7 @@ class TrainState:
             yield from _boxes(held, part, MODEL, "", self.rounded_to if is_rounded else None)
 
     def _states(self) -> Iterator[tuple[str, ShardView]]:
-        for held in self._stepped():
+        for held in self._step_counts():
             part = local(held.parameter.detach())
             for name, value in self.optimizer.state.get(held.parameter, {}).items():
                 if name in OF_TENSORS:
@@ -130,7 +130,7 @@ class TrainState:
         afterwards.
         """
         there = _states(files)
-        for held in self._stepped():
+        for held in self._step_counts():
             if held.pieces and there.get(held.pieces[0].tensor):
                 parameter = held.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)

@@ -23,7 +23,7 @@ class ControlBroadcast:
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
-    def heard(self, frame: bytes = b"") -> bytes:
+    def broadcast(self, frame: bytes = b"") -> bytes:
         """Broadcast rank 0's `frame` and return it on all ranks.
 
         Ranks do not wait forever: rank 0 must send something, even an empty frame, before the
@@ -31,9 +31,9 @@ class ControlBroadcast:
         """
         return self._from(0, frame)
 
-    def agreed(self, fault: bytes | None) -> list[bytes | None]:
+    def all_gather_errors(self, fault: bytes | None) -> list[bytes | None]:
         """All-gather the error of each rank, in rank order; None for ranks without an error."""
-        marks = torch.zeros(self._ranks.world, dtype=torch.int64)
+        marks = torch.zeros(self._ranks.world_size, dtype=torch.int64)
         marks[self._ranks.rank] = fault is not None
         dist.all_reduce(marks, group=self._group)
         return [

@@ -52,7 +52,7 @@ class BucketedAllReduce:
         self._next = 0
         for bucket in self._buckets if overlaps else ():
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._arrived(bucket))
+                parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
 
     def start(self) -> None:
         """Start collecting: the next backward pass is the last one of the step."""
@@ -60,7 +60,7 @@ class BucketedAllReduce:
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until every gradient is the sum over all ranks of the group."""
         self._collects = False
         while self._next < len(self._buckets):
@@ -69,7 +69,7 @@ class BucketedAllReduce:
             bucket.under_way.wait()
             _unpack(bucket)
 
-    def _arrived(self, bucket: _Bucket) -> Any:
+    def _on_gradient(self, bucket: _Bucket) -> Any:
         def hook(_: nn.Parameter) -> None:
             if not self._collects:
                 return

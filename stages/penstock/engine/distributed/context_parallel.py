@@ -45,20 +45,20 @@ class ContextParallel:
         )
 
     @property
-    def keeps(self) -> bool:
+    def supports_kv_cache(self) -> bool:
         """Whether `attend` supports passes with a KV cache."""
         return self._ring is None
 
-    def mine(self, batch: MicroBatch) -> MicroBatch:
+    def shard_batch(self, batch: MicroBatch) -> MicroBatch:
         """Slice the batch to this context-parallel rank.
 
         Non-tensor fields still describe the full micro-batch.
         """
         return replace(
             batch,
-            input_ids_T=self.part(batch.input_ids_T),
-            labels_T=self.part(batch.labels_T),
-            position_ids_T=self.part(batch.position_ids_T),
+            input_ids_T=self.shard_tensor(batch.input_ids_T),
+            labels_T=self.shard_tensor(batch.labels_T),
+            position_ids_T=self.shard_tensor(batch.position_ids_T),
         )
 
     def segments(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
@@ -77,7 +77,7 @@ class ContextParallel:
         inner = ring.attend(backend) if ring else keeping(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
 
-    def total(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, mine: torch.Tensor) -> torch.Tensor:
         """All-reduce `mine` over the context-parallel ranks.
 
         The gradient of each rank's term is the gradient of the sum, so what follows must be
@@ -87,11 +87,11 @@ class ContextParallel:
             mine = reduce_from_tp_region(mine, group, "whole")
         return mine
 
-    def part(self, x_T: torch.Tensor) -> torch.Tensor:
+    def shard_tensor(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )
         if self._ring:
-            x_T = self._ring.mine(x_T)
-        return self._ulysses.mine(x_T) if self._ulysses else x_T
+            x_T = self._ring.shard(x_T)
+        return self._ulysses.shard(x_T) if self._ulysses else x_T

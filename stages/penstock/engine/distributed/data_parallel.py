@@ -32,11 +32,11 @@ from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 class GradSync(Protocol):
     """Gradient reduction over the passes of a step."""
 
-    def before(self, *, last: bool) -> None:
+    def prepare_backward(self, *, last: bool) -> None:
         """Called before each forward and backward pass; `last` marks the last one of the step."""
         ...
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Called after the step's last backward pass; returns when all gradients are reduced."""
         ...
 
@@ -118,14 +118,14 @@ class FSDPSync:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
         self._kept = kept
 
-    def before(self, *, last: bool) -> None:
+    def prepare_backward(self, *, last: bool) -> None:
         """Accumulate gradients without reduction until the last pass."""
         for part in self._parts:
             part.set_requires_gradient_sync(last)
             part.set_is_last_backward(last)
             part.set_reshard_after_backward(last or self._kept != "step")
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """FSDP2 reduced the gradients during the last pass."""
 
 
@@ -136,15 +136,15 @@ class ReplicatedSync:
         """`sums` are the all-reduces of weights that other ranks also hold."""
         self._sums = sums
 
-    def before(self, *, last: bool) -> None:
+    def prepare_backward(self, *, last: bool) -> None:
         """Keep gradients local until the last pass."""
         for sums in self._sums if last else ():
             sums.start()
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait for the all-reduces."""
         for sums in self._sums:
-            sums.finish()
+            sums.wait()
 
 
 def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
@@ -177,7 +177,7 @@ def shard_parts(
 
 def separately_sharded_experts(part: Decoder, mesh: Mesh) -> list[nn.Module]:
     """The experts of a part's layers if expert parallelism shards them over another mesh."""
-    if not mesh.parts_experts:
+    if not mesh.shards_experts_separately:
         return []
     return [mixture.experts for mixture in moe_layers(part)]
 
@@ -287,7 +287,7 @@ def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
 
 def _copying_experts(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
     """The ranks that hold the same part of the experts as this one; None if there is no other."""
-    if train.data_parallel_mode == "fsdp2" or not mesh.parts_experts:
+    if train.data_parallel_mode == "fsdp2" or not mesh.shards_experts_separately:
         return None
     alike = mesh.experts()["shard"]
     return alike.get_group() if alike.size() > 1 else None

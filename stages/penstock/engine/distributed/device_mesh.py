@@ -53,7 +53,7 @@ class Mesh:
         self._placement: Placement = experts
         self.degrees, self.rank = degrees, rank
         self.device_type = device_type
-        self._grid = torch.arange(degrees.world).reshape([self.size(axis) for axis in AXES])
+        self._grid = torch.arange(degrees.world_size).reshape([self.size(axis) for axis in AXES])
         place = (self._grid == rank).nonzero()[0].tolist()
         self._place: dict[Axis, int] = dict(zip(AXES, place, strict=True))
         self._views: dict[object, DeviceMesh] = {}
@@ -120,7 +120,7 @@ class Mesh:
         return self._views["experts"]
 
     @property
-    def parts_experts(self) -> bool:
+    def shards_experts_separately(self) -> bool:
         """Whether experts are sharded differently from the other weights."""
         return self.degrees.expert > 1 or self.degrees.tensor > 1
 

@@ -68,7 +68,7 @@ class ExternalProcessGroup:
         self._backend: Any = None
 
     @property
-    def kind(self) -> str:
+    def backend(self) -> str:
         """The backend, by torch's name, that the others must also use."""
         return "nccl" if self._device.type == "cuda" else "gloo"
 
@@ -125,7 +125,7 @@ class ExternalProcessGroup:
             backend.shutdown()
         self.close_store()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Leave the group at once.
 
         Operations in progress fail here and for others, soon or by timeout.

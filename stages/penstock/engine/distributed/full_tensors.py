@@ -58,7 +58,7 @@ class FullTensorGather:
             for piece in one.pieces
         }
         found: dict[str, dict[_Box, int]] = {}
-        for rank, boxes in enumerate(ranks.gather(list(self._here))):
+        for rank, boxes in enumerate(ranks.all_gather(list(self._here))):
             for box in boxes:
                 # The lowest rank sends a shard: what rank 0 holds is not sent.
                 found.setdefault(box.tensor, {}).setdefault(box, rank)
@@ -75,7 +75,7 @@ class FullTensorGather:
 
         Rank 0 only, while all others `give`.
         """
-        assert self._ranks.leads, "another rank reads"
+        assert self._ranks.is_main_process, "another rank reads"
         wanted = list(names)
         shapes, device = self.shapes(), self._ranks.device
         # Allocate before anybody sends: a rank without memory must not leave others waiting for it.
@@ -84,12 +84,12 @@ class FullTensorGather:
             for name in wanted
         }
         arriving: list[tuple[int, list[_Box], torch.Tensor]] = []
-        for rank in range(1, self._ranks.world):
+        for rank in range(1, self._ranks.world_size):
             if boxes := self._from(rank, wanted):
                 # Sent as bytes, which every backend supports.
                 size = sum(box.nbytes for box in boxes)
                 arriving.append((rank, boxes, torch.empty(size, dtype=torch.uint8, device=device)))
-        self._tell([self._numbers[name] for name in wanted])
+        self._send_request([self._numbers[name] for name in wanted])
         for box in self._from(0, wanted):
             box.within(wholes[box.tensor]).copy_(self._part(box))
         for rank, boxes, arrived in arriving:
@@ -101,25 +101,25 @@ class FullTensorGather:
                 box.within(wholes[box.tensor]).copy_(numbers)
         return wholes
 
-    def let_go(self) -> None:
+    def stop_serving(self) -> None:
         """End the requests. Rank 0 calls it once, whatever has happened."""
-        assert self._ranks.leads, "another rank reads"
-        self._tell(None)
+        assert self._ranks.is_main_process, "another rank reads"
+        self._send_request(None)
 
-    def give(self) -> None:
+    def serve(self) -> None:
         """Send rank 0 the shards it requests, until it finishes. Called by all other ranks."""
         names = list(self._sources)
-        while (numbers := self._told()) is not None:
+        while (numbers := self._receive_request()) is not None:
             self._sent([names[number] for number in numbers])
 
-    def _tell(self, numbers: list[int] | None) -> None:
-        if self._ranks.world == 1:
+    def _send_request(self, numbers: list[int] | None) -> None:
+        if self._ranks.world_size == 1:
             return
         self._broadcast(torch.tensor([ENOUGH if numbers is None else len(numbers)]))
         if numbers:
             self._broadcast(torch.tensor(numbers))
 
-    def _told(self) -> list[int] | None:
+    def _receive_request(self) -> list[int] | None:
         count = int(self._broadcast(torch.empty(1, dtype=torch.int64)))
         if count == ENOUGH:
             return None

@@ -60,7 +60,7 @@ class ParallelDims:
         return self.ring * self.ulysses
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The world size."""
         return self.pipeline * self.num_replicas * self.context * self.tensor
 

@@ -73,18 +73,18 @@ class ParallelModel:
         return [held for held in self.held if held.parameter.requires_grad]
 
     @property
-    def ranks_per_replica(self) -> int:
+    def model_parallel_size(self) -> int:
         """Ranks that compute the same packed sequences together."""
-        return self.mesh.degrees.world // self.mesh.degrees.num_replicas
+        return self.mesh.degrees.world_size // self.mesh.degrees.num_replicas
 
     @property
-    def tells(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Whether this rank reports for those that compute the same packed sequences, one per
         pipeline stage.
         """
         return self.mesh.index("tensor", "ring", "ulysses") == 0
 
-    def call(
+    def build_inputs(
         self,
         batch: MicroBatch,
         reduce: Reduce,
@@ -92,7 +92,7 @@ class ParallelModel:
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
         """The model inputs for this rank's tokens of a micro-batch."""
-        mine = self.context.mine(batch)
+        mine = self.context.shard_batch(batch)
         return ModelInputs(
             mine.input_ids_T.to(device, non_blocking=True),
             mine.position_ids_T.to(device, non_blocking=True),
@@ -107,20 +107,20 @@ class ParallelModel:
         Returns this rank's share of the summed losses, a scalar in fp32.
         """
         if self.pipeline:
-            self.sync.before(last=True)
+            self.sync.prepare_backward(last=True)
             total = self.pipeline.forward_backward(calls)
-            self.pulse.begins("backward")
+            self.pulse.set_phase("backward")
         else:
             total = self._one_by_one(calls)
-        self.sync.finish()
+        self.sync.wait()
         reduce_partial_grads(self.trainable, self.mesh)
         if self.pipeline:
-            self.pipeline.sum_tied()
+            self.pipeline.all_reduce_tied_grads()
         return self._share(total)
 
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """The summed losses without gradients, in fp64."""
-        with self.at_rest():
+        with self.eval_mode():
             if self.pipeline:
                 total = self.pipeline.forward(calls).double()
             else:
@@ -128,7 +128,7 @@ class ParallelModel:
         return self._share(total)
 
     @contextmanager
-    def at_rest(self) -> Generator[None]:
+    def eval_mode(self) -> Generator[None]:
         """Context manager: evaluation mode, without dropout or other random draws."""
         for part in self.parts:
             part.eval()
@@ -139,7 +139,7 @@ class ParallelModel:
                 part.train()
 
     @torch.no_grad()
-    def look(self, call: ModelInputs) -> None:
+    def forward_only(self, call: ModelInputs) -> None:
         """Run a forward pass in the current mode, for what `reduce` itself records."""
         if self.pipeline:
             self.pipeline.forward([call])
@@ -147,7 +147,7 @@ class ParallelModel:
             self._reduced(call)
 
     @torch.no_grad()
-    def observe(self, calls: Sequence[ModelInputs]) -> None:
+    def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
         """Run a forward pass as in training for router observers, without a loss."""
         calls = [replace(call, reduce=_nothing) for call in calls]
         if self.pipeline:
@@ -159,10 +159,10 @@ class ParallelModel:
     def _one_by_one(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
-            self.sync.before(last=index == len(calls) - 1)
-            self.pulse.begins("forward")
+            self.sync.prepare_backward(last=index == len(calls) - 1)
+            self.pulse.set_phase("forward")
             loss = self._reduced(call)
-            self.pulse.begins("backward")
+            self.pulse.set_phase("backward")
             loss.backward()
             total += loss.detach()
         return total

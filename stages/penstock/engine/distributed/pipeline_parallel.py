@@ -98,7 +98,7 @@ class Pipeline:
             for number, part in zip(self._numbers, self._parts, strict=True):
                 inputs = call.input_ids_T
                 if number:
-                    inputs = self._received(number - 1, hidden_TD, len(call.position_ids_T))
+                    inputs = self._receive(number - 1, hidden_TD, len(call.position_ids_T))
                 with self._casting(), dropout_rng(call.noise), observe_routers(call.watch):
                     given = part(inputs, call.position_ids_T, call.segments, call.reduce)
                 if number == self._num_stages - 1:
@@ -114,7 +114,7 @@ class Pipeline:
             message.wait()
         return total
 
-    def sum_tied(self) -> None:
+    def all_reduce_tied_grads(self) -> None:
         """All-reduce the gradients of a tied embedding between the first and the last stage.
 
         The same optimizer then keeps both copies equal. Does nothing for an untied head. Called by
@@ -137,9 +137,9 @@ class Pipeline:
             # A sum of two terms does not depend on their order, so both ranks get bitwise identical
             # results. Gradients of offloaded weights are in host memory, which no GPU can send.
             mine = gradients[0].to(self._device)
-            gradients[0].add_(self._exchanged(mine).to(gradients[0].device))
+            gradients[0].add_(self._exchange(mine).to(gradients[0].device))
 
-    def _exchanged(self, mine: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
         other = self._rank_of[last if 0 in self._numbers else 0]
@@ -152,7 +152,7 @@ class Pipeline:
             message.wait()
         return theirs
 
-    def _received(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    def _receive(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         """The output of `stage`, from this rank or another."""
         if stage in self._numbers:
             assert here is not None
@@ -227,9 +227,9 @@ class _Stage(PipelineStage):
 
     @contextmanager
     def _telling(self, phase: str) -> Generator[None]:
-        self.pulse.begins(phase)
+        self.pulse.set_phase(phase)
         yield
-        self.pulse.begins(BETWEEN_PASSES)
+        self.pulse.set_phase(BETWEEN_PASSES)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         with self.casting():
@@ -262,7 +262,7 @@ class _Running:
         losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.calls = calls
-        self._stages[0].pulse.begins(BETWEEN_PASSES)
+        self._stages[0].pulse.set_phase(BETWEEN_PASSES)
         # Torch requires a target per micro-batch; `reduce` has its own labels.
         targets = torch.empty(len(calls), device="meta")
         self._schedule.step(target=targets, losses=losses, return_outputs=False)

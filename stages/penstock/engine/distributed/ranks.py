@@ -24,47 +24,47 @@ class ProcessInfo:
 
     rank: int
     local_rank: int
-    world: int
+    world_size: int
     device: torch.device
     pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Where this rank reports its current phase."""
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is rank 0, which writes and logs for all."""
         return self.rank == 0
 
-    def total(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce: the sum of `value` over all ranks, in place."""
         with self.pulse.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
-    def highest(self, value: torch.Tensor) -> torch.Tensor:
+    def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce: the elementwise maximum of `value` over all ranks, in place."""
         with self.pulse.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank; the same result on all ranks."""
-        return bool(self.most(flag)[0])
+        return bool(self.max_over_ranks(flag)[0])
 
-    def most(self, *values: int) -> list[int]:
+    def max_over_ranks(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks; the same result on all ranks."""
         marks = torch.tensor([int(value) for value in values], device=self.device)
         with self.pulse.waiting():
             dist.all_reduce(marks, op=dist.ReduceOp.MAX)
             return marks.tolist()
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """All-gather each rank's `value`, in rank order."""
-        found = [value] * self.world
+        found = [value] * self.world_size
         with self.pulse.waiting():
             dist.all_gather_object(found, value)
         return found
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Barrier over all ranks."""
         with self.pulse.waiting():
             dist.barrier()
@@ -89,7 +89,7 @@ def init_process_group(
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
-    pulse.begins("joining the other ranks")
+    pulse.set_phase("joining the other ranks")
     if not dist.is_initialized():
         restrict_pickling()
         if env.is_one_machine():

@@ -172,7 +172,7 @@ class Ring:
         # The first operation of a group must not be P2P between only some of its ranks.
         dist.barrier(self.group)
 
-    def mine(self, x_T: torch.Tensor) -> torch.Tensor:
+    def shard(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's two zigzag chunks of a whole packed sequence."""
         chunks = x_T.chunk(2 * self.size)
         return torch.cat((chunks[self.index], chunks[-1 - self.index]))
@@ -204,7 +204,7 @@ class Ring:
 
         return over_ring
 
-    def send(
+    def start_transfer(
         self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int
     ) -> "P2PTransfer":
         """Start the P2P transfer of a ring step.
@@ -257,7 +257,7 @@ class _KeysAndValues:
 
     def _start(self, step: Step) -> P2PTransfer:
         gives = self.kv_T2KH[_rows(step.gives)] if step.gives else None
-        return self.ring.send(gives, step.distance, self.kv_T2KH, step.takes)
+        return self.ring.start_transfer(gives, step.distance, self.kv_T2KH, step.takes)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -337,7 +337,7 @@ class _RingAttention(torch.autograd.Function):
                 dkv_S2KH = torch.zeros_like(taken, dtype=wide)
                 see(step.parts, taken, dkv_S2KH)
                 given_back = dkv_S2KH.to(kv_T2KH.dtype)
-            under_way = ring.send(given_back, -step.distance, kv_T2KH, len(step.gives))
+            under_way = ring.start_transfer(given_back, -step.distance, kv_T2KH, len(step.gives))
             returns.append((step, under_way))
             if len(returns) > 1:
                 _add(dkv_T2KH, *returns.pop(0))

@@ -52,8 +52,9 @@ def parallelize_tensor(
 
     Call it on every rank, after adapters are injected and before anything else is sharded; the
     model may have storage or be on the meta device. Afterwards the model returns hidden states [T,
-    D] (with `split`, the rank's share of the tokens) and needs `VocabParallelHead.sum_of_losses` as
-    its `reduce`, because its head returns a shard of the logits.
+    D] (with `split`, the rank's share of the tokens) and needs
+    `VocabParallelHead.sum_cross_entropy` as its `reduce`, because its head returns a shard of the
+    logits.
     """
     group = mesh.group("tensor")
     if group is None:
@@ -64,7 +65,7 @@ def parallelize_tensor(
     mesh.neighbours(cuts.span("k_proj").copies)
     for name, parameter in list(model.named_parameters()):
         if not cuts.is_in_mixture(name):
-            _keep(model, name, cuts.narrowed(name, parameter.detach()), parameter.requires_grad)
+            _keep(model, name, cuts.shard(name, parameter.detach()), parameter.requires_grad)
     if model.is_tied:
         model.tie()
     for name, module in model.named_modules():

@@ -83,14 +83,14 @@ class TensorParallelPlan:
             )
         role = find_parallel_style(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
-            table = self._cut(self.names.config.names.embedding, 0, self.span("embed_tokens"))
+            table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, copies=2),)
         if role is None:
             [tensor] = self.names.hf_names(name)
-            return (self._uncut(tensor, self._how_norms_sum(module)),)
+            return (self._unshard(tensor, self._how_norms_sum(module)),)
         if role is ParallelStyle.PER_HEAD:
             heads = _span(self.names.config.num_attention_heads, self.size, self.index)
-            return (self._cut(name, 0, heads),)
+            return (self._shard(name, 0, heads),)
         if role is ParallelStyle.EXPERTS:
             return tuple(self._experts(name))
         if self.is_in_mixture(module):
@@ -102,9 +102,9 @@ class TensorParallelPlan:
             features = self._shapes[f"{stored}.weight"][role is ParallelStyle.NARROW]
             span = self.span(stored.rpartition(".")[2], features)
             if role is not ParallelStyle.NARROW:
-                piece = replace(self._cut(tensor, 0, span), start=start)
+                piece = replace(self._shard(tensor, 0, span), start=start)
             elif leaf == "weight":
-                piece = self._cut(tensor, 1, span)
+                piece = self._shard(tensor, 1, span)
             elif self.index == 0:
                 # It is added to a sum over all ranks, so only one rank may hold it.
                 piece = whole_piece(tensor, self._shapes[tensor])
@@ -134,7 +134,7 @@ class TensorParallelPlan:
         copies = self.size // keys
         return replace(_span(keys, keys, self.index // copies, config.head_dim), copies=copies)
 
-    def narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a full native tensor; None if it holds nothing."""
         boxes: list[torch.Tensor] = []
         start = 0
@@ -163,7 +163,7 @@ class TensorParallelPlan:
         if len(tensors) == 1:
             [tensor] = tensors
             first = self._shapes[tensor][0]
-            yield self._cut(tensor, 0, _span(first, self.expert_size, self.expert_index))
+            yield self._shard(tensor, 0, _span(first, self.expert_size, self.expert_index))
             return
         mine = shard_range(len(tensors), self.expert_size, self.expert_index)
         yield from _after_one_another(
@@ -173,7 +173,7 @@ class TensorParallelPlan:
     def _whole(self, name: str) -> Iterator[TensorShard]:
         """Full checkpoint tensors, concatenated."""
         return _after_one_another(
-            self._uncut(tensor, "tensor") for tensor in self.names.hf_names(name)
+            self._unshard(tensor, "tensor") for tensor in self.names.hf_names(name)
         )
 
     @cached_property
@@ -194,15 +194,15 @@ class TensorParallelPlan:
         is_a = factor.side == "lora_A"
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_mixture(factor.module):
-            return self._uncut(name, "tensor", whole)
+            return self._unshard(name, "tensor", whole)
         narrows = find_parallel_style(factor.module, self.roles) in (
             ParallelStyle.NARROW,
             ParallelStyle.VOCAB,
         )
         if is_a is not narrows:
-            return self._uncut(name, "tensor", whole)
+            return self._unshard(name, "tensor", whole)
         span = self.span(factor.part, columns if narrows else rows)
-        return self._cut(name, int(is_a), span, whole)
+        return self._shard(name, int(is_a), span, whole)
 
     def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
         """The LoRA factor of experts.
@@ -212,7 +212,7 @@ class TensorParallelPlan:
         """
         name = native_name(factor.hf_module, factor.side)
         if len(shape) == 2:
-            return self._uncut(name, "tensor", shape)
+            return self._unshard(name, "tensor", shape)
         experts = self.names.config.experts
         assert experts is not None
         mine = shard_range(experts.num_experts, self.expert_size, self.expert_index)
@@ -227,7 +227,7 @@ class TensorParallelPlan:
         within = any(part in SOCKETS for part in module.split("."))
         return "tensor" if within or self.residual == "split" else None
 
-    def _cut(
+    def _shard(
         self, tensor: str, dim: int, span: Span, whole: tuple[int, ...] | None = None
     ) -> TensorShard:
         whole = whole or self._shapes[tensor]
@@ -241,7 +241,7 @@ class TensorParallelPlan:
             summed="kv" if span.copies > 1 else None,
         )
 
-    def _uncut(
+    def _unshard(
         self, tensor: str, summed: Shared | None, whole: tuple[int, ...] | None = None
     ) -> TensorShard:
         piece = whole_piece(tensor, whole or self._shapes[tensor])

@@ -27,7 +27,7 @@ class Ulysses:
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         self.group, self.size, self.index = group, size, index
 
-    def mine(self, x_T: torch.Tensor) -> torch.Tensor:
+    def shard(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's consecutive share of all tokens."""
         return x_T.chunk(self.size)[self.index]
 

@@ -113,7 +113,7 @@ class VocabParallelHead:
     logits: Logits = "divided"
     sums: SumsIn = None
 
-    def sum_of_losses(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
+    def sum_cross_entropy(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
 
         def summed(
@@ -132,7 +132,7 @@ class VocabParallelHead:
 
         return found if self._group else partial(token_log_probs, loss=loss)
 
-    def scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
+    def token_scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
         """`losses.token_metrics.token_scores` for such a model."""
 
         def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
@@ -141,12 +141,12 @@ class VocabParallelHead:
                 labels_T,
                 width=self._widest,
                 loss=self._loss(loss),
-                highest=self._highest if self._is_divided else None,
+                highest=self._all_reduce_max if self._is_sharded else None,
             )
 
         return scored
 
-    def whole_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
+    def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
         """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
         ranks.
         """
@@ -165,7 +165,7 @@ class VocabParallelHead:
         return self.mesh.group("tensor")
 
     @property
-    def _is_divided(self) -> bool:
+    def _is_sharded(self) -> bool:
         return self._group is not None and self.logits == "divided"
 
     @property
@@ -176,7 +176,7 @@ class VocabParallelHead:
     @property
     def _widest(self) -> int:
         """The largest number of logits per token on a rank."""
-        return max(map(len, self._shares)) if self._is_divided else self.size
+        return max(map(len, self._shares)) if self._is_sharded else self.size
 
     def _seen(self, hidden: torch.Tensor, head: nn.Module, loss: Loss) -> tuple[torch.Tensor, Head]:
         """The hidden states of all tokens, and the head that computes this rank's logits."""
@@ -192,7 +192,7 @@ class VocabParallelHead:
         )
 
     def _loss(self, loss: Loss) -> Loss:
-        if not self._is_divided:
+        if not self._is_sharded:
             return loss
         assert self._group is not None
         divided = VocabShard(
@@ -203,7 +203,7 @@ class VocabParallelHead:
         )
         return replace(loss, divided=divided)
 
-    def _highest(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
         return numbers
 

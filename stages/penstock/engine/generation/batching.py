@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.generation.kv_cache import KeyCache, decode_segments, prefill_segments
+from penstock.engine.generation.kv_cache import KVCache, decode_segments, prefill_segments
 from penstock.engine.generation.sequences import DecodingSequence
 from penstock.rows.collate import MicroBatch, collate
 from penstock.rows.reader import Row
@@ -60,18 +60,18 @@ class ForwardBatch:
         return [
             (starts[number], some[0])
             for number, some in enumerate(self.after)
-            if some and some[0].sample == 0 and some[0].prompt.is_read and not some[0].tokens
+            if some and some[0].sample == 0 and some[0].prompt.needs_logprobs and not some[0].tokens
         ]
 
 
 class Passes(Protocol):
     """The decoding of a replica's sequences."""
 
-    def following(self) -> ForwardBatch | None:
+    def next_batch(self) -> ForwardBatch | None:
         """The next pass; None if there is nothing to do."""
         ...
 
-    def sift(self) -> None:
+    def remove_finished(self) -> None:
         """Remove finished sequences; call it after tokens are added."""
         ...
 
@@ -89,15 +89,15 @@ class KVCachedDecode:
         self._waiting, self._limits, self._device = deque(growing), limits, device
         self._active: list[DecodingSequence] = []
         """The sequences in the cache, by cache row."""
-        self._cache = KeyCache(limits.kept_tokens)
+        self._cache = KVCache(limits.kept_tokens)
 
-    def following(self) -> ForwardBatch | None:
+    def next_batch(self) -> ForwardBatch | None:
         """Prefill of prompts, if any can be admitted, or a decode step of all sequences."""
-        groups = self._let_in()
+        groups = self._admit()
         if groups:
-            self._active += [one for group in groups for one in group if one.is_kept]
-            self._cache.longest = max((one.longest for one in self._active), default=0)
-            rows = [sum(one.is_kept for one in group) for group in groups]
+            self._active += [one for group in groups for one in group if one.needs_kv_cache]
+            self._cache.longest = max((one.max_length for one in self._active), default=0)
+            rows = [sum(one.needs_kv_cache for one in group) for group in groups]
             return ForwardBatch(
                 _batch([group[0].prompt.tokens for group in groups], self._limits.multiple),
                 groups,
@@ -111,26 +111,26 @@ class KVCachedDecode:
             lambda plain: decode_segments(plain, self._cache),
         )
 
-    def sift(self) -> None:
+    def remove_finished(self) -> None:
         """Free the cache rows of finished sequences."""
         for row in reversed(range(len(self._active))):
             if self._active[row].ended:
-                self._cache.drop(row)
+                self._cache.free(row)
                 self._active[row] = self._active[-1]
                 self._active.pop()
 
-    def _let_in(self) -> list[list[DecodingSequence]]:
+    def _admit(self) -> list[list[DecodingSequence]]:
         """Admit the longest-waiting sequences, grouped by prompt, as many as fit."""
         groups: list[list[DecodingSequence]] = []
         rows = len(self._active)
-        longest = max((one.longest for one in self._active), default=0)
+        longest = max((one.max_length for one in self._active), default=0)
         tokens = 0
         while self._waiting:
             one = self._waiting[0]
             is_same = bool(groups) and groups[-1][0].prompt_number == one.prompt_number
             tokens += 0 if is_same else len(one.prompt.tokens)
-            if one.is_kept:
-                rows, longest = rows + 1, max(longest, one.longest)
+            if one.needs_kv_cache:
+                rows, longest = rows + 1, max(longest, one.max_length)
             has_room = rows <= 1 or rows * longest <= self._limits.kept_tokens
             if not has_room or (groups and tokens > self._limits.passed_tokens):
                 break
@@ -151,7 +151,7 @@ class FullRecomputeDecode:
     def __init__(self, growing: Sequence[DecodingSequence], limits: Limits) -> None:
         self._growing, self._limits = list(growing), limits
 
-    def following(self) -> ForwardBatch | None:
+    def next_batch(self) -> ForwardBatch | None:
         """Prompts and their completions so far, as many as fit."""
         going: list[DecodingSequence] = []
         tokens = 0
@@ -165,7 +165,7 @@ class FullRecomputeDecode:
         batch = _batch([[*one.prompt.tokens, *one.tokens] for one in going], self._limits.multiple)
         return ForwardBatch(batch, [[one] for one in going], _as_they_are)
 
-    def sift(self) -> None:
+    def remove_finished(self) -> None:
         """Remove finished sequences."""
         self._growing = [one for one in self._growing if not one.ended]
 

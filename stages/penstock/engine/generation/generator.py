@@ -131,20 +131,20 @@ class Generator:
         growing = self._growing(prompts)
         of_prompts, of_answers = PromptLogprobs(prompts, self.ranks.device), TopLogprobs()
         passes = self._passes(growing)
-        with self.eagerly(), self.layout.at_rest():
+        with self.eagerly(), self.layout.eval_mode():
             while not all(one.ended for one in growing):
                 between()
-                self.ranks.pulse.begins("answering prompts")
-                found = Found(self._nothing_drawn(len(growing)), of_prompts, of_answers)
-                self._pass(self._following(passes), found)
-                self._add(growing, found.drawn, decode, on_token)
+                self.ranks.pulse.set_phase("answering prompts")
+                found = Found(self._no_samples(len(growing)), of_prompts, of_answers)
+                self._forward(self._next_batch(passes), found)
+                self._append_tokens(growing, found.drawn, decode, on_token)
                 for each in passes:
-                    each.sift()
-        of_prompts.share(self.ranks)
-        likeliest = of_answers.shared(growing, self.ranks)
+                    each.remove_finished()
+        of_prompts.all_reduce(self.ranks)
+        likeliest = of_answers.gather(growing, self.ranks)
         answers: list[list[Completion]] = [[] for _ in prompts]
         for one in growing:
-            answers[one.prompt_number].append(one.answer(likeliest.get(one.number)))
+            answers[one.prompt_number].append(one.to_completion(likeliest.get(one.number)))
         return [GenerationOutput(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
@@ -192,20 +192,20 @@ class Generator:
             len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard")
         )
         here = [growing[number] for number in mine]
-        limits = Limits(self._room(), self.passed_tokens, self.multiple)
-        kept = [one for one in here if one.longest <= self.keeps_up_to]
-        others = [one for one in here if one.longest > self.keeps_up_to]
+        limits = Limits(self._cache_capacity(), self.passed_tokens, self.multiple)
+        kept = [one for one in here if one.max_length <= self.keeps_up_to]
+        others = [one for one in here if one.max_length > self.keeps_up_to]
         return [
             KVCachedDecode(kept, limits, self.ranks.device),
             FullRecomputeDecode(others, limits),
         ]
 
-    def _following(self, passes: Sequence[Passes]) -> ForwardBatch:
+    def _next_batch(self, passes: Sequence[Passes]) -> ForwardBatch:
         """The next pass, or a padding pass."""
-        found = (each.following() for each in passes)
+        found = (each.next_batch() for each in passes)
         return next((one for one in found if one), None) or padding_pass(self.multiple)
 
-    def _room(self) -> int:
+    def _cache_capacity(self) -> int:
         """The KV cache capacity in tokens; free GPU memory may limit it."""
         if self.ranks.device.type != "cuda":
             return self.kept_tokens
@@ -214,10 +214,10 @@ class Generator:
         # A pipeline stage may have no layer, and so no cache.
         fits = (free + held) // 2 // max(1, self.kept_bytes)
         # All ranks of a replica must admit the same sequences.
-        return min(self.kept_tokens, -self.ranks.most(-fits)[0])
+        return min(self.kept_tokens, -self.ranks.max_over_ranks(-fits)[0])
 
     def _growing(self, prompts: Sequence[Prompt]) -> list[DecodingSequence]:
-        [seeds, *_] = self.ranks.gather([secrets.randbits(63) for _ in prompts])
+        [seeds, *_] = self.ranks.all_gather([secrets.randbits(63) for _ in prompts])
         limit = self._config.max_position_embeddings
         found: list[DecodingSequence] = []
         for number, (prompt, fresh) in enumerate(zip(prompts, seeds, strict=True)):
@@ -228,10 +228,10 @@ class Generator:
                 found.append(DecodingSequence(len(found), number, prompt, sample, most, seed))
         return found
 
-    def _nothing_drawn(self, count: int) -> torch.Tensor:
+    def _no_samples(self, count: int) -> torch.Tensor:
         return torch.full((3, count), -torch.inf, dtype=torch.float64, device=self.ranks.device)
 
-    def _add(
+    def _append_tokens(
         self,
         growing: Sequence[DecodingSequence],
         drawn: torch.Tensor,
@@ -239,28 +239,28 @@ class Generator:
         on_token: OnToken,
     ) -> None:
         """Append the tokens that any rank has sampled."""
-        if self.ranks.world > 1:
+        if self.ranks.world_size > 1:
             # The maximum merges replicas, and ranks of a replica agree.
-            drawn = self.ranks.highest(drawn)
+            drawn = self.ranks.all_reduce_max(drawn)
         tokens, log_probs, flaws = drawn.tolist()
         if max(flaws) > 0:
             raise NotFiniteError("the model's logits are not finite: its weights have diverged.")
         for one, token, log_prob in zip(growing, tokens, log_probs, strict=True):
             if token >= 0:
-                one.add(int(token), log_prob, decode)
+                one.append(int(token), log_prob, decode)
                 on_token(one.prompt_number, int(token))
 
-    def _pass(self, one: ForwardBatch, found: Found) -> None:
+    def _forward(self, one: ForwardBatch, found: Found) -> None:
         """Run a forward pass, sampling and scoring in `reduce`."""
         # Computed on the host, to avoid a GPU synchronization.
-        slots_T = self.layout.context.part(one.slots_T())
+        slots_T = self.layout.context.shard_tensor(one.slots_T())
         places_S = (slots_T >= 0).nonzero().squeeze(1)
         after = [one.after[slot] for slot in slots_T[places_S].tolist()]
-        reduce = partial(self._take, one, self._there(places_S), after, found)
-        call = self.layout.call(one.batch, reduce, self.ranks.device)
-        self.layout.look(replace(call, segments=one.segments(call.segments)))
+        reduce = partial(self._sample, one, self._there(places_S), after, found)
+        call = self.layout.build_inputs(one.batch, reduce, self.ranks.device)
+        self.layout.forward_only(replace(call, segments=one.segments(call.segments)))
 
-    def _take(
+    def _sample(
         self,
         one: ForwardBatch,
         places_S: torch.Tensor,
@@ -284,12 +284,12 @@ class Generator:
             )
             told = torch.stack((tokens_S.double(), log_probs_S, ~log_probs_S.isfinite()))
             found.drawn[:, [growing.number for growing in after]] = told
-            found.of_answers.take(after, wide_CV)
+            found.of_answers.record(after, wide_CV)
         if read := one.read():
-            self._tell(one, read, found, hidden, head)
+            self._score_prompts(one, read, found, hidden, head)
         return hidden.new_zeros((), dtype=torch.float32)
 
-    def _tell(
+    def _score_prompts(
         self,
         one: ForwardBatch,
         read: Sequence[tuple[int, DecodingSequence]],
@@ -302,7 +302,7 @@ class Generator:
         for start, growing in read:
             places = found.of_prompts.places(growing.prompt_number)
             into_T[start : start + len(places)] = torch.arange(places.start, places.stop)
-        part = self.layout.context.part
+        part = self.layout.context.shard_tensor
         into_T, next_T = part(into_T), part(one.batch.input_ids_T.roll(-1))
         places_S = (into_T >= 0).nonzero().squeeze(1)
         into_S, next_S = (self._there(x_T[places_S]) for x_T in (into_T, next_T))
@@ -314,7 +314,7 @@ class Generator:
             if log_probs_CV.isnan().any():
                 found.drawn[2, read[0][1].number] = 1
                 continue
-            found.of_prompts.take(into_S[here], next_S[here], log_probs_CV)
+            found.of_prompts.record(into_S[here], next_S[here], log_probs_CV)
 
     def _there(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.ranks.device, non_blocking=True)
@@ -333,7 +333,7 @@ def build_generator(
         ranks,
         logits,
         tokens_multiple(train),
-        keeps_up_to=config.turned_alike_up_to if layout.context.keeps else 0,
+        keeps_up_to=config.turned_alike_up_to if layout.context.supports_kv_cache else 0,
         kept_bytes=numbers * getattr(torch, train.computes_in).itemsize,
     )
     if not train.enable_compile:

@@ -19,7 +19,7 @@ STEP = 64
 """Rows are allocated in multiples of so many tokens."""
 
 
-class KeyCache:
+class KVCache:
     """The KV cache: one row per sequence, with rows in use first.
 
     Layers are identified by the order in which their attention runs, which is the same in every
@@ -37,7 +37,7 @@ class KeyCache:
         """The allocated size of every layer: rows, and token slots per row."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def drop(self, row: int) -> None:
+    def free(self, row: int) -> None:
         """Free a row. The last row is moved into its place."""
         last = len(self.lengths) - 1
         if row != last:
@@ -48,21 +48,21 @@ class KeyCache:
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
-    def make_room(self) -> None:
+    def reserve(self) -> None:
         """Allocate enough memory in every layer for `lengths`."""
         rows, longest = len(self.lengths), max(self.lengths)
         if rows <= self._rows and longest <= self._room:
             return
         # Width allocated for long rows is not kept for many rows, nor the other way round.
         fits = longest <= self._room <= _rounded(self.longest)
-        room = self._room if fits else self._ahead(longest)
+        room = self._room if fits else self._round_up(longest)
         # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
         self._rows, self._room = max(rows, min(spare, self._capacity // room)), room
         for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
-            self._layers[layer] = self._moved(k_BKCH), self._moved(v_BKCH)
+            self._layers[layer] = self._resized(k_BKCH), self._resized(v_BKCH)
 
-    def of(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values [B, K, C, H] of a layer.
 
         They are allocated on first use with the device and dtype of the input.
@@ -74,11 +74,11 @@ class KeyCache:
             self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
         return self._layers[layer]
 
-    def _ahead(self, length: int) -> int:
+    def _round_up(self, length: int) -> int:
         """The row width for this length, with room to grow."""
         return _rounded(max(length, min(length * 3 // 2 + STEP, self.longest)))
 
-    def _moved(self, x_BKCH: torch.Tensor) -> torch.Tensor:
+    def _resized(self, x_BKCH: torch.Tensor) -> torch.Tensor:
         """Copy to a tensor of the new size."""
         moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._room, x_BKCH.shape[3]))
         rows, room = min(self._rows, x_BKCH.shape[0]), min(self._room, x_BKCH.shape[2])
@@ -90,7 +90,7 @@ class KeyCache:
 class Prefill(VarlenMetadata):
     """Prefill: documents of a pass whose keys and values go into the cache."""
 
-    cache: KeyCache
+    cache: KVCache
     tokens: torch.Tensor
     """int64 [E]: the tokens to cache, once for each row they go to."""
     rows: torch.Tensor
@@ -99,9 +99,9 @@ class Prefill(VarlenMetadata):
     """int64 [E]: the position of each in its row."""
     calls: "count[int]" = field(default_factory=count)
 
-    def keep(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+    def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Cache the keys and values of the current layer."""
-        kept = self.cache.of(next(self.calls), k_TKH)
+        kept = self.cache.layer(next(self.calls), k_TKH)
         for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
 
@@ -110,7 +110,7 @@ class Prefill(VarlenMetadata):
 class DecodeStep(VarlenMetadata):
     """Decode step: one more token of each row, in order, followed by padding."""
 
-    cache: KeyCache
+    cache: KVCache
     rows: int
     shortest: int
     longest: int
@@ -133,7 +133,7 @@ class DecodeStep(VarlenMetadata):
         rows = self.rows
         # Skip keys that no row sees.
         first = 0 if window is None else max(0, self.shortest - window)
-        kept = self.cache.of(next(self.calls), k_TKH)
+        kept = self.cache.layer(next(self.calls), k_TKH)
         k_BKCH, v_BKCH = (
             self._with(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(2, first, self.longest - first)
             for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
@@ -182,7 +182,7 @@ class DecodeStep(VarlenMetadata):
 
 
 def prefill_segments(
-    segments: VarlenMetadata, cache: KeyCache, rows: Sequence[int], device: torch.device
+    segments: VarlenMetadata, cache: KVCache, rows: Sequence[int], device: torch.device
 ) -> VarlenMetadata:
     """Segments of a prefill pass, which fills the KV cache.
 
@@ -202,7 +202,7 @@ def prefill_segments(
             places.append(within)
             into.append(torch.full((length,), len(cache.lengths)))
             cache.lengths.append(length)
-    cache.make_room()
+    cache.reserve()
     return Prefill(
         **vars(segments),
         cache=cache,
@@ -212,11 +212,11 @@ def prefill_segments(
     )
 
 
-def decode_segments(segments: VarlenMetadata, cache: KeyCache) -> DecodeStep:
+def decode_segments(segments: VarlenMetadata, cache: KVCache) -> DecodeStep:
     """Segments of a decode step: one more token of each cache row; updates the cache lengths."""
     lengths = cache.lengths
     lengths[:] = [length + 1 for length in lengths]
-    cache.make_room()
+    cache.reserve()
     return DecodeStep(
         **vars(segments),
         cache=cache,
@@ -242,7 +242,7 @@ def keeping(attend: AttentionFn) -> AttentionFn:
         if isinstance(segments, DecodeStep):
             return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N)
         if isinstance(segments, Prefill):
-            segments.keep(k_TKH, v_TKH)
+            segments.store(k_TKH, v_TKH)
         return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
 
     return attend_and_keep

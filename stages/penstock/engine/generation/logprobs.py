@@ -22,7 +22,7 @@ class TopLogprobs:
         [K] of each. Context-parallel ranks compute other positions.
         """
 
-    def take(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:
+    def record(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:
         """Record the top-k of fp32 logits from which the next tokens of these sequences are
         sampled.
         """
@@ -37,7 +37,7 @@ class TopLogprobs:
             told = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
             self._found.setdefault(one.number, []).append(told)
 
-    def shared(
+    def gather(
         self, growing: Sequence[DecodingSequence], ranks: ProcessInfo
     ) -> dict[int, TopKLogprobs]:
         """Gather the requested top-k logprobs of finished sequences, by index. Collective."""
@@ -54,9 +54,9 @@ class TopLogprobs:
                 places, *told = zip(*its, strict=True)
                 for part, some in zip(into, told, strict=True):
                     part.view(len(one.tokens), -1)[list(places)] = torch.stack(some)
-        if ranks.world > 1:
-            ranks.highest(tokens_A)
-            ranks.highest(log_probs_A)
+        if ranks.world_size > 1:
+            ranks.all_reduce_max(tokens_A)
+            ranks.all_reduce_max(log_probs_A)
         return {
             one.number: TopKLogprobs(*(_table(part, one) for part in its))
             for one, *its in zip(
@@ -78,7 +78,7 @@ class PromptLogprobs:
 
     def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
         self._prompts = prompts
-        read = [number for number, prompt in enumerate(prompts) if prompt.is_read]
+        read = [number for number, prompt in enumerate(prompts) if prompt.needs_logprobs]
         lengths = [len(prompts[number].tokens) for number in read]
         widths = [prompts[number].likeliest for number in read]
         ends = list(accumulate(lengths, initial=0))
@@ -105,7 +105,7 @@ class PromptLogprobs:
         first = self._first[prompt]
         return range(first + 1, first + len(self._prompts[prompt].tokens))
 
-    def take(
+    def record(
         self, places_S: torch.Tensor, tokens_S: torch.Tensor, log_probs_SV: torch.Tensor
     ) -> None:
         """Record the logprobs of these tokens at these positions."""
@@ -120,18 +120,18 @@ class PromptLogprobs:
         self._likeliest_W[into] = best.indices[asked_SK].int()
         self._likeliest_log_probs_W[into] = best.values[asked_SK]
 
-    def share(self, ranks: ProcessInfo) -> None:
+    def all_reduce(self, ranks: ProcessInfo) -> None:
         """All-reduce the results, so that every rank has all of them. Collective."""
         for found in (self._log_probs_P, self._likeliest_W, self._likeliest_log_probs_W):
-            if found.numel() and ranks.world > 1:
-                ranks.highest(found)
+            if found.numel() and ranks.world_size > 1:
+                ranks.all_reduce_max(found)
 
     def of(self, number: int) -> tuple[torch.Tensor | None, TopKLogprobs | None]:
         """The log-probs of a prompt's tokens, fp32 [T] on the host, and the top-k at each position;
         None if not requested.
         """
         prompt = self._prompts[number]
-        if not prompt.is_read:
+        if not prompt.needs_logprobs:
             return None, None
         first, length, width = self._first[number], len(prompt.tokens), prompt.likeliest
         log_probs_T = likeliest = None

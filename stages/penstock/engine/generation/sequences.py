@@ -33,7 +33,7 @@ class Prompt:
     """The number of top-k logprobs at each completion position."""
 
     @property
-    def is_read(self) -> bool:
+    def needs_logprobs(self) -> bool:
         """Whether prompt logprobs of any kind are requested."""
         return self.scored or self.likeliest > 0
 
@@ -89,12 +89,12 @@ class DecodingSequence:
     ended: Ending | None = None
 
     @property
-    def is_kept(self) -> bool:
+    def needs_kv_cache(self) -> bool:
         """Whether it needs the KV cache: more than one token is requested."""
         return self.most > 1
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """The maximum length of prompt and completion."""
         return len(self.prompt.tokens) + self.most
 
@@ -102,23 +102,23 @@ class DecodingSequence:
         """The uniform number that samples its next token."""
         return uniform(self.seed, self.sample, len(self.tokens))
 
-    def add(self, token: int, log_prob: float, decode: Decode | None) -> None:
+    def append(self, token: int, log_prob: float, decode: Decode | None) -> None:
         """Append a token and check the stop conditions."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        if self.most and (token in self.prompt.how.stop_tokens or self._says_stop(decode)):
+        if self.most and (token in self.prompt.how.stop_tokens or self._hits_stop_string(decode)):
             self.ended = "stop"
         elif len(self.tokens) >= self.most:
             self.ended = "length"
 
-    def answer(self, likeliest: TopKLogprobs | None) -> Completion:
+    def to_completion(self, likeliest: TopKLogprobs | None) -> Completion:
         """The finished completion."""
         assert self.ended
         # A prompt without requested tokens only passed through the model for its logprobs.
         tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
         return Completion(tokens, log_probs, self.ended, likeliest)
 
-    def _says_stop(self, decode: Decode | None) -> bool:
+    def _hits_stop_string(self, decode: Decode | None) -> bool:
         texts = self.prompt.how.stop_texts
         if not texts or decode is None:
             return False

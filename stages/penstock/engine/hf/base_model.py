@@ -56,7 +56,7 @@ class BaseModelWeights:
             if native in here:
                 keep_quantised(model, native, format)
 
-    def seen(
+    def quantized_reader(
         self, inner: SafetensorsFolder | RandomInitTensors, device: torch.device = _CPU
     ) -> SafetensorsFolder | RandomInitTensors | QuantizeOnLoad:
         """A reader that returns the weights in these formats; rows are quantized on `device`."""

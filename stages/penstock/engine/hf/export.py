@@ -143,9 +143,11 @@ def _base(
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
     if (found := _folder(origin)) is None:
-        return in_source(base.seen(RandomInitTensors(base.names, origin.seed)), base.names)
+        return in_source(
+            base.quantized_reader(RandomInitTensors(base.names, origin.seed)), base.names
+        )
     folder = opened.enter_context(SafetensorsFolder(found))
-    return in_source(base.seen(folder), base.names)
+    return in_source(base.quantized_reader(folder), base.names)
 
 
 def _folder(origin: ModelSource) -> Path | None:

@@ -39,9 +39,9 @@ class RankTrimmedTensors:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read exactly these full parameters."""
         read = self.tensors.read(names)
-        return {name: self._narrowed(name, tensor) for name, tensor in read.items()}
+        return {name: self._shard(name, tensor) for name, tensor in read.items()}
 
-    def _narrowed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         factor = _ranked(name)
         if factor is None:
             return tensor

@@ -72,7 +72,7 @@ def load_weights(
             copy_shard(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
     if weights is None:
         return
-    if readers == "all_ranks" or ranks.world == 1:
+    if readers == "all_ranks" or ranks.world_size == 1:
         with SafetensorsFolder(weights) as folder:
             _read(_boxes(stored), seen(folder), ranks)
         return
@@ -81,7 +81,7 @@ def load_weights(
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with SafetensorsFolder(weights) as folder:
-        _receive(_boxes(receiving), seen(folder) if ranks.leads else None, ranks, group)
+        _receive(_boxes(receiving), seen(folder) if ranks.is_main_process else None, ranks, group)
     dist.destroy_process_group(group)
     for one in stored:
         if one.copying is not None:
@@ -167,8 +167,8 @@ def _gathered(
     pieces: list[TensorShard], ranks: ProcessInfo, group: dist.ProcessGroup
 ) -> list[list[TensorShard]]:
     """Gather every rank's shards on rank 0."""
-    found: list[list[TensorShard]] = [[] for _ in range(ranks.world)]
-    dist.gather_object(pieces, found if ranks.leads else None, dst=0, group=group)
+    found: list[list[TensorShard]] = [[] for _ in range(ranks.world_size)]
+    dist.gather_object(pieces, found if ranks.is_main_process else None, dst=0, group=group)
     return found
 
 

@@ -87,25 +87,25 @@ class PolicyForwardBackward:
         the log-probs of all ranks' tokens by index, fp32 on every rank, and router metrics.
         """
         found = self._nothing(batches, num_tokens)
-        calls = self._calls(batches, partial(self._learn, found, loss))
+        calls = self._calls(batches, partial(self._train, found, loss))
         if self.routers:
-            calls = self.routers.watching(
+            calls = self.routers.with_observers(
                 calls,
                 [each.batch for each in batches],
                 num_tokens,
                 self.layout.context,
-                self.layout.observe,
+                self.layout.forward_for_observers,
             )
         self.layout.forward_backward(calls)
-        told = self.routers.conclude(num_tokens) if self.routers else {}
-        return self.ranks.total(found), told
+        told = self.routers.finish_step(num_tokens) if self.routers else {}
+        return self.ranks.all_reduce_sum(found), told
 
     @torch.no_grad()
     def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         """The same log-probs without gradients."""
         found = self._nothing(batches, num_tokens)
-        self.layout.forward(self._calls(batches, partial(self._look, found)))
-        return self.ranks.total(found)
+        self.layout.forward(self._calls(batches, partial(self._forward_only, found)))
+        return self.ranks.all_reduce_sum(found)
 
     def _nothing(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         # Every rank has a batch, possibly of padding, and all have the same number of targets.
@@ -117,11 +117,11 @@ class PolicyForwardBackward:
         here = [_here(each, self.layout.context, device) for each in batches]
         reduces: list[Reduce] = [partial(reduced, mine) for mine in here]
         return [
-            self.layout.call(each.batch, reduce, device)
+            self.layout.build_inputs(each.batch, reduce, device)
             for each, reduce in zip(batches, reduces, strict=True)
         ]
 
-    def _learn(
+    def _train(
         self,
         found: torch.Tensor,
         loss: PolicyLoss,
@@ -141,7 +141,7 @@ class PolicyForwardBackward:
             .float()
         )
 
-    def _look(
+    def _forward_only(
         self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         self._noted(found, mine, hidden, head)
@@ -161,7 +161,7 @@ class PolicyForwardBackward:
         # In fp64, so that the number of ranks that share a sample does not matter.
         x_T = x_T.double()
         sums = x_T.new_zeros(mine.num_samples + 1).index_add(0, mine.sample_T, x_T)
-        return self.layout.context.total(sums[:-1])
+        return self.layout.context.all_reduce_sum(sums[:-1])
 
 
 def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
@@ -171,9 +171,9 @@ def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> Lo
     """
 
     def part(x_T: torch.Tensor) -> torch.Tensor:
-        return context.part(x_T).to(device, non_blocking=True)
+        return context.shard_tensor(x_T).to(device, non_blocking=True)
 
-    mine = context.mine(each.batch)
+    mine = context.shard_batch(each.batch)
     told = {field.name: part(getattr(each.told, field.name)) for field in fields(each.told)}
     return LossBatch(
         MicroBatch(**{**vars(mine), "labels_T": mine.labels_T.to(device)}),

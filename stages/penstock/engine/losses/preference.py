@@ -46,14 +46,14 @@ class PreferenceBatch:
     @property
     def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
         """The tokens of each sample trained with cross-entropy, [D]."""
-        return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.learnt_D
+        return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.sft_mask_D
 
     def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
         """Their summed log-prob, [D]."""
-        return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.learnt_D
+        return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.sft_mask_D
 
     @property
-    def learnt_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
+    def sft_mask_D(self) -> torch.Tensor:  # noqa: N802 - D names the dimension
         """1 if cross-entropy trains the first completion, else 0."""
         if self.desirable_D is None:
             return torch.ones_like(self.tokens_DA[:, 0])
@@ -83,8 +83,8 @@ class Preferences:
         for each in judged:
             learnt = each.sft_tokens_D.sum()
             counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), learnt])
-        self.sums.ranks.total(counts)
-        samples, tokens = (counts / self.sums.layout.ranks_per_replica).tolist()
+        self.sums.ranks.all_reduce_sum(counts)
+        samples, tokens = (counts / self.sums.layout.model_parallel_size).tolist()
         seen = self._seen(batches, judged) if self.how.needs_baseline else []
         return PreferenceStep(
             self,
@@ -93,10 +93,10 @@ class Preferences:
             max(1.0, tokens),
             self._baseline(seen),
             scale,
-            self._nothing_measured(),
+            self._empty_metrics(),
         )
 
-    def look(
+    def forward_only(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
     ) -> "list[AnswerLogProbs]":
         """Evaluate completions without training, on the ranks that report; nothing on others.
@@ -110,17 +110,17 @@ class Preferences:
     ) -> "list[AnswerLogProbs]":
         seen = [
             AnswerLogProbs(policy_DA, each)
-            for policy_DA, each in zip(self.sums.told(batches), judged, strict=True)
+            for policy_DA, each in zip(self.sums.gather(batches), judged, strict=True)
         ]
-        return seen if self.sums.tells else []
+        return seen if self.sums.is_loss_rank else []
 
     @torch.no_grad()
-    def conclude(self, seen: "Sequence[AnswerLogProbs]") -> tuple[float, Mapping[str, float]]:
+    def compute_loss(self, seen: "Sequence[AnswerLogProbs]") -> tuple[float, Mapping[str, float]]:
         """The loss over all completions that any rank has evaluated, and metrics by name.
 
         Collective.
         """
-        how, measured, baseline_A = self.how, self._nothing_measured(), self._baseline(seen)
+        how, measured, baseline_A = self.how, self._empty_metrics(), self._baseline(seen)
         for policy_DA, judged in seen:
             ratios_DA = judged.ratios(policy_DA, how)
             losses_D = preference_losses(judged.answers(ratios_DA, baseline_A), how)
@@ -132,7 +132,7 @@ class Preferences:
                 judged.desirable_D,
                 how,
             )
-        found = told(self.sums.ranks.total(measured).tolist())
+        found = told(self.sums.ranks.all_reduce_sum(measured).tolist())
         loss = how.pref_loss_ratio * found.get(OF_PREFERENCES, 0.0)
         return loss + how.sft_weight * found.get(OF_TOKENS, 0.0), found
 
@@ -177,10 +177,10 @@ class Preferences:
         for policy_DA, judged in seen:
             sums[:-1] += judged.ratios(policy_DA, self.how).sum(0)
             sums[-1] += len(policy_DA)
-        *_, count = self.sums.ranks.total(sums)
+        *_, count = self.sums.ranks.all_reduce_sum(sums)
         return baseline(sums[:-1], count)
 
-    def _nothing_measured(self) -> torch.Tensor:
+    def _empty_metrics(self) -> torch.Tensor:
         return torch.zeros(len(NAMES), 2, dtype=torch.float64, device=self.sums.ranks.device)
 
 
@@ -212,7 +212,7 @@ class PreferenceStep:
 
         A scalar in fp32; its gradient is that of the whole loss.
         """
-        how, judged, sums = self.of.how, self.judged[index], self.of.sums.of(batch)
+        how, judged, sums = self.of.how, self.judged[index], self.of.sums.reducer(batch)
 
         def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             policy_DA = sums(hidden, head)
@@ -222,7 +222,7 @@ class PreferenceStep:
             if how.sft_weight:
                 learnt = -judged.sft_log_probs(policy_DA).sum() / self.num_learnt
                 loss = loss + how.sft_weight * learnt
-            if self.of.sums.layout.tells:
+            if self.of.sums.layout.is_loss_rank:
                 self.measured.add_(
                     measures(
                         policy_DA[:, :PER_SAMPLE],
@@ -240,6 +240,6 @@ class PreferenceStep:
 
         return reduced
 
-    def told(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """The metrics of the step, by name. Called by all ranks, once."""
-        return told(self.of.sums.ranks.total(self.measured).tolist())
+        return told(self.of.sums.ranks.all_reduce_sum(self.measured).tolist())

@@ -35,12 +35,12 @@ class SequenceLogProbs:
     """Whether prompt tokens are summed too."""
 
     @property
-    def tells(self) -> bool:
+    def is_loss_rank(self) -> bool:
         """Whether this rank reports for its replica."""
         ends = any(part.lm_head is not None for part in self.layout.parts)
-        return ends and self.layout.tells
+        return ends and self.layout.is_loss_rank
 
-    def of(self, batch: MicroBatch) -> SumsOf:
+    def reducer(self, batch: MicroBatch) -> SumsOf:
         """The function that reduces a micro-batch. Communicates between context-parallel ranks."""
         context, device = self.layout.context, self.ranks.device
         count, samples = num_completions(batch), num_completions(batch) // PER_SAMPLE
@@ -51,14 +51,14 @@ class SequenceLogProbs:
             prompt_T, sample_T = batch.prompt_targets()
             labels_T = torch.where(sample_T >= 0, prompt_T, labels_T)
             into_T = torch.where(sample_T >= 0, count + sample_T, into_T)
-        labels_T = context.part(labels_T).to(device, non_blocking=True)
-        into_T = context.part(into_T).to(device, non_blocking=True)
+        labels_T = context.shard_tensor(labels_T).to(device, non_blocking=True)
+        into_T = context.shard_tensor(into_T).to(device, non_blocking=True)
 
         def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             # In fp64, so that the number of ranks that share a completion does not matter.
             log_probs_T = self.log_probs(hidden, head, labels_T).double()
             own = log_probs_T.new_zeros(count + samples + 1).index_add(0, into_T, log_probs_T)
-            whole = context.total(own[:-1])
+            whole = context.all_reduce_sum(own[:-1])
             answers_DA = whole[:count].view(-1, PER_SAMPLE)
             if not self.with_prompts:
                 return answers_DA
@@ -67,7 +67,7 @@ class SequenceLogProbs:
         return sums
 
     @torch.no_grad()
-    def told(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def gather(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """The log-probs of each micro-batch's completions, shaped as by `SumsOf`.
 
         They are on the one rank of a replica that reports them, and zeros on the others: an
@@ -76,8 +76,8 @@ class SequenceLogProbs:
         found = [self._zeros(batch) for batch in batches]
         self.layout.forward(
             [
-                self.layout.call(
-                    batch, partial(self._keep, into, self.of(batch)), self.ranks.device
+                self.layout.build_inputs(
+                    batch, partial(self._keep, into, self.reducer(batch)), self.ranks.device
                 )
                 for batch, into in zip(batches, found, strict=True)
             ]
@@ -92,7 +92,7 @@ class SequenceLogProbs:
         self, into_DA: torch.Tensor, sums: SumsOf, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         found_DA = sums(hidden, head)
-        if self.layout.tells:
+        if self.layout.is_loss_rank:
             into_DA.copy_(found_DA)
         return hidden.new_zeros((), dtype=torch.float32)
 

@@ -64,10 +64,10 @@ class LoadBalancingConfig:
             bias_rate=train.moe_bias_update_rate,
             tells=train.log_router_stats,
         )
-        return made if made.penalises or made.bias_rate or made.tells else None
+        return made if made.has_aux_loss or made.bias_rate or made.tells else None
 
     @property
-    def penalises(self) -> bool:
+    def has_aux_loss(self) -> bool:
         """Whether an auxiliary loss is added."""
         return bool(self.load or self.z)
 

@@ -94,11 +94,11 @@ class DeepEP:
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
         self._on_its_way: _Return | None = None
 
-    def plug(self, mixture: MoE) -> None:
+    def register_hooks(self, mixture: MoE) -> None:
         """Register the hooks on an MoE layer that holds this rank's experts."""
         mixture.dispatch = self
         if self._combining == "meanwhile":
-            mixture.arrive = self.arrive
+            mixture.arrive = self.wait_combine
 
     def __call__(
         self,
@@ -125,7 +125,7 @@ class DeepEP:
         self._on_its_way = _Return(trip)
         return _CombineMeanwhile.apply(made_SD, self._on_its_way)
 
-    def arrive(self, y_TD: torch.Tensor) -> torch.Tensor:
+    def wait_combine(self, y_TD: torch.Tensor) -> torch.Tensor:
         """Wait for the last combine and return its result."""
         returned, self._on_its_way = self._on_its_way, None
         assert returned, "what arrives has been dispatched"

@@ -88,7 +88,7 @@ class Routers:
         self._of_pass = mesh.group(*ROWS, "tensor")
         self._watches: list[RouterStatsCollector] = []
 
-    def watching(
+    def with_observers(
         self,
         calls: Sequence[ModelInputs],
         batches: Sequence[MicroBatch],
@@ -140,7 +140,7 @@ class Routers:
         return watches(lambda _: with_step, load, z)
 
     @torch.no_grad()
-    def conclude(self, tokens: int) -> dict[str, Any]:
+    def finish_step(self, tokens: int) -> dict[str, Any]:
         """Update the biases and return the metrics of a step of `tokens` tokens, the same on all
         ranks.
 
@@ -161,10 +161,10 @@ class Routers:
         if self._balance.z:
             told["z_loss"] = sums[:, -1].sum().item() / over
         if self._balance.tells:
-            told["routers"] = self._told(sums[:, :experts], sums[:, experts:-2])
+            told["routers"] = self._metrics(sums[:, :experts], sums[:, experts:-2])
         return told
 
-    def _told(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
+    def _metrics(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
         """The metrics, with one entry per MoE layer in every list."""
         found = {
             "layers": list(self._config.layers),
@@ -193,7 +193,7 @@ class Routers:
         for watch in self._watches:
             for router, noted in watch.noted.items():
                 sums[self._at[router]] += noted
-        return self._ranks.total(sums)
+        return self._ranks.all_reduce_sum(sums)
 
 
 PullOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -218,7 +218,7 @@ class RowsHere:
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
         used = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes)
         row_T[: len(used)] = used
-        mine_T = context.part(row_T).to(device, non_blocking=True)
+        mine_T = context.shard_tensor(row_T).to(device, non_blocking=True)
         return RowsHere(mine_T, sizes.to(device, non_blocking=True))
 
 
@@ -247,15 +247,15 @@ class RouterStatsCollector:
         return len(self._rows.tokens_R)
 
     @property
-    def penalises(self) -> bool:
+    def has_aux_loss(self) -> bool:
         """See `RouterObserver`."""
         return bool(self._load or self._z)
 
-    def looks_at(self, router: nn.Module) -> bool:
+    def observes_pass(self, router: nn.Module) -> bool:
         """Every time with auxiliary losses, otherwise once."""
-        return self.penalises or router not in self.noted
+        return self.has_aux_loss or router not in self.noted
 
-    def saw(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
+    def observe(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
         """Record a router's statistics and return the gradient of the auxiliary loss.
 
         In a recomputed layer the gradient is reused, so ranks communicate only once.
@@ -271,7 +271,7 @@ class RouterStatsCollector:
             losses = torch.stack((load, z_loss(seen.squares_R.detach())))
             sums = (seen.counts_RE.sum(0), shares_RE.sum(0), losses)
             self.noted[router] = torch.cat([each.double() for each in sums])
-        return AuxLossGradient(self._load * pull_RE, self._z) if self.penalises else None
+        return AuxLossGradient(self._load * pull_RE, self._z) if self.has_aux_loss else None
 
 
 def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

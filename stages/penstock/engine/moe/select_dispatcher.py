@@ -48,7 +48,9 @@ def select_token_dispatcher(
     )
     waits = config.experts.shared_width and model.deepep_async_combine
     combining = "meanwhile" if waits else "at_once"
-    return lambda mixture, _, total: DeepEP(buffer, total, combining=combining).plug(mixture)
+    return lambda mixture, _, total: DeepEP(buffer, total, combining=combining).register_hooks(
+        mixture
+    )
 
 
 def _require(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -50,7 +50,7 @@ class LoraSpec:
     kinds: frozenset[Kind]
     """The trained kinds of layers. Layers of no kind, such as an embedding, are always trained."""
 
-    def learns(self, layer: str) -> bool:
+    def adapts(self, layer: str) -> bool:
         """Whether the adapter of a layer is trained; takes model or checkpoint names."""
         return (found := layer_kind(layer)) is None or found in self.kinds
 
@@ -58,7 +58,7 @@ class LoraSpec:
         """Whether this LoRA factor is trained."""
         factor = parse_factor(held.name)
         assert factor is not None, f"{held.name} is no part of an adapter"
-        return self.learns(factor.module)
+        return self.adapts(factor.module)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class TenantModel:
     step: int = 0
     """The number of optimizer steps."""
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Clear the accumulated gradients."""
         self.gradients, self.per, self.tokens = {}, None, 0
 
@@ -145,13 +145,13 @@ class ModelPool:
             optimizer_for(run, trained, self.substrate),
             norms_by_type(run.train, trained, self.substrate.ranks),
         )
-        self.vacate()
+        self.deactivate()
         if self.substrate.sharing == "alone":
-            self.begin_anew(made)
+            self.reset_weights(made)
         elif adapter:
             made.weights = self._start(adapter)
         self._all[name] = made
-        return self.enter(name)
+        return self.activate(name)
 
     def close(self, name: str) -> None:
         """Remove a model. Raises UnknownModelError if there is none of this name."""
@@ -160,29 +160,29 @@ class ModelPool:
         if self._here is resident:
             self._here = None
 
-    def enter(self, name: str) -> TenantModel:
+    def activate(self, name: str) -> TenantModel:
         """Load this model into the base. Raises UnknownModelError if there is none of this name."""
         resident = self.get(name)
         if self._here is resident:
             return resident
-        self.vacate()
+        self.deactivate()
         if resident.weights is not None:
-            self.substrate.put(self._own, resident.weights)
+            self.substrate.load_params(self._own, resident.weights)
             resident.weights = None
         if resident.adapter:
             self._put_scale(resident.adapter)
         self._here = resident
         return resident
 
-    def vacate(self) -> None:
+    def deactivate(self) -> None:
         """Unload the current model; the weights in the base are undefined afterwards."""
         if self._here:
             # Full weights go to the CPU: there may be no memory for a second copy on the device.
             at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
-            self._here.weights = self.substrate.copied(self._own, at)
+            self._here.weights = self.substrate.copy_params(self._own, at)
         self._here = self.guest = None
 
-    def gather(self, resident: TenantModel, tokens: int, per: Per) -> None:
+    def accumulate_grads(self, resident: TenantModel, tokens: int, per: Per) -> None:
         """Accumulate the gradients that a pass left in the parameters.
 
         `tokens` are its trained tokens.
@@ -198,7 +198,7 @@ class ModelPool:
         resident.tokens += tokens
         resident.per = per
 
-    def told(self, resident: TenantModel) -> dict[str, float]:
+    def grad_norms(self, resident: TenantModel) -> dict[str, float]:
         """Norms of the accumulated gradients by layer type, if the config asks for them.
 
         Collective.
@@ -212,7 +212,7 @@ class ModelPool:
         by_type = resident.norms.by_name(norm)
         return {f"grad_norm/{kind}:max": value / over for kind, value in by_type.items()}
 
-    def forget_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Clear the gradients of the parameters, such as those of a failed pass."""
         for one in self.substrate.trainable:
             one.parameter.grad = None
@@ -226,35 +226,35 @@ class ModelPool:
         self._require_compiled(found)
         return found
 
-    def give(self, resident: TenantModel, adapter: LoraSpec) -> None:
+    def set_adapter_spec(self, resident: TenantModel, adapter: LoraSpec) -> None:
         """Set the adapter spec of the loaded model, with tensors of the same shapes."""
         resident.adapter = adapter
         self._put_scale(adapter)
 
-    def begin_anew(self, resident: TenantModel) -> None:
+    def reset_weights(self, resident: TenantModel) -> None:
         """Reset a full model to its initial weights."""
-        self.substrate.refill()
+        self.substrate.reset_to_base()
         if resident.adapter:
-            self.substrate.put(self.substrate.trainable, self._start(resident.adapter))
-        resident.drop_gradients()
+            self.substrate.load_params(self.substrate.trainable, self._start(resident.adapter))
+        resident.zero_grad()
         resident.step = 0
-        self.renew_optimizer(resident)
+        self.reset_optimizer(resident)
 
-    def renew_optimizer(self, resident: TenantModel) -> None:
+    def reset_optimizer(self, resident: TenantModel) -> None:
         """Reset the optimizer state."""
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
-    def put_no_adapter(self) -> None:
+    def load_base(self) -> None:
         """Load the base model without an adapter."""
-        self.vacate()
+        self.deactivate()
         factors = self.substrate.factors
         zeros = [torch.zeros_like(local(one.parameter.detach())) for one in factors]
-        self.substrate.put(factors, zeros)
+        self.substrate.load_params(factors, zeros)
 
-    def put_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
+    def load_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
         """Load these adapter tensors, which belong to no model."""
-        self.vacate()
-        self.substrate.put(self.substrate.trainable, weights)
+        self.deactivate()
+        self.substrate.load_params(self.substrate.trainable, weights)
         self._scale(scale)
 
     @property
@@ -320,10 +320,10 @@ class ModelPool:
                     f"{', '.join(map(str, lora.lora_target_modules or ()))}.\n"
                     f"  Ask with train_{kind}=False."
                 )
-        if not any(map(adapter.learns, adapted)):
+        if not any(map(adapter.adapts, adapted)):
             raise ConfigError("nothing is to learn.\n  Leave one of train_* true.")
         mine = any(map(adapter.trains, self.substrate.trainable))
-        if self.substrate.ranks.anywhere(not mine):
+        if self.substrate.ranks.any_rank(not mine):
             raise CapabilityError(
                 "a stage of the pipeline would have nothing to train.\n"
                 "  Train layers of all kinds, or serve without pipeline_parallel_size."

@@ -69,7 +69,7 @@ def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None
     ]
     # Several ranks hold some parts of a tensor: each counts once.
     everywhere = {
-        name: (size, numbers) for here in ranks.gather(parts) for name, size, numbers in here
+        name: (size, numbers) for here in ranks.all_gather(parts) for name, size, numbers in here
     }
     weights = sum(size for size, _ in everywhere.values())
     numbers = sum(count for _, count in everywhere.values())
@@ -114,7 +114,7 @@ class ModelStore:
 
         Raises StageError if it cannot be written.
         """
-        resident = self.residents.enter(name)
+        resident = self.residents.activate(name)
         state = {
             "step": resident.step,
             "key": "",
@@ -135,10 +135,10 @@ class ModelStore:
         """
         resident = self.residents.get(name)
         state = self._read(resident, folder, "read" if optimizer else "passed over")
-        resident.drop_gradients()
+        resident.zero_grad()
         resident.step = int(state["step"]) if optimizer else 0
 
-    def begin_from(self, name: str, folder: Path) -> None:
+    def init_from(self, name: str, folder: Path) -> None:
         """Start a new model from the weights of a checkpoint, which may be one of a run.
 
         The adapter takes the alpha of the checkpoint, if it has one. Raises ArtifactError as
@@ -152,21 +152,21 @@ class ModelStore:
         `dtype` None: an adapter in its training dtype, a model in bfloat16. Raises StageError if it
         cannot be written.
         """
-        resident = self.residents.enter(name)
+        resident = self.residents.activate(name)
         room = folder.with_name(f"{folder.name}.export{PART}")
         weights = self._trained(resident, states="left out")
         aside = CheckpointManager(
             room, weights, self._ranks, naming=CheckpointNaming("weights"), group=self.group
         )
-        self._lead(lambda: remove(room))
+        self._on_main_process(lambda: remove(room))
         try:
             aside.save(resident.step, {"step": resident.step, "key": ""})
             kept_in = DTYPES[dtype] if dtype else None
-            self._lead(partial(self._write_export, resident, room, folder, kept_in))
+            self._on_main_process(partial(self._write_export, resident, room, folder, kept_in))
         except StageError:
             # A partial export would use the disk space that the next one needs.
             with suppress(StageError):
-                self._lead(lambda: remove(room))
+                self._on_main_process(lambda: remove(room))
             raise
 
     @property
@@ -185,7 +185,7 @@ class ModelStore:
             raise type(error)(str(error).replace(str(folder), folder.name)) from error
 
     def _read_verified(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
-        with self._in_agreement(folder):
+        with self._raise_on_all_ranks(folder):
             state = read_state(folder)
             self._require_alike(resident, folder, state)
             if states == "read":
@@ -195,30 +195,32 @@ class ModelStore:
         if strong and (alpha := state.get(OF_MODEL, {}).get("alpha")) is not None:
             strong = residents.with_alpha(strong, alpha)
         self._checkpoints(resident, folder).require_loadable(folder, states=states)
-        residents.enter(resident.name)
+        residents.activate(resident.name)
         # There may be no memory for a backup of a full model.
         is_small = substrate.sharing == "adapters"
-        with self._in_agreement(folder):
-            before = (substrate.copied(resident.trained), resident.optimizer) if is_small else None
+        with self._raise_on_all_ranks(folder):
+            before = (
+                (substrate.copy_params(resident.trained), resident.optimizer) if is_small else None
+            )
         try:
-            with self._in_agreement(folder):
-                residents.renew_optimizer(resident)
+            with self._raise_on_all_ranks(folder):
+                residents.reset_optimizer(resident)
                 self._checkpoints(resident, folder).load(folder, states=states)
         except (ArtifactError, StageError):
-            substrate.settle()
+            substrate.reshard()
             if before:
                 weights, resident.optimizer = before
-                substrate.put(resident.trained, weights)
+                substrate.load_params(resident.trained, weights)
             else:
-                residents.begin_anew(resident)
+                residents.reset_weights(resident)
             raise
-        substrate.settle()
+        substrate.reshard()
         if strong:
-            residents.give(resident, strong)
+            residents.set_adapter_spec(resident, strong)
         return state
 
     @contextmanager
-    def _in_agreement(self, folder: Path) -> Generator[None]:
+    def _raise_on_all_ranks(self, folder: Path) -> Generator[None]:
         """Context manager around per-rank checkpoint reads: errors are raised on all ranks.
 
         If a rank fails, also for lack of memory, all ranks raise the first failing rank's error, an
@@ -232,7 +234,7 @@ class ModelStore:
         except Exception as error:
             LOG.exception("%s cannot be loaded on rank %d", folder, self._ranks.rank)
             fault = (False, f"{type(error).__name__}: {error}")
-        found = self._ranks.gather(fault)
+        found = self._ranks.all_gather(fault)
         faults = [(rank, *each) for rank, each in enumerate(found) if each is not None]
         if not faults:
             return
@@ -294,7 +296,7 @@ class ModelStore:
             )
         if resident.adapter is None:
             return
-        substrate, learns = self.residents.substrate, resident.adapter.learns
+        substrate, learns = self.residents.substrate, resident.adapter.adapts
         wanted = {layer for layer in substrate.adapted if learns(layer)}
         if apart := sorted(wanted ^ _layers_in(folder)):
             raise ArtifactError(
@@ -342,7 +344,7 @@ class ModelStore:
     def _sampler(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter
         assert adapter is not None
-        layers = [layer for layer in self.residents.substrate.adapted if adapter.learns(layer)]
+        layers = [layer for layer in self.residents.substrate.adapted if adapter.adapts(layer)]
         return {
             "rank": adapter.rank,
             "alpha": adapter.alpha,
@@ -350,11 +352,11 @@ class ModelStore:
             "digests": ALGORITHM,
         }
 
-    def _lead(self, act: Callable[[], None]) -> None:
+    def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise StageError if it failed."""
         fault: str | None = "it failed"
         try:
-            if self._ranks.leads:
+            if self._ranks.is_main_process:
                 act()
             fault = None
         except OSError as error:
@@ -363,7 +365,7 @@ class ModelStore:
             fault = str(error)
         finally:
             # Also if another exception is raised: the other ranks must not wait forever.
-            [fault, *_] = self._ranks.gather(fault)
+            [fault, *_] = self._ranks.all_gather(fault)
         if fault is not None:
             raise StageError(f"the model could not be written: {fault}")
 

@@ -49,12 +49,12 @@ def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, floa
         raise ConfigError(f"no gradients of {name} were gathered.\n  Pass data backward first.")
     if numbers.eps <= 0 and any("eps" in group for group in resident.optimizer.param_groups):
         raise ConfigError(f"eps is {numbers.eps:g}.\n  Give one above 0, such as 1e-12.")
-    residents.enter(name)
+    residents.activate(name)
     try:
         return _step(residents, resident, numbers)
     finally:
-        resident.drop_gradients()
-        residents.forget_gradients()
+        resident.zero_grad()
+        residents.zero_grad()
 
 
 def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> dict[str, float]:
@@ -73,9 +73,9 @@ def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> d
         )
     scale_gradients(trained, norm, numbers.grad_clip_norm)
     _set(resident, numbers, substrate.run.train.lr)
-    substrate.built.engine.changes.begin()
+    substrate.built.engine.changes.run()
     resident.optimizer.step()
-    substrate.settle()
+    substrate.reshard()
     resident.step += 1
     _merge(residents, resident)
     return {
@@ -104,4 +104,4 @@ def _merge(residents: ModelPool, resident: TenantModel) -> None:
         return
     mine = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)
     mine.merge(resident.step)
-    substrate.settle()
+    substrate.reshard()

@@ -111,7 +111,7 @@ class SharedBase:
         return self.base.formats
 
     @torch.no_grad()
-    def refill(self, folder: Path | None = None) -> None:
+    def reset_to_base(self, folder: Path | None = None) -> None:
         """Reload the initial weights of every parameter, or those of a full model in `folder`.
 
         Collective.
@@ -121,9 +121,9 @@ class SharedBase:
         weights = folder or self.weights
         base = replace(self.base, names=names, folder=weights)
         load(self.built.engine.layout.held, base, weights, run, self.ranks)
-        self.settle()
+        self.reshard()
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Reshard FSDP modules after parameters were modified: gathered copies are stale."""
         for part in self.built.engine.layout.parts:
             for module in part.modules():
@@ -131,18 +131,18 @@ class SharedBase:
                     module.reshard()
 
     @torch.no_grad()
-    def copied(
+    def copy_params(
         self, held: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Copies of this rank's shards of parameters, on their device or another."""
         return [local(one.parameter.detach()).to(device, copy=True) for one in held]
 
     @torch.no_grad()
-    def put(self, held: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
+    def load_params(self, held: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
         """Set this rank's shards of parameters."""
         for one, value in zip(held, values, strict=True):
             local(one.parameter.detach()).copy_(value)
-        self.settle()
+        self.reshard()
 
 
 def build_shared_base(

@@ -31,7 +31,7 @@ def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tenso
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         squares = torch.stack(list(norms)).double().square().sum()
         total += squares.to(ranks.device) / copies
-    return ranks.total(total).sqrt().float()
+    return ranks.all_reduce_sum(total).sqrt().float()
 
 
 @torch.no_grad()

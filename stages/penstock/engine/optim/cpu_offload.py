@@ -31,7 +31,7 @@ class CPUOffloadedParams:
         return cls(here, [replace(one, parameter=_copy(one.parameter)) for one in here])
 
     @torch.no_grad()
-    def bring(self) -> None:
+    def copy_to_cpu(self) -> None:
         """Copy weights and gradients to the CPU."""
         for one, other in zip(self.here, self.there, strict=True):
             copy, gradient = other.parameter, one.parameter.grad
@@ -47,7 +47,7 @@ class CPUOffloadedParams:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def copy_back(self) -> None:
         """Copy the updated weights back."""
         for one, other in zip(self.here, self.there, strict=True):
             local(one.parameter).copy_(other.parameter, non_blocking=True)

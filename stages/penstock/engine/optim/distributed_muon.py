@@ -168,7 +168,7 @@ class DistMuon:
             (one.name, [box for boxes in matrix_shards(one.pieces) for box in boxes])
             for one in held
         ]
-        messages = planned(ranks.gather(have), at_once)
+        messages = planned(ranks.all_gather(have), at_once)
         self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
         self._ready_in = self._last_waves()
 
@@ -180,7 +180,7 @@ class DistMuon:
         for wave, messages in enumerate(self._waves):
             mine = [one for one in parameters if self._ready_in[one] == wave]
             momenta = {one: momentum_of(one) for one in mine}
-            turned = self._turned(messages, self._views(momenta))
+            turned = self._orthogonalized(messages, self._views(momenta))
             for parameter, momentum in momenta.items():
                 yield parameter, self._direction(self._held[parameter], momentum, turned)
         for parameter in parameters:
@@ -213,7 +213,7 @@ class DistMuon:
                 found.update(zip(boxes, stack, strict=True))
         return found
 
-    def _turned(
+    def _orthogonalized(
         self, messages: Sequence[Message], here: Mapping[Box, torch.Tensor]
     ) -> dict[Box, torch.Tensor]:
         """The orthogonalized update of every local box, in bfloat16."""
@@ -251,7 +251,7 @@ class DistMuon:
         """Send boxes to ranks and receive others, in the planned order."""
         if not travels:
             return {}
-        world, device = self._ranks.world, self._ranks.device
+        world, device = self._ranks.world_size, self._ranks.device
         out = [[part for to, part in leaving if to == rank] for rank in range(world)]
         came = [[box for source, box in arriving if source == rank] for rank in range(world)]
         parts = [part.reshape(-1).to(device) for some in out for part in some]

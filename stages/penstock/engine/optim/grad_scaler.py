@@ -33,13 +33,13 @@ class GradScaler:
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 
-    def went_well(self) -> None:
+    def on_finite_step(self) -> None:
         """Record a step with finite gradients."""
         self.quiet += 1
         if self.quiet == QUIET:
             self.scale, self.quiet = 2 * self.scale, 0
 
-    def can_give_way(self) -> bool:
+    def on_overflow(self) -> bool:
         """Record an overflow: halve the scale, and return whether that can help."""
         self.scale, self.quiet = self.scale / 2, 0
         return self.scale >= LEAST

@@ -69,7 +69,7 @@ class Norms:
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
             # Pipeline stages hold different layers.
-            everywhere = ranks.gather(sorted({named(one.name) for one in trained}))
+            everywhere = ranks.all_gather(sorted({named(one.name) for one in trained}))
             names = sorted({name for here in everywhere for name in here}, key=_in_order)
         self.names = names
         # Computed once: the number of ranks that hold each element, and its layer.
@@ -87,7 +87,7 @@ class Norms:
         """Norms of the current parameters."""
         return self.of(lambda one: one.parameter.detach())
 
-    def told(self, gradients: Norm) -> dict[str, Any]:
+    def metrics(self, gradients: Norm) -> dict[str, Any]:
         """The logged norms after an update, except the total gradient norm."""
         found: dict[str, Any] = {}
         if self.gradients == "layers":
@@ -122,7 +122,7 @@ class Norms:
                 chosen = torch.tensor(here, device=device)
                 counted, places = counted / self._copies[chosen], places[chosen]
             squares_L.index_add_(0, places, counted)
-        squares_L = self._ranks.total(squares_L)
+        squares_L = self._ranks.all_reduce_sum(squares_L)
         return Norm(squares_L.sum().sqrt().float(), squares_L.sqrt().float())
 
 

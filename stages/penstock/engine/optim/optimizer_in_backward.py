@@ -27,7 +27,7 @@ class OptimizerInBackward:
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
         for one in held:
-            one.parameter.register_post_accumulate_grad_hook(self._arrived(one))
+            one.parameter.register_post_accumulate_grad_hook(self._on_gradient(one))
 
     def norm(self) -> torch.Tensor:
         """The gradient norm of the last backward pass, fp32 scalar; call it once per pass, on every
@@ -37,9 +37,9 @@ class OptimizerInBackward:
         for square in self._squares:
             total += square.to(total.device)
         self._squares = []
-        return self._ranks.total(total).sqrt().float()
+        return self._ranks.all_reduce_sum(total).sqrt().float()
 
-    def _arrived(self, held: LocalParam) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, held: LocalParam) -> Callable[[torch.Tensor], None]:
         copies = held.copies
         assert copies is not None, f"{held.name} lies otherwise from piece to piece"
 
@@ -49,7 +49,7 @@ class OptimizerInBackward:
             gradient = local(parameter.grad)
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
             self._squares.append(norm.double().square() / copies)
-            self._changes.begin()
+            self._changes.run()
             # No other parameter has a gradient now, so the step updates only this one.
             self._optimizer.step()
             parameter.grad = None

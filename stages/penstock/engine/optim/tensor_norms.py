@@ -27,7 +27,7 @@ class TensorNorms(Tensors):
         self._ranks = ranks
         self._pieces = {one.parameter: one.pieces for one in held}
         here = {(piece.tensor, piece.whole) for one in held for piece in one.pieces}
-        everywhere = sorted({one for found in ranks.gather(sorted(here)) for one in found})
+        everywhere = sorted({one for found in ranks.all_gather(sorted(here)) for one in found})
         firsts: dict[str, int] = {}
         self._count = 0
         for tensor, whole in everywhere:
@@ -65,7 +65,7 @@ class TensorNorms(Tensors):
             if parts := self.parts(parameter, gradient):
                 own = squared(parts).to(device) * self._shares[parameter]
                 sums.index_add_(0, self._places[parameter], own)
-        sums = self._ranks.total(sums)
+        sums = self._ranks.all_reduce_sum(sums)
         return {
             parameter: sums[self._places[parameter]].float().to(gradient.device)
             for parameter, gradient in gradients.items()

@@ -37,13 +37,13 @@ def norms_for(
         for piece in one.pieces
         if (factor := parse_factor(piece.tensor)) and factor.side == MAGNITUDE
     }
-    wanted = sorted(set[str]().union(*ranks.gather(mine)))
+    wanted = sorted(set[str]().union(*ranks.all_gather(mine)))
     if not wanted:
         return {}
     if readers == "all_ranks":
-        here = wanted[ranks.rank :: ranks.world]
+        here = wanted[ranks.rank :: ranks.world_size]
     else:
-        here = wanted if ranks.leads else []
+        here = wanted if ranks.is_main_process else []
     found: dict[str, torch.Tensor] = {}
     with SafetensorsFolder(weights) if weights else nullcontext() as opened:
         source = seen(opened) if opened else drawn
@@ -51,7 +51,7 @@ def norms_for(
             source.require(f"{layer}.weight" for layer in here)
         for layer in here:
             found[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
-    return {layer: norms for some in ranks.gather(found) for layer, norms in some.items()}
+    return {layer: norms for some in ranks.all_gather(found) for layer, norms in some.items()}
 
 
 def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:

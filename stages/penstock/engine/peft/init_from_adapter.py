@@ -46,7 +46,7 @@ class AdapterStart:
             )
         return found
 
-    def lay_over(self, held: Sequence[LocalParam]) -> None:
+    def load_biases(self, held: Sequence[LocalParam]) -> None:
         """Load biases that were trained with the adapter."""
         with torch.no_grad():
             for one in held:

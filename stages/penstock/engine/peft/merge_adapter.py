@@ -86,7 +86,7 @@ class AdapterMerge:
 
     def _together(self, module: str, names: list[str]) -> bool:
         """One tensor [experts, out, in], or transposed [experts, in, out], with matching sizes."""
-        is_turned = any(self._is_turned(name) for name in names)
+        is_turned = any(self._is_transposed(name) for name in names)
         for name in names:
             num_experts, *sides = self._base.stored(name).shape
             out, width = self.folder.outline(module)
@@ -95,7 +95,7 @@ class AdapterMerge:
                 return True
         return False
 
-    def _is_turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         """Whether a stack is transposed: the rows of a gate-up projection are then the hidden
         size.
         """

@@ -56,7 +56,7 @@ class Rows:
         """The FP8 recipe of the layer."""
         return self.product.scheme
 
-    def coded(self, shard_NK: torch.Tensor) -> Float8Matrix:
+    def quantized(self, shard_NK: torch.Tensor) -> Float8Matrix:
         """The rows quantized with the scales of the full weight."""
         sharing = self.scheme.of_weights
         here = seen(shard_NK, self.scheme.block)
@@ -92,7 +92,7 @@ class Float8ShardedWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """What is all-gathered, and metadata that every rank already has."""
         del mesh, outer_size, outer_stride, module
-        coded = self.rows.coded(self.detach().to(mp_policy.param_dtype or self.dtype))
+        coded = self.rows.quantized(self.detach().to(mp_policy.param_dtype or self.dtype))
         # Collectives do not support float8.
         return (coded.codes.view(torch.uint8),), coded.scales
 

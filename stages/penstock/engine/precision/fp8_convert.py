@@ -53,7 +53,7 @@ def convert_to_float8_training(
     if not train.enable_fp8_training:
         return Float8Layers()
     layers = float8_layers(train, names, roles)
-    notify(layers.told(train.fp8))
+    notify(layers.description(train.fp8))
     for part in parts:
         _put(part, layers, build_recipe(train.fp8))
     return layers

@@ -38,7 +38,7 @@ class Float8Layers:
     num_experts: int = 0
     """Experts per MoE layer; they are computed in the model's own precision."""
 
-    def told(self, fp8: Fp8Config) -> str:
+    def description(self, fp8: Fp8Config) -> str:
         """The choice, in one line."""
         line = f"train.enable_fp8_training: {len(self.chosen)} linear layers in float8"
         line += f" ({fp8.recipe}, gradients {fp8.of_gradients}"

@@ -162,9 +162,9 @@ class QuantizeOnLoad:
             for base, leaf in map(split_name, names)
             if leaf and self._formats[base].scales == "e4m3" and not self._is_published(base)
         }
-        every = sorted(set[str]().union(*ranks.gather(mine)))
-        here = {name: self._largest_of(name) for name in every[ranks.rank :: ranks.world]}
-        for some in ranks.gather(here):
+        every = sorted(set[str]().union(*ranks.all_gather(mine)))
+        here = {name: self._largest_of(name) for name in every[ranks.rank :: ranks.world_size]}
+        for some in ranks.all_gather(here):
             self._largest |= some
 
     def _is_published(self, name: str) -> bool:

@@ -41,7 +41,7 @@ class _Rows:
     start: int
     """The product's row for the first of these rows."""
 
-    def stretches(self) -> Iterator["_Rows"]:
+    def blocks(self) -> Iterator["_Rows"]:
         """Split into blocks of rows."""
         rows, columns = self.value.shape
         step = max(1, STRETCH // (4 * columns))
@@ -118,7 +118,7 @@ class MergeIntoQuantized:
             if rows.matrix in self._broken:
                 continue
             table = tables.get(rows.matrix)
-            for some in rows.stretches():
+            for some in rows.blocks():
                 merged = some.merged(self._ranks.device)
                 try:
                     made = quantise(merged, weight.format, table.of(some) if table else None)
@@ -133,7 +133,7 @@ class MergeIntoQuantized:
         Raises:
             StageError: on all ranks, if a value on any rank is not finite.
         """
-        broken = sorted(set[str]().union(*self._ranks.gather(self._broken)))
+        broken = sorted(set[str]().union(*self._ranks.all_gather(self._broken)))
         if broken:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise StageError(
@@ -190,7 +190,7 @@ class MergeIntoQuantized:
             for (matrix, size), part in zip(sizes.items(), parts, strict=True)
         }
         for rows in here:
-            for some in rows.stretches():
+            for some in rows.blocks():
                 tables[rows.matrix].raise_by(some, some.merged(self._ranks.device))
         if self._group is not None:
             with self._ranks.pulse.waiting():

@@ -79,11 +79,11 @@ class Router(OpModule):
     def _penalty(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
         """Tell whoever looks on; what they add to the loss, if they add anything."""
         watch = current_watch()
-        if watch is None or not watch.looks_at(self):
+        if watch is None or not watch.observes_pass(self):
             return None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and watch.penalises):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and watch.has_aux_loss):
             seen = self._seen(watch, *self._scores(logits_TE), choice_TK)
-            pull = watch.saw(self, seen)
+            pull = watch.observe(self, seen)
             return None if pull is None else pull.of(seen)
 
     def pulls(
@@ -92,8 +92,8 @@ class Router(OpModule):
         """The same for a pass that is compiled: what the loss rises by with each token's shares and
         squares, zeros where nobody looks."""
         watch = current_watch()
-        if watch is not None and watch.looks_at(self):
-            pull = watch.saw(self, self._seen(watch, shares_TE, squares_T, choice_TK))
+        if watch is not None and watch.observes_pass(self):
+            pull = watch.observe(self, self._seen(watch, shares_TE, squares_T, choice_TK))
             if pull is not None:
                 in_row_RT = self._in_row(watch)
                 of_shares_RE = pull.shares_RE.expand(len(in_row_RT), -1)

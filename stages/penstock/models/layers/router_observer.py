@@ -59,15 +59,15 @@ class RouterObserver(Protocol):
         ...
 
     @property
-    def penalises(self) -> bool:
+    def has_aux_loss(self) -> bool:
         """Whether `saw` gives something to add to the loss."""
         ...
 
-    def looks_at(self, router: nn.Module) -> bool:
+    def observes_pass(self, router: nn.Module) -> bool:
         """Whether it wants to hear of the pass that is going on."""
         ...
 
-    def saw(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
+    def observe(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
         """Take note, and say what the loss rises by, if it does."""
         ...
 

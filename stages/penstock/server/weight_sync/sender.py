@@ -79,14 +79,14 @@ def push(
     Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
     """
     tensors = FullTensorGather(live.held, ranks)
-    if not ranks.leads:
-        tensors.give()
+    if not ranks.is_main_process:
+        tensors.serve()
         return None
     try:
         with torch.no_grad():
             return _Push(order, live, tensors, ranks.device, allowed, limits or Limits()).done()
     finally:
-        tensors.let_go()
+        tensors.stop_serving()
 
 
 class _Push:
@@ -212,7 +212,7 @@ class _Push:
                 "rank_offset": first,
                 "world_size": self._size,
                 "group_name": self._order.group_name,
-                "backend": group.kind,
+                "backend": group.backend,
             }
             calls.append(
                 self._posted(
@@ -262,7 +262,7 @@ class _Push:
     def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the process group, and tell every reachable server to leave it and resume
         generation; in the background for servers that do not respond soon."""
-        group.abandon()
+        group.abort()
         calls = [
             self._posted(server, path, body, step, self._limits.late)
             for server in self._servers

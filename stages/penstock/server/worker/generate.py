@@ -101,13 +101,13 @@ class Sampling:
         if residents.substrate.sharing == "alone":
             # Loading is expensive, and often the same weights are used again.
             if residents.guest != (folder, time):
-                residents.vacate()
-                residents.substrate.refill(folder)
+                residents.deactivate()
+                residents.substrate.reset_to_base(folder)
                 residents.guest = folder, time
         elif loaded is None:
-            residents.put_no_adapter()
+            residents.load_base()
         else:
-            residents.put_adapter(loaded.weights, loaded.scale)
+            residents.load_adapter(loaded.weights, loaded.scale)
 
     def _found(self, folder: Path) -> tuple[int, Loaded | None]:
         """The modification time of the folder, and its adapter; None: a full model.
@@ -123,7 +123,7 @@ class Sampling:
                 self._require_alike(folder.name, said)
             if not is_known and self.residents.guest != (folder, time):
                 ranks = substrate.ranks
-                require_whole_sampler(folder, share=ranks.rank, of=ranks.world)
+                require_whole_sampler(folder, share=ranks.rank, of=ranks.world_size)
             if substrate.sharing == "adapters":
                 loaded = self._loaded(folder, time)
         except OSError as error:
@@ -138,7 +138,7 @@ class Sampling:
                 f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
                 f"{type(error).__name__}: {error}\n  Ask again; the log of the workers tells more."
             )
-        told = substrate.ranks.gather((time, fault))
+        told = substrate.ranks.all_gather((time, fault))
         for _, fault in told:
             if fault:
                 raise ArtifactError(fault)

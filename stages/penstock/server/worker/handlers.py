@@ -78,7 +78,7 @@ class CommandHandlers:
         try:
             return act(order)
         finally:
-            self.residents.forget_gradients()
+            self.residents.zero_grad()
 
     def _open(self, order: Open) -> Opened:
         asked, optimizer = order.optimizer_config, dict[str, Any]()
@@ -91,7 +91,7 @@ class CommandHandlers:
         self.residents.open(order.model, self._adapter(order.lora), optimizer)
         try:
             if self.begin_from:
-                self.resting.begin_from(order.model, self.begin_from)
+                self.resting.init_from(order.model, self.begin_from)
             sizes = self.resting.sizes(order.model)
         except BaseException:
             self.residents.close(order.model)
@@ -143,14 +143,14 @@ class CommandHandlers:
         batches = self.dealing.deal(samples, order.rows)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         num_trained = sum(sample.num_trained for sample in samples)
-        self.residents.enter(order.model)
+        self.residents.activate(order.model)
         more: dict[str, float] = {}
         if order.forward_only:
             logp = self.losses.forward(batches, num_tokens)
         else:
             logp, told = self.losses.forward_backward(batches, loss, num_tokens)
-            self.residents.gather(resident, num_trained, order.per)
-            more = told_numbers(told) | self.residents.told(resident)
+            self.residents.accumulate_grads(resident, num_trained, order.per)
+            more = told_numbers(told) | self.residents.grad_norms(resident)
         outputs, total = build_outputs(samples, loss, logp.cpu())
         return Passed(
             outputs=tuple(
@@ -179,7 +179,7 @@ class CommandHandlers:
         return Stepped(metrics=step(self.residents, order.model, numbers))
 
     def _forget(self, order: ZeroGradCommand) -> Done:
-        self.residents.get(order.model).drop_gradients()
+        self.residents.get(order.model).zero_grad()
         return Done()
 
     def _save(self, order: Save) -> Done:
@@ -199,7 +199,7 @@ class CommandHandlers:
 
     def _push(self, order: WeightSyncCommand) -> Synced | Done:
         """Only rank 0 has a result."""
-        resident = self.residents.enter(order.model)
+        resident = self.residents.activate(order.model)
         substrate, adapter = self.residents.substrate, resident.adapter
         live = RankModelView(
             held=substrate.built.engine.layout.held,

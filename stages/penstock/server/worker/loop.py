@@ -93,7 +93,7 @@ def serve(
     """
     while True:
         message = _next(end, ready) if end and ready else None
-        frame = announcing.heard(_announced(message))
+        frame = announcing.broadcast(_announced(message))
         if not frame:
             continue
         message = message or _COMMANDS.decode(frame)
@@ -137,7 +137,7 @@ def carry_out(
             "saved last."
         )
         return Outcome(_fault(command.id, _Wrong(told, "internal"), ends=True), why)
-    found = announcing.agreed(None if wrong is None else _WRONG.encode(wrong))
+    found = announcing.all_gather_errors(None if wrong is None else _WRONG.encode(wrong))
     faults = [_WRONG.decode(frame) for frame in found if frame is not None]
     if faults:
         return Outcome(_fault(command.id, faults[0]))

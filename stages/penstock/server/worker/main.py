@@ -128,7 +128,7 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
     announcing = ControlBroadcast(ranks, job.config.operation_timeout + MARGIN_SECONDS)
     substrate = operations.residents.substrate
     log.info("rank %d is ready, layout %s", ranks.rank, substrate.built.layout)
-    if not ranks.leads:
+    if not ranks.is_main_process:
         serve(operations, announcing)
         return
     running = CurrentCommand()
@@ -180,7 +180,7 @@ def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
     hf_config = laid_over(base, run.model.foundation)
 
     def notify(line: str) -> None:
-        if ranks.leads:
+        if ranks.is_main_process:
             log.info(line)
 
     substrate = build_shared_base(run, hf_config, job.weights, ranks, notify)

@@ -110,9 +110,9 @@ class Evaluator:
         dearest_first = self._chosen[by_cost][:most_rows]
         at_once = self._built.degrees.num_replicas * self._size
         for start in range(0, len(dearest_first), at_once):
-            if self._ranks.anywhere(bool(is_asked_to_stop())):
+            if self._ranks.any_rank(bool(is_asked_to_stop())):
                 return None
-            self._ranks.pulse.begins("evaluating")
+            self._ranks.pulse.set_phase("evaluating")
             mine = self._mine(dearest_first[start : start + at_once])
             self._teller.see(read(self._rows, mine, self._reading))
         return self._teller.record()

@@ -32,11 +32,11 @@ class PreferenceMetrics:
     def see(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
         references = self._references.of(batches) if self._references else ()
-        self._seen += self._preferences.look(batches, references)
+        self._seen += self._preferences.forward_only(batches, references)
 
     def record(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
-        loss, found = self._preferences.conclude(self._seen)
+        loss, found = self._preferences.compute_loss(self._seen)
         return {
             f"{PREFIX}loss": loss,
             **{f"{PREFIX}{name}": value for name, value in found.items()},

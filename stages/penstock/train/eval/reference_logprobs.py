@@ -44,7 +44,7 @@ class Scoring:
             yield self._score(chunk)
 
     def _score(self, rows: list[Row]) -> Scored:
-        self._ranks.pulse.begins("scoring")
+        self._ranks.pulse.set_phase("scoring")
         # A sample that occurs twice is computed twice and has two entries, because the replicas'
         # tables are summed.
         samples: list[bytes] = []
@@ -56,12 +56,12 @@ class Scoring:
         table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         groups = self._mine(rows)
         laid = collate(groups, pad_to_multiple_of=self._multiple)
-        found = self._built.answers.told(laid.micro_batches())
+        found = self._built.answers.gather(laid.micro_batches())
         for group, scores_DA in zip(groups, found, strict=True):
             its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
             table[its] = scores_DA
         place = {sample: index for index, sample in enumerate(samples)}
-        scores = self._ranks.total(table).cpu().numpy()
+        scores = self._ranks.all_reduce_sum(table).cpu().numpy()
         return Scored(list(place), scores[list(place.values())])
 
     def _mine(self, rows: list[Row]) -> list[list[Row]]:

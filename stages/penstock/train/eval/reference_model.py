@@ -82,7 +82,7 @@ class SyncedRefModel(References):
         folder = self._root / f"step_{last}"
         if last == step:
             self._move(folder, cursor)
-        elif self._ranks.anywhere(not any(folder.glob(FILES))):
+        elif self._ranks.any_rank(not any(folder.glob(FILES))):
             raise ArtifactError(
                 f"{folder} does not say what the model of step {last} made of answers, which this "
                 f"run compares with (preference.ref_update_steps: {self._every}).\n"
@@ -92,14 +92,14 @@ class SyncedRefModel(References):
 
     def _move(self, folder: Path, cursor: Cursor) -> None:
         found = list(self._scoring.chunks(self._ahead(cursor)))
-        if self._ranks.leads:
+        if self._ranks.is_main_process:
             remove(folder)
             samples = [sample for scored in found for sample in scored.samples]
             keep_scores(folder, samples, np.concatenate([scored.scores for scored in found]))
             moves = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
             for old in moves[:-KEPT]:
                 remove(old)
-        self._ranks.wait()
+        self._ranks.barrier()
 
     def _ahead(self, cursor: Cursor) -> Iterator[Row]:
         """The rows with the samples of all steps until the next update, without duplicates."""

@@ -78,7 +78,7 @@ class Sampler:
         Raises ConfigError for a prompt that the model cannot complete, before training starts.
         """
         self._prompts, self._generator, self._ranks = prompts, built.generator, ranks
-        told = ranks.gather((prompts.tokens, prompts.end) if prompts else None)[0]
+        told = ranks.all_gather((prompts.tokens, prompts.end) if prompts else None)[0]
         assert told is not None
         tokens, end = told
         ends = () if end is None else (end,)
@@ -95,7 +95,7 @@ class Sampler:
         """
 
         def go_on() -> None:
-            if self._ranks.anywhere(bool(is_asked_to_stop())):
+            if self._ranks.any_rank(bool(is_asked_to_stop())):
                 raise _StoppedError
 
         try:
@@ -111,7 +111,7 @@ def build_sampler(job: Job, built: BuiltModel, ranks: ProcessInfo) -> Sampler | 
     train, prompts = job.config.train, None
     if not train.sample_prompts:
         return None
-    if ranks.leads:
+    if ranks.is_main_process:
         # The tokenizer library takes seconds to import, and no other rank needs it.
         from penstock.train.eval.sample_prompts import Prompts  # noqa: PLC0415
 

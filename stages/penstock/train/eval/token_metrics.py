@@ -45,7 +45,7 @@ class TokenMetrics:
 
     def record(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
-        counts: list[list[float]] = self._ranks.total(self._found).tolist()
+        counts: list[list[float]] = self._ranks.all_reduce_sum(self._found).tolist()
         loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
         mean = loss / max(1, tokens)
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}

@@ -35,7 +35,7 @@ def keep_surroundings(
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "device": device_name(ranks.device),
-        "ranks": ranks.world,
+        "ranks": ranks.world_size,
         "threads": torch.get_num_threads(),
         "layout": built.layout,
         "quantised": list(built.quantised),

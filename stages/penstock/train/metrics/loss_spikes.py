@@ -126,7 +126,7 @@ class SpikeWatch:
             return None
         trained = sum(batch.num_trained for batch in batches)
         mine = RankLoss(self._ranks.rank, packed_row_numbers(batches), result.share.item(), trained)
-        ranks, rows, times = highest_loss_rank(self._ranks.gather(mine))
+        ranks, rows, times = highest_loss_rank(self._ranks.all_gather(mine))
         text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
             f"{spike.usual:.4g}, the median of the steps before it; highest on rank(s) "

@@ -33,7 +33,9 @@ class Profile:
     def __init__(self, train: TrainConfig, ranks: ProcessInfo, run: str) -> None:
         """`run` is the prefix of its file names, so that several runs can share a folder."""
         self.train, self.ranks, self.run = train, ranks, run
-        self.left = train.enable_profiling and (ranks.leads or not train.profile_rank0_only)
+        self.left = train.enable_profiling and (
+            ranks.is_main_process or not train.profile_rank0_only
+        )
         """Whether there is still something to record."""
         self.folder = Path(train.profile_trace_dir)
         self._profile: profile | None = None
@@ -84,7 +86,7 @@ class Profile:
         recorder = self._profile
         assert recorder is not None
         self._profile = None
-        self.ranks.pulse.begins("writing a profile")
+        self.ranks.pulse.set_phase("writing a profile")
         name = f"{self.run}.steps_{self._first}-{done}.rank_{self.ranks.rank}"
         try:
             recorder.stop()

@@ -61,7 +61,7 @@ class StepMetrics:
         self._lengths, self._squares = rows.lengths(), rows.squares()
         self._ranks, self._warn = ranks, warn
         self._spikes = SpikeWatch(train.log_loss_spikes, ranks)
-        self._phases = Phases(ranks.device) if ranks.leads else None
+        self._phases = Phases(ranks.device) if ranks.is_main_process else None
         self._peak = device_peak_flops(ranks.device, mfu_precision(train))
         self._recovers = False
         self._tells_recovery = train.log_recovery_timing
@@ -86,7 +86,7 @@ class StepMetrics:
         if not self._phases:
             return {}
         operations = self._operations(rows, result.trained_tokens)
-        per_second = operations / seconds / self._ranks.world
+        per_second = operations / seconds / self._ranks.world_size
         return {
             "tflops": round(per_second / 1e12, 5),
             "mfu": round(per_second / self._peak, 5) if self._peak else None,
@@ -103,13 +103,13 @@ class StepMetrics:
     def memory_here(self) -> int:
         """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
         with the rank in one number, so that one max-reduction gives both."""
-        world = self._ranks.world
+        world = self._ranks.world_size
         return self._memory() * world + world - 1 - self._ranks.rank
 
     def of_memory(self, most: int) -> dict[str, Any]:
         """The memory fields of a record from the highest `memory_here`, and its rank if there are
         several."""
-        world = self._ranks.world
+        world = self._ranks.world_size
         used, behind = divmod(most, world)
         whose = {"memory_rank": world - 1 - behind} if world > 1 else {}
         return {"memory_gib": round(used / GIB, 4), **whose}

@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.generation.kv_cache import (
     STEP,
-    KeyCache,
+    KVCache,
     Prefill,
     decode_segments,
     prefill_segments,
@@ -25,7 +25,7 @@ class Kept:
     """The cache of one layer, beside what it is to hold."""
 
     def __init__(self, capacity):
-        self.cache = KeyCache(capacity)
+        self.cache = KVCache(capacity)
         self.wanted = []
 
     def begin(self, lengths, rows):
@@ -33,7 +33,7 @@ class Kept:
         k_TKH, v_TKH = entries(sum(lengths))
         segments = prefill_segments(plain, self.cache, rows, CPU)
         if isinstance(segments, Prefill):
-            segments.keep(k_TKH, v_TKH)
+            segments.store(k_TKH, v_TKH)
         parts = zip(k_TKH.split(lengths), v_TKH.split(lengths), rows, strict=True)
         self.wanted += [(k, v) for k, v, copies in parts for _ in range(copies)]
 
@@ -49,7 +49,7 @@ class Kept:
         ]
 
     def drop(self, row):
-        self.cache.drop(row)
+        self.cache.free(row)
         self.wanted[row] = self.wanted[-1]
         self.wanted.pop()
 
@@ -57,14 +57,14 @@ class Kept:
         assert self.cache.lengths == [len(k) for k, _ in self.wanted]
         if not self.wanted:
             return
-        found = self.cache.of(0, torch.empty(0, K, H))
+        found = self.cache.layer(0, torch.empty(0, K, H))
         for row, its in enumerate(self.wanted):
             for x_BKCH, x_TKH in zip(found, its, strict=True):
                 assert torch.equal(x_BKCH[row, :, : len(x_TKH)], x_TKH.transpose(0, 1))
 
     @property
     def room(self):
-        k_BKCH, _ = self.cache.of(0, torch.empty(0, K, H))
+        k_BKCH, _ = self.cache.layer(0, torch.empty(0, K, H))
         return k_BKCH.shape[0] * k_BKCH.shape[2]
 
 
