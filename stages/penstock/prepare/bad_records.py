@@ -133,6 +133,8 @@ class Tally:
     """Records by columns that hold something and that their format does not read."""
     blank_answers: int = 0
     """Conversations that train an answer which says nothing, its end alone."""
+    assistant_first: int = 0
+    """Samples of conversations that begin with the assistant."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """The first few of each cause: file, line, record where lines do not tell records apart, reason
     (a word), why (a sentence)."""

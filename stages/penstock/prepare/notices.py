@@ -36,6 +36,12 @@ def prepared_notices(facts: Mapping[str, Any]) -> Iterator[str]:
             f"warning: {blank:,} of {facts['records']:,} records train an empty answer, its end "
             "alone; fill it, or take the record out"
         )
+    if first := facts.get("assistant_first"):
+        yield (
+            f"warning: {first:,} of {facts['records']:,} records begin with the assistant, whose "
+            "turn is trained without anything before it; put a user's turn there, or give it "
+            "weight: 0"
+        )
     for source in facts["sources"]:
         for name, count in source.get("unread", {}).items():
             yield (

@@ -84,6 +84,7 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
         "turns_dropped": tally.turns_dropped,
         "dropped": dict(sorted(dropped.items())),
         "blank_answers": tally.blank_answers,
+        "assistant_first": tally.assistant_first,
         "dropped_samples": [*tally.samples, *plan["examples"]],
         "sources": plan["sources"],
         "mix_strategy": plan["mix"]["strategy"],

@@ -63,6 +63,7 @@ def _count(samples: Samples, tally: Tally) -> None:
     tally.tokens_cut += samples.cuts.tokens
     tally.turns_dropped += samples.cuts.turns
     tally.blank_answers += samples.blank_answers
+    tally.assistant_first += samples.assistant_first
 
 
 def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.RecordBatch:

@@ -237,3 +237,42 @@ def test_a_template_that_writes_the_date_writes_the_same_one_every_day():
     ids, labels = encode({"messages": LONG}, words(template), type="chat")
     assert words(template).decode(ids).startswith("Today: 26 Jul 2024\n<|im_start|>")
     assert trained(words(template), labels) == "first<|im_end|>second<|im_end|>third<|im_end|>"
+
+
+IDEFICS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}:"
+    "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}<|im_end|>{% endfor %}"
+)
+"""As Idefics 3's: contents are lists of parts, and of text nothing is shown."""
+
+
+@pytest.mark.parametrize("system", [[], [said("system", "s")]])
+def test_conversations_that_begin_with_the_assistant_are_counted_where_the_template_shows_them(
+    system,
+):
+    first = [*system, said("assistant", "a"), said("user", "u"), said("assistant", "b")]
+    usual = [*system, said("user", "u"), said("assistant", "b")]
+    tokenizer = words(CHATML)
+    samples = Encoder(DatasetSettings(type="chat"), tokenizer)(
+        [{"messages": messages} for messages in (first, usual, first)]
+    )
+    assert samples.records == [0, 1, 2]
+    assert samples.assistant_first == 2
+    assert trained(tokenizer, samples.sides[0][0][1]) == "a<|im_end|>b<|im_end|>"
+
+
+def test_answers_that_a_template_leaves_out_without_a_word_are_bad_rows():
+    silent = (
+        "{% for m in messages %}{% if not (loop.first and m['role'] == 'assistant') %}"
+        "<|im_start|>{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>"
+        "{% endif %}{% endif %}{% endfor %}"
+    )
+    chat = [said("assistant", "hello"), said("user", "u"), said("assistant", "bye")]
+    fault = encode({"messages": chat}, words(silent), type="chat")
+    assert fault.reason == "template"
+    assert "leaves out what the assistant says (message 1)" in fault.why
+    kept = [{**chat[0], "weight": 0}, *chat[1:]]  # nothing of it would be trained
+    assert trained(words(silent), encode({"messages": kept}, words(silent), type="chat")[1])
+    fault = encode({"messages": chat[1:]}, words(IDEFICS), type="chat")
+    assert "leaves out what the assistant says (message 2)" in fault.why

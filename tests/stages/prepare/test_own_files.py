@@ -98,6 +98,27 @@ def test_records_without_answers_and_columns_in_vain_are_told_with_their_counts(
     assert "write field_system: system" in unread
 
 
+def test_records_that_begin_with_the_assistant_are_told_in_one_line_with_their_count(tmp_path):
+    first = {"messages": [{"role": "assistant", "content": "0"}, *CHAT["messages"]]}
+    pair = {
+        "prompt": [{"role": "assistant", "content": "0"}, CHAT["messages"][0]],
+        "chosen": "a",
+        "rejected": "b",
+    }
+    for name, kind, records in (
+        ("chat", "chat", [CHAT, first, first]),
+        ("pairs", "preference", [pair]),
+    ):
+        path = write_lines(tmp_path / f"{name}.jsonl", records)
+        _, facts = run(prepare((path, {"type": kind})), tmp_path / name / "out")
+        [line] = prepared_notices(facts)
+        count, total = (2, 3) if kind == "chat" else (1, 1)
+        assert f"{count} of {total} records begin with the assistant" in line
+    path = write_lines(tmp_path / "usual.jsonl", [CHAT])
+    _, facts = run(prepare((path, {"type": "chat"})), tmp_path / "usual" / "out")
+    assert list(prepared_notices(facts)) == []
+
+
 @pytest.mark.parametrize(
     ("its", "told"),
     [

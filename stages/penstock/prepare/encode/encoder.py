@@ -51,6 +51,8 @@ class Samples:
     cuts: Cuts
     blank_answers: int = 0
     """Conversations with an answer that is trained and says nothing."""
+    assistant_first: int = 0
+    """Conversations that begin with the assistant."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class _Parsed:
     score_gaps: list[float] = field(default_factory=list[float])
     faults: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
     blank_answers: int = 0
+    assistant_first: int = 0
 
 
 class Encoder:
@@ -134,6 +137,7 @@ class Encoder:
             parsed.faults,
             cuts,
             parsed.blank_answers,
+            parsed.assistant_first,
         )
 
     def _parsed(self, values: Sequence[Value]) -> _Parsed:
@@ -161,14 +165,17 @@ class Encoder:
             both = [self._render.answered(side) for side in (said.chosen, said.rejected)]
             for side, document in zip(found.sides, both, strict=True):
                 side.append(document)
+            found.assistant_first += said.chosen.begins_with_assistant
             if said.score_gap is not None:
                 found.score_gaps.append(said.score_gap)
         elif isinstance(said, RatedAnswer):
             found.sides[0].append(self._render.answered(said.conversation))
             found.desirable.append(said.desirable)
+            found.assistant_first += said.conversation.begins_with_assistant
         else:
             found.sides[0].append(self._render.conversation(said))
             found.blank_answers += said.has_blank_answer
+            found.assistant_first += said.begins_with_assistant
 
     def _checked(self, given: Ids) -> Labelled:
         used = given.labels[given.labels != IGNORED]

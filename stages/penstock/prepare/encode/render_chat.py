@@ -29,6 +29,9 @@ from penstock.prepare.settings import DatasetSettings
 
 log = logging.getLogger("penstock.prepare")
 
+ANSWER_END = 16
+"""Characters of the end of an answer that are looked for in what a template makes of it."""
+
 MARKS_TURNS = re.compile(r"\{%-?\s*generation\b")
 
 ASKS_THE_DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -122,14 +125,16 @@ class Renderer:
         template = self._template(self._tokenizer.get_chat_template(tools=own))
         _has_place_for_tools(template.text, conversation)
         conversation = _reasoning_as_read(template.text, conversation)
+        if template.is_marked:
+            render = self._marked
+        else:
+            render = self._by_turn if self._its.chat_template == "training" else self._unmarked
         try:
-            if template.is_marked:
-                return self._marked(template.text, conversation)
-            if self._its.chat_template == "training":
-                return self._by_turn(template.text, conversation)
-            return self._unmarked(template.text, conversation)
+            document = render(template.text, conversation)
         except TEMPLATE_FAULTS as error:
             raise BadRow("template", f"the chat template refuses it: {error}") from error
+        _require_answers(document.text, conversation)
+        return document
 
     def _template(self, text: str) -> "_Template":
         if text not in self._templates:
@@ -313,6 +318,20 @@ def _shortened(conversation: Conversation, starts: Sequence[int], turns: int) ->
         messages=[messages[i] for i in kept],
         trained=tuple(conversation.trained[i] for i in kept),
     )
+
+
+def _require_answers(text: str, conversation: Conversation) -> None:
+    """Raise BadRow unless every answer that is trained is in the text, by how it ends.
+
+    Templates take out reasoning and trim; some leave out whole turns without a word.
+    """
+    for number, message in enumerate(conversation.messages, start=1):
+        words = (message["content"] or "").rpartition("</think>")[2].strip()
+        if conversation.trained[number - 1] and words[-ANSWER_END:] not in text:
+            raise BadRow(
+                "template",
+                f"the chat template leaves out what the assistant says (message {number})",
+            )
 
 
 def _last_turn(conversation: Conversation) -> tuple[bool, ...]:

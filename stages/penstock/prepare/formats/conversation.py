@@ -27,6 +27,12 @@ class Conversation:
     """Whether a message may be trained, one for each. Only the assistant's are."""
 
     @property
+    def begins_with_assistant(self) -> bool:
+        """Whether an answer comes before anything is asked; a system prompt asks nothing."""
+        roles = (message["role"] for message in self.messages)
+        return next((role for role in roles if role != "system"), None) == "assistant"
+
+    @property
     def has_blank_answer(self) -> bool:
         """Whether an answer that is trained says nothing and calls nothing."""
         return any(
