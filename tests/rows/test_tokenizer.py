@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -61,3 +62,30 @@ def test_a_folder_that_is_no_tokenizer_is_a_config_error_and_an_absent_one_needs
         load_tokenizer(str(tmp_path))
     with pytest.raises(CapabilityError, match="org/unseen"):
         load_tokenizer("org/unseen")
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_an_eos_token_that_is_not_in_the_vocabulary_is_refused_with_the_nearest_one(tmp_path, file):
+    """transformers would add it, with an id that the model has no row for."""
+    byte_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    for name, says in (("<|im_ends|>", "did you mean '<|im_end|>'?"), ("☃", "vocabulary.")):
+        if file == path.name:
+            path.write_text(json.dumps({**config, "eos_token": name}))
+        else:
+            path.write_text(json.dumps(config))
+            (tmp_path / file).write_text(json.dumps({"eos_token": name}))
+        assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == len(byte_tokenizer())
+        with pytest.raises(ConfigError, match="which is not in its vocabulary") as refusal:
+            load_tokenizer(str(tmp_path))
+        assert says in str(refusal.value)
+
+
+def test_an_eos_token_of_the_vocabulary_is_taken_however_it_is_written(tmp_path):
+    for name in ("☃ end", '"quoted"', "<|im_end|>"):
+        tokenizer = byte_tokenizer()
+        tokenizer.add_special_tokens({"eos_token": name})
+        tokenizer.save_pretrained(tmp_path / name)
+        assert load_tokenizer(str(tmp_path / name)).eos_token == name

@@ -1,12 +1,18 @@
 """Tokenizers: the byte-level one built in code, and any that transformers can load."""
 
+import json
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
+
+VOCABULARY = "tokenizer.json"
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -43,8 +49,9 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer at a local folder, of a hub id, or built in (`builtin:…`).
 
-    Never runs code that comes with a tokenizer. Raises ConfigError when the files cannot be used
-    and CapabilityError when they cannot be fetched.
+    Never runs code that comes with a tokenizer. Raises ConfigError when the files cannot be used or
+    the token that ends a text is not in the vocabulary, and CapabilityError when they cannot be
+    fetched.
     """
     if path.startswith("builtin:"):
         return byte_tokenizer()
@@ -73,7 +80,38 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
             f"The tokenizer of {path} has no fast version ({type(tokenizer).__name__}).\n"
             "  Save it with a tokenizer.json, and point model.tokenizer_path there."
         )
+    _require_known_end(tokenizer, path, revision)
     return tokenizer
+
+
+def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None) -> None:
+    """Raise ConfigError if its eos_token is not in its vocabulary.
+
+    transformers adds such a token behind the others, where the model has no row for it.
+    """
+    folder = Path(path).expanduser()
+    is_here = folder.exists()
+    file: Any = folder / VOCABULARY
+    if not is_here:
+        file = try_to_load_from_cache(path, VOCABULARY, revision=revision)
+    end: Any = tokenizer.eos_token
+    declared: Any = tokenizer.init_kwargs.get("added_tokens_decoder") or {}
+    if end is None or not isinstance(file, str | Path) or not Path(file).is_file():
+        return
+    # Written as JSON text, which is much faster to look for than to read all of a vocabulary.
+    content = Path(file).read_bytes()
+    spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
+    if any(each in content for each in spellings) or end in map(str, declared.values()):
+        return
+    others = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) != end]
+    vocabulary = [token for token in tokenizer.get_vocab() if token != end]
+    near = get_close_matches(end, others, n=1) or get_close_matches(end, vocabulary, n=1)
+    raise ConfigError(
+        f"The tokenizer of {path} has eos_token {end!r}, which is not in its vocabulary"
+        f"{f'; did you mean {near[0]!r}?' if near else '.'}\n"
+        "  Correct eos_token in its tokenizer_config.json (or special_tokens_map.json), or add the "
+        "token to its tokenizer.json."
+    )
 
 
 def _unreachable(path: str, error: Exception) -> CapabilityError:
