@@ -122,3 +122,59 @@ def test_a_type_that_was_inferred_is_judged_by_the_rules_as_the_plan_judges_it(
     assert checked.code == planned.code == 2
     for said in (checked, planned):
         assert "data.datasets.0.type: chat holds no pairs of answers" in said.err
+
+
+def test_prepared_data_that_is_not_there_is_a_fault_with_its_path_and_a_remedy(
+    tmp_path: Path,
+) -> None:
+    config = small_run(tmp_path, data={"skip_prepare_dataset": True})
+    said = penstock("check", config)
+    assert said.code == 2
+    for line in (said.err, penstock("plan", config).err):
+        assert f"data.dataset_prepared_path {tmp_path}/data" in line
+        assert "data.skip_prepare_dataset is true" in line
+    assert "set data.skip_prepare_dataset to false" in said.err
+    prepared = penstock("prepare", config, "--data.skip_prepare_dataset", "false")
+    assert prepared.code == 0
+    (tmp_path / "rows.jsonl").unlink()  # which nothing reads now
+    said = penstock("check", config)
+    assert said.code == 0, said.err
+    assert "is taken as it is (data.skip_prepare_dataset)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("size", "fault"),
+    [(11, None), (12, "takes 12"), (500, "takes 500"), (0.5, None), (0.99, "takes 12")],
+)
+def test_a_validation_split_that_takes_all_of_the_data_is_a_fault(
+    tmp_path: Path, size: float, fault: str | None
+) -> None:
+    config = small_run(tmp_path, data={"val_set_size": size})
+    said = penstock("check", config)
+    assert said.code == (2 if fault else 0), said.err
+    if fault:
+        assert f"Validation {fault} samples, and the data has 12 at most" in said.err
+        prepared = penstock("prepare", config)
+        assert prepared.code != 0
+        assert "Validation takes 12 samples, and there are 12 in all" in prepared.err
+    else:
+        assert "of at most 12 samples are held out" in said.err
+
+
+def test_a_row_that_is_too_short_for_a_sample_is_a_fault_as_it_is_for_packing(
+    tmp_path: Path,
+) -> None:
+    config = small_run(tmp_path, data={"sample_packing_sequence_len": 64})
+    checked, packed = penstock("check", config), penstock("pack", config)
+    for said in (checked, packed):
+        assert said.code != 0
+        assert "data.datasets.0.max_seq_len to 64" in said.err
+    longest = "has 85 tokens, and a row 64 (data.sample_packing_sequence_len)"
+    assert f"the longest of the first 12 samples {longest}" in checked.err
+    assert "the longest has 85" in packed.err
+    for change in (
+        ("--data.datasets.0.max_seq_len", "64"),
+        ("--data.sample_packing_sequence_len", "85"),
+        ("--data.sample_packing_method", "wrapped"),
+    ):
+        assert penstock("check", config, *change).code == 0, change

@@ -5,7 +5,7 @@ Nothing is prepared, trained or left behind. Every look is made, whatever the ot
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
@@ -38,7 +38,10 @@ from penstock.machine import (
 from penstock.origins import resolve_init_checkpoint, with_adapter
 from penstock.outputs import output_folders, unwritable
 from penstock.pins import LISTS, check_checkpoints, pin_dataset, typed_dataset
-from penstock.plan import dataset_settings
+from penstock.plan import dataset_settings, given_data
+
+if TYPE_CHECKING:
+    from penstock.prepare.first_records import FirstSamples
 
 FITTED = ("sample_packing_sequence_len", "dataloader_drop_last")
 """Settings of `data` that follow from the samples where they are not written: to write their
@@ -95,12 +98,20 @@ def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
     """The run with the types of its data sets, and all looks at it."""
     tokenizer, looks = _look("model.tokenizer_path", lambda: _tokenizer(run))
     found: dict[str, list[DatasetConfig]] = {}
-    for name in LISTS:
+    counts: dict[str, int] = {}
+    if run.data.skip_prepare_dataset:
+        looks += _look("data.dataset_prepared_path", lambda: _prepared(run))[1]
+    # What prepared data was made of may be gone.
+    for name in () if run.data.skip_prepare_dataset else LISTS:
         for index, dataset in enumerate(getattr(run.data, name)):
             at = f"data.{name}.{index}"
-            typed, of_data = _look(at, lambda d=dataset, a=at: _dataset(run, a, d, tokenizer))
+            typed, of_data = _look(
+                at, lambda d=dataset, a=at: _dataset(run, a, d, tokenizer, counts)
+            )
             found.setdefault(name, []).append(typed or dataset)
             looks += of_data
+    if run.data.val_set_size and len(counts) == len(run.data.datasets):
+        looks += _look("data.val_set_size", lambda: _validation(run, sum(counts.values())))[1]
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
     # Rules of types, which could not be asked when the file was read.
     ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)]
@@ -178,12 +189,19 @@ def _require_vocabulary(run: RunConfig, size: int) -> None:
         )
 
 
+def _prepared(run: RunConfig) -> tuple[None, str]:
+    """The prepared data that is taken as it lies."""
+    step = given_data(run)
+    return None, f"{step.where} is taken as it is (data.skip_prepare_dataset)"
+
+
 def _dataset(
-    run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any
+    run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any, counts: dict[str, int]
 ) -> tuple[DatasetConfig, str]:
-    """The data set with its type, and what its first records hold."""
+    """The data set with its type, and what its first records hold. `counts` gets the number of its
+    samples if these are all."""
     from penstock.prepare.first_records import first_samples
-    from penstock.prepare.infer_type import read_first
+    from penstock.prepare.infer_type import LOOKED_AT, read_first
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)
@@ -208,9 +226,39 @@ def _dataset(
             f"of the first {found.records} records give no sample: {'; '.join(found.faults[:3])}"
             f"{found.hint}"
         )
+    _require_room(run, at, dataset, found)
+    if len(records) < LOOKED_AT and role == "train":
+        counts[at] = found.samples
     return typed, (
         f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
         f"{found.trained_tokens:,} of them trained"
+    )
+
+
+def _validation(run: RunConfig, count: int) -> tuple[None, str]:
+    """What is held out of data of so many samples at most. Raises as the prepare stage would."""
+    size = run.data.val_set_size
+    taken = max(1, round(size * count)) if isinstance(size, float) else size or 0
+    if taken >= count:
+        raise StageError(
+            f"Validation takes {taken} samples, and the data has {count} at most.\n"
+            f"  Set data.val_set_size ({size}) lower."
+        )
+    return None, f"{taken} of at most {count} samples are held out"
+
+
+def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
+    """Refuse rows that are too short for a sample, as packing would."""
+    data, written = run.data, is_explicitly_set(run, "data.sample_packing_sequence_len")
+    length = data.sample_packing_sequence_len
+    is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
+    if not written or is_cut or found.longest <= length:
+        return
+    raise StageError(
+        f"{redact(dataset.path)}: the longest of the first {found.samples} samples has "
+        f"{found.longest:,} tokens, and a row {length:,} (data.sample_packing_sequence_len).\n"
+        f"  Set {at}.max_seq_len to {length} to cut samples, or the length of a row to "
+        f"{found.longest} or more."
     )
 
 

@@ -20,6 +20,8 @@ class FirstSamples:
     samples: int
     tokens: int
     trained_tokens: int
+    longest: int
+    """Tokens of the longest sample; of a pair, those of its longer side."""
     bad: int
     """Records that fail the prepare stage, unless `data.bad_rows_allowed` lets them be."""
     faults: tuple[str, ...]
@@ -43,6 +45,7 @@ def first_samples(
         samples=len(found.records),
         tokens=int(sum(side.lengths.sum() for side in found.sides)),
         trained_tokens=int(sum(side.trained().sum() for side in found.sides)),
+        longest=max((int(side.lengths.max(initial=0)) for side in found.sides), default=0),
         bad=sum(fault.reason not in DROPPED for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         hint=_hint(records, settings) if faults else "",
