@@ -26,6 +26,11 @@ from penstock.core.cache.stage import Source
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import CapabilityError
 from penstock.plan import Plan
+from penstock.prepare.process_warnings import (
+    ProcessWarnings,
+    collected_warnings,
+    log_process_warnings,
+)
 from penstock.prepare.stage import Prepare
 
 # Workers cannot import a script that is known by its path: it is sent to them in full.
@@ -37,11 +42,13 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[str, Any]:
     """Tokenise one share of the slices that are missing, on whichever worker this runs."""
-    done = stage.prepare_share(out, number - 1, count)
+    with collected_warnings() as warnings:
+        done = stage.prepare_share(out, number - 1, count)
     return {
         "share": f"{number}/{count}",
         **asdict(done),
         "worker": f"{platform.node()}:{os.getpid()}",
+        "warnings": warnings,
     }
 
 
@@ -67,6 +74,7 @@ def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
             for number in range(1, count + 1)
         ]
         rows = [share.result() for share in shares]
+    log_process_warnings(ProcessWarnings(row["worker"], row.pop("warnings")) for row in rows)
     for row in rows:
         get_run_logger().info(
             "prepare: %(worker)s did %(done)s of the %(slices)s slices of share %(share)s", row

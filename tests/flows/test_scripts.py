@@ -20,6 +20,7 @@ from penstock.core.cache.in_use import keys_in_use
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.plan import RebuildOptions, plan
+from penstock.prepare.stage import ShareDone
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 
@@ -302,6 +303,20 @@ def test_what_preparing_warns_of_goes_to_the_log_of_the_task():
 
     assert finetune.realise  # since then Prefect listens to some of our loggers
     assert any(isinstance(each, APILogHandler) for each in process_warnings.log.handlers)
+
+
+def test_a_share_that_a_worker_prepares_brings_its_warnings_home_once_each():
+    import cluster
+
+    class OddStage:
+        def prepare_share(self, *_):
+            for _ in range(2):
+                logging.getLogger("penstock.prepare").warning("an odd template")
+            return ShareDone(slices=3, done=2)
+
+    row = cluster.prepare_share.fn(OddStage(), Path("out"), 2, 4)
+    assert (row["share"], row["slices"], row["done"]) == ("2/4", 3, 2)
+    assert row["warnings"] == ["an odd template"]
 
 
 def test_a_notice_that_says_it_is_a_warning_is_logged_as_one():

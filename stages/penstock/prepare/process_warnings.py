@@ -4,9 +4,9 @@ Only there do they reach the handlers that were set up for them, such as Prefect
 """
 
 import logging
-import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 log = logging.getLogger("penstock.prepare")
@@ -14,9 +14,10 @@ log = logging.getLogger("penstock.prepare")
 
 @dataclass(frozen=True)
 class ProcessWarnings:
-    """What a process has warned of since it was last asked."""
+    """What a process has warned of."""
 
-    pid: int
+    process: str
+    """A name that no other process has."""
     messages: Sequence[str]
 
 
@@ -26,30 +27,30 @@ class _Collector(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+        message = record.getMessage()
+        if message not in self.messages:
+            self.messages.append(message)
 
 
-_collector = _Collector()
-
-
-def collect_warnings() -> None:
-    """Collect what is logged in this process from now on as a warning or worse, and what the module
-    `warnings` would show, instead of writing it to its standard error."""
+@contextmanager
+def collected_warnings() -> Generator[list[str]]:
+    """Yield a list that gets, once each, what is logged while the block runs as a warning or worse,
+    and what the module `warnings` would show."""
+    collector, root = _Collector(), logging.getLogger()
     logging.captureWarnings(capture=True)
-    logging.getLogger().addHandler(_collector)
-
-
-def take_warnings() -> ProcessWarnings:
-    """What was collected since the last call, once each."""
-    messages, _collector.messages = _collector.messages, []
-    return ProcessWarnings(os.getpid(), tuple(dict.fromkeys(messages)))
+    root.addHandler(collector)
+    try:
+        yield collector.messages
+    finally:
+        root.removeHandler(collector)
+        logging.captureWarnings(capture=False)
 
 
 def log_process_warnings(found: Iterable[ProcessWarnings]) -> None:
     """Log each warning once, with the number of processes that it is of, if of several."""
-    processes: dict[str, set[int]] = defaultdict(set)
+    processes: dict[str, set[str]] = defaultdict(set)
     for each in found:
         for message in each.messages:
-            processes[message].add(each.pid)
-    for message, pids in processes.items():
-        log.warning("%s", message if len(pids) == 1 else f"{message} (in {len(pids)} processes)")
+            processes[message].add(each.process)
+    for message, of in processes.items():
+        log.warning("%s", message if len(of) == 1 else f"{message} (in {len(of)} processes)")

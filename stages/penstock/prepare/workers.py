@@ -21,9 +21,8 @@ from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.process_warnings import (
     ProcessWarnings,
-    collect_warnings,
+    collected_warnings,
     log_process_warnings,
-    take_warnings,
 )
 from penstock.prepare.readers.file_splits import require_unchanged
 from penstock.prepare.readers.read_slice import records
@@ -121,7 +120,9 @@ def _in_processes(slices: list[Slice], recipe: Recipe, workers: int) -> list[Mad
 
 def _make_apart(item: Slice, recipe: Recipe) -> tuple[Made, ProcessWarnings]:
     """Make a slice in a process of the pool."""
-    return make(item, recipe, "skip"), take_warnings()
+    with collected_warnings() as messages:
+        made = make(item, recipe, "skip")
+    return made, ProcessWarnings(str(os.getpid()), messages)
 
 
 def _purposes(slices: Sequence[Slice], recipe: Recipe) -> set[Purpose]:
@@ -137,10 +138,9 @@ def _purposes(slices: Sequence[Slice], recipe: Recipe) -> set[Purpose]:
 
 
 def _begin(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
-    """A process's first act: it ends with its parent, keeps its warnings for it, forgets secrets
-    that it has no use for, and leaves the others their processors."""
+    """A process's first act: it ends with its parent, forgets secrets that it has no use for, and
+    leaves the others their processors."""
     end_with_parent(parent)
-    collect_warnings()
     env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
 

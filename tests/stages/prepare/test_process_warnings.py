@@ -5,8 +5,12 @@ import warnings
 
 import pytest
 
-from penstock.prepare import process_warnings, workers
-from penstock.prepare.process_warnings import ProcessWarnings, log_process_warnings
+from penstock.prepare import workers
+from penstock.prepare.process_warnings import (
+    ProcessWarnings,
+    collected_warnings,
+    log_process_warnings,
+)
 from tests.stages.prepare.test_encode_templates import tokenizer_of
 from tests.stages.prepared import prepare, run, write_lines
 
@@ -48,30 +52,25 @@ def test_a_warning_of_preparing_processes_is_logged_once_by_the_one_that_started
 def test_each_warning_is_logged_once_with_the_number_of_processes_that_it_is_of(caplog):
     log_process_warnings(
         [
-            ProcessWarnings(7, ("a", "b")),
-            ProcessWarnings(7, ("a",)),
-            ProcessWarnings(8, ("100% a",)),
-            ProcessWarnings(8, ("a",)),
+            ProcessWarnings("here:7", ("a", "b")),
+            ProcessWarnings("here:7", ("a",)),
+            ProcessWarnings("there:7", ("100% a",)),
+            ProcessWarnings("there:7", ("a",)),
         ]
     )
     assert messages_of(caplog) == ["a (in 2 processes)", "b", "100% a"]
 
 
-def test_warnings_of_libraries_are_collected_too(monkeypatch):
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", list(root.handlers))
-    show = warnings.showwarning
-    try:
-        process_warnings.collect_warnings()
+def test_warnings_of_libraries_are_collected_too_and_only_while_the_block_runs():
+    show, handlers = warnings.showwarning, list(logging.getLogger().handlers)
+    with collected_warnings() as found:
         for _ in range(2):
             logging.getLogger("some.library").warning("odd")
             logging.getLogger("some.library").info("usual")
         warnings.showwarning(UserWarning("old"), UserWarning, "file.py", 3)
-        found = process_warnings.take_warnings()
-    finally:
-        logging.captureWarnings(capture=False)
-        warnings.showwarning = show
-    assert found.messages[0] == "odd"
-    assert "UserWarning: old" in found.messages[1]
-    assert len(found.messages) == 2
-    assert process_warnings.take_warnings().messages == ()
+    logging.getLogger("some.library").warning("later")
+    assert found[0] == "odd"
+    assert "UserWarning: old" in found[1]
+    assert len(found) == 2
+    assert warnings.showwarning is show
+    assert logging.getLogger().handlers == handlers
