@@ -14,16 +14,19 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli.chat.options import add_chat
+from penstock.cli.artifacts.commands import commands as artifact_commands
+from penstock.cli.chat.options import chat_command
 from penstock.cli.console import Console, run
-from penstock.cli.flow.commands import add_flow_commands
-from penstock.cli.inspect_commands import add_looking
-from penstock.cli.options import AsJson, Config, Debug, end
-from penstock.cli.result_commands import add_results
-from penstock.cli.serve import add_serving
+from penstock.cli.data.commands import commands as data_commands
+from penstock.cli.flow.commands import deploy, flow
+from penstock.cli.inspect_commands import check, doctor, plan, schema, translate
+from penstock.cli.options import Config, add_command, overrides, run_request
+from penstock.cli.releases import commands as release_commands
+from penstock.cli.result_commands import evaluate, merge, report
+from penstock.cli.serve import serve
 from penstock.cli.single_command import only
 from penstock.cli.usage_errors import refuse
-from penstock.config.loading.cli_overrides import Override, split_overrides
+from penstock.config.loading.cli_overrides import split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
 
@@ -51,8 +54,6 @@ NoUpstream = Annotated[
     bool, typer.Option("--no-upstream", help="Fail rather than build what the stage reads.")
 ]
 
-_overrides: list[Override] = []
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console command. Exits with 0, or what `penstock.core.errors` says."""
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        rest, _overrides[:] = split_overrides(arguments)
+        rest, overrides[:] = split_overrides(arguments)
         asked = only(app, next(iter(rest), ""))
         sys.exit(asked(args=rest, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
@@ -117,72 +118,56 @@ def _wishes(force: list[str], start: str | None, fresh: bool = False) -> Any:
     return rebuild_options(force, start, fresh=fresh)
 
 
-@app.command("run")
 def run_command(
+    console: Console,
     config: Config,
     force: Force = [],  # noqa: B006 - typer reads it and never writes it
     start: From = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any] | None:
     """Run the whole pipeline; stages that are done are reused."""
-    console = Console(as_json, debug)
+    from penstock.cli.run import run_chain
 
-    def command() -> dict[str, Any] | None:
-        from penstock.cli.run import Request, run_chain
-
-        request, wishes = Request(config, tuple(_overrides)), _wishes(force, start, fresh)
-        if dry_run:
-            return _explain(request, console)
-        run_chain(request, wishes, console)
-        return None
-
-    end(console, command)
+    request, wishes = run_request(config), _wishes(force, start, fresh)
+    if dry_run:
+        return _explain(request, console)
+    return run_chain(request, wishes, console)
 
 
 def _stage_command(name: Any, summary: str) -> None:
     def stage_command(
+        console: Console,
         config: Config,
         force: Force = [],  # noqa: B006
         start: From = None,
         fresh: Fresh = False,
         no_upstream: NoUpstream = False,
         dry_run: DryRun = False,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        console = Console(as_json, debug)
+    ) -> dict[str, Any] | None:
+        from penstock.cli.run import run_stage
 
-        def command() -> dict[str, Any] | None:
-            from penstock.cli.run import Request, run_stage
+        request, wishes = run_request(config), _wishes(force, start, fresh)
+        if dry_run:
+            return _explain(request, console, name)
+        return run_stage(request, name, wishes, console, upstream=not no_upstream)
 
-            request = Request(config, tuple(_overrides))
-            wishes = _wishes(force, start, fresh)
-            if dry_run:
-                return _explain(request, console, name)
-            run_stage(request, name, wishes, console, upstream=not no_upstream)
-            return None
-
-        end(console, command)
-
-    def that_trains_nothing(
+    def stage_command_before_training(
+        console: Console,
         config: Config,
         force: Force = [],  # noqa: B006
         start: From = None,
         no_upstream: NoUpstream = False,
         dry_run: DryRun = False,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        stage_command(config, force, start, False, no_upstream, dry_run, as_json, debug)
+    ) -> dict[str, Any] | None:
+        return stage_command(console, config, force, start, False, no_upstream, dry_run)
 
-    app.command(name, help=summary)(that_trains_nothing if name == "reference" else stage_command)
+    function = stage_command_before_training if name == "reference" else stage_command
+    add_command(app, function, name, summary=summary)
 
 
-@app.command()
 def prepare(
+    console: Console,
     config: Config,
     shard: Annotated[
         str | None,
@@ -196,31 +181,23 @@ def prepare(
     start: From = None,
     no_upstream: NoUpstream = False,
     dry_run: DryRun = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any] | None:
     """Load, template, tokenise and split the data."""
-    console = Console(as_json, debug)
+    from penstock.cli.prepare_shard import prepare_share
+    from penstock.cli.run import run_stage
 
-    def command() -> dict[str, Any] | None:
-        from penstock.cli.prepare_shard import prepare_share
-        from penstock.cli.run import Request, run_stage
-
-        request = Request(config, tuple(_overrides))
-        wishes = _wishes(force, start)
-        if dry_run:
-            return _explain(request, console, "prepare")
-        if shard is not None:
-            prepare_share(request, shard, wishes, console)
-        else:
-            run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
-        return None
-
-    end(console, command)
+    request, wishes = run_request(config), _wishes(force, start)
+    if dry_run:
+        return _explain(request, console, "prepare")
+    if shard is not None:
+        prepare_share(request, shard, wishes, console)
+    else:
+        run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
+    return None
 
 
-@app.command()
 def pack(
+    console: Console,
     config: Config,
     dry_run: Annotated[
         bool,
@@ -229,52 +206,28 @@ def pack(
     force: Force = [],  # noqa: B006
     start: From = None,
     no_upstream: NoUpstream = False,
-    as_json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Lay whole samples into rows of fixed length."""
-    console = Console(as_json, debug)
+    from penstock.cli.run import run_stage
 
-    def command() -> None:
-        from penstock.cli.run import Request, run_stage
+    request, wishes = run_request(config), _wishes(force, start)
+    if dry_run:
+        from penstock.cli.pack_dry_run import compare_packing
 
-        request = Request(config, tuple(_overrides))
-        wishes = _wishes(force, start)
-        if dry_run:
-            from penstock.cli.pack_dry_run import compare_packing
-
-            compare_packing(request, wishes, console, upstream=not no_upstream)
-        else:
-            run_stage(request, "pack", wishes, console, upstream=not no_upstream)
-
-    end(console, command)
+        compare_packing(request, wishes, console, upstream=not no_upstream)
+    else:
+        run_stage(request, "pack", wishes, console, upstream=not no_upstream)
 
 
-for _name, _summary in {
-    "reference": "Score every answer with the model that training starts from.",
-    "train": "Train on the packed rows, from the newest checkpoint.",
-    "export": "Write the trained model as a Hugging Face folder.",
-    "push": "Send the exported model to the hub or to a URL.",
-}.items():
-    _stage_command(_name, _summary)
-
-
-@app.command()
-def recur(config: Config, as_json: AsJson = False, debug: Debug = False) -> None:
+def recur(console: Console, config: Config) -> dict[str, Any]:
     """Train again if the sources have grown; release what is better."""
-    console = Console(as_json, debug)
+    from penstock.cli.recur import recur as look
 
-    def command() -> dict[str, Any]:
-        from penstock.cli.recur import recur as look
-        from penstock.cli.run import Request
-
-        return look(Request(config, tuple(_overrides)), console)
-
-    end(console, command)
+    return look(run_request(config), console)
 
 
-@app.command()
 def launch(
+    console: Console,
     config: Config,
     way: Annotated[
         str | None,
@@ -298,84 +251,66 @@ def launch(
     secret: Annotated[
         str | None, typer.Option(help="Kubernetes: Secret to take environment variables from.")
     ] = None,
-    as_json: AsJson = False,
-    debug: Debug = False,
-) -> None:
+) -> dict[str, Any] | None:
     """Train here, or print how to start the run on other machines."""
-    console = Console(as_json, debug)
+    from penstock.cli.run import run_stage
 
-    def command() -> dict[str, Any] | None:
-        from penstock.cli.run import Request, run_stage
+    request = run_request(config)
+    if printing:
+        from penstock.cli.launch.command import LaunchTarget, print_launch
+        from penstock.cli.launch.kubernetes import Cluster
 
-        request = Request(config, tuple(_overrides))
-        if printing:
-            from penstock.cli.launch.command import LaunchTarget, print_launch
-            from penstock.cli.launch.kubernetes import Cluster
-
-            cluster = Cluster(image, claim, mount, secret) if image else None
-            return print_launch(request, way, LaunchTarget(gpus, cpus, cluster), console)
-        if way or image or claim or secret or gpus is not None or cpus is not None:
-            raise ConfigError(
-                "penstock launch starts the run on this machine, where only the config says how.\n"
-                "  Add --print to see what starts it elsewhere."
-            )
-        run_stage(request, "train", _wishes([], None), console, upstream=True)
-        return None
-
-    end(console, command)
+        cluster = Cluster(image, claim, mount, secret) if image else None
+        return print_launch(request, way, LaunchTarget(gpus, cpus, cluster), console)
+    if way or image or claim or secret or gpus is not None or cpus is not None:
+        raise ConfigError(
+            "penstock launch starts the run on this machine, where only the config says how.\n"
+            "  Add --print to see what starts it elsewhere."
+        )
+    run_stage(request, "train", _wishes([], None), console, upstream=True)
+    return None
 
 
-add_looking(app, _overrides)
-add_serving(app, _overrides)
-add_flow_commands(app, _overrides)
-add_chat(app, _overrides)
-add_results(app, _overrides)
-
-
-@app.command()
 def init(
+    console: Console,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME|DATA", help="A recipe's name, or your data.")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """Copy a recipe to NAME.yaml here, or write run.yaml for data."""
-    console = Console(as_json)
+    from penstock.cli.init import copy_recipe, init_own, list_recipes, recipes
 
-    def command() -> dict[str, Any]:
-        from penstock.cli.init import copy_recipe, init_own, list_recipes, recipes
-
-        if name is None or listing:
-            return list_recipes(console)
-        if name not in recipes() and Path(name).exists():
-            return init_own(Path(name), Path(), console)
-        return copy_recipe(name, Path(), console)
-
-    end(console, command)
+    if name is None or listing:
+        return list_recipes(console)
+    if name not in recipes() and Path(name).exists():
+        return init_own(Path(name), Path(), console)
+    return copy_recipe(name, Path(), console)
 
 
-def _artifacts() -> typer.Typer:
-    from penstock.cli.artifacts.commands import commands
-
-    return commands
-
-
-def _data() -> typer.Typer:
-    from penstock.cli.data.commands import data_commands
-
-    return data_commands(_overrides)
-
-
-def _releases() -> typer.Typer:
-    from penstock.cli.releases import release_commands
-
-    return release_commands(_overrides)
-
-
-app.add_typer(_artifacts(), name="artifacts")
-app.add_typer(_releases(), name="releases")
-app.add_typer(_data(), name="data")
+add_command(app, run_command, "run")
+add_command(app, prepare)
+add_command(app, pack)
+for _name, _summary in {
+    "reference": "Score every answer with the model that training starts from.",
+    "train": "Train on the packed rows, from the newest checkpoint.",
+    "export": "Write the trained model as a Hugging Face folder.",
+    "push": "Send the exported model to the hub or to a URL.",
+}.items():
+    _stage_command(_name, _summary)
+for _function in (recur, launch, plan, check, translate):
+    add_command(app, _function)
+add_command(app, schema, debug=False)
+for _function in (doctor, serve, flow, deploy):
+    add_command(app, _function)
+add_command(app, chat_command, "chat")
+add_command(app, report)
+add_command(app, merge)
+add_command(app, evaluate, "eval")
+add_command(app, init, debug=False)
+app.add_typer(artifact_commands, name="artifacts")
+app.add_typer(release_commands, name="releases")
+app.add_typer(data_commands, name="data")
 
 
 if __name__ == "__main__":

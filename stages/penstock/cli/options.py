@@ -1,18 +1,66 @@
-"""What many commands take alike, and how each of them ends."""
+"""What many commands take alike, and how each of them is registered and ends."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.console import Console, run
+from penstock.config.loading.cli_overrides import Override
+
+if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
+    from penstock.cli.run import Request
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one JSON object on stdout.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+overrides: list[Override] = []
+"""Settings of the command line, `--section.field value`; filled before a command runs."""
 
 
-def end(console: Console, command: Callable[[], dict[str, Any] | None]) -> None:
-    """Run a command and end the process with its exit status."""
-    raise typer.Exit(run(console, command))
+def run_request(config: Path) -> "Request":
+    """The run of a config and the command line's settings."""
+    from penstock.cli.run import Request
+
+    return Request(config, tuple(overrides))
+
+
+def add_command(
+    app: typer.Typer,
+    function: Callable[..., dict[str, Any] | None],
+    name: str | None = None,
+    *,
+    summary: str | None = None,
+    debug: bool = True,
+) -> None:
+    """Register a function as a command of `app`, with `--json` and `--debug` after its own options.
+
+    Its first parameter is the `Console`; typer reads the others. It may return what to add to the
+    closing object, and an error that it raises ends the process with that error's exit status.
+
+    Args:
+        name: the command's name; default: the function's.
+        summary: the command's help; default: the function's docstring.
+        debug: whether it takes `--debug`.
+    """
+
+    def command(*, as_json: bool, debug: bool = False, **options: Any) -> None:
+        console = Console(as_json, debug)
+        raise typer.Exit(run(console, lambda: function(console, **options)))
+
+    _, *own = inspect.signature(function).parameters.values()
+    flags = [_flag("as_json", "--json", "End with one JSON object on stdout.")]
+    if debug:
+        flags.append(_flag("debug", "--debug", "Show tracebacks."))
+    parameters = [*own, *flags]
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    app.command(name, help=summary)(command)
+
+
+def _flag(name: str, option: str, explained: str) -> inspect.Parameter:
+    annotation = Annotated[bool, typer.Option(option, help=explained)]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=False, annotation=annotation)

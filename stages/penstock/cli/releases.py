@@ -1,14 +1,13 @@
 """`penstock releases list|show|verify|rollback|prune`: what has been released, and which counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.console import Console, table
-from penstock.cli.options import AsJson, end
-from penstock.config.loading.cli_overrides import Override
+from penstock.cli.options import add_command, overrides
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.remote.urls import is_url
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
     from penstock.core.releases.local import ReleaseStore
 
 Told = dict[str, Any]
-Command = Callable[["ReleaseStore", Console], Told]
 
 SHOWN = 10
 """Decisions that `show` ends with."""
@@ -30,65 +28,9 @@ Where = Annotated[
 Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
 
 
-def release_commands(overrides: Sequence[Override]) -> typer.Typer:
-    """The commands; `overrides` are those of the command line, once they are read."""
-    commands = typer.Typer(
-        help="List, show, verify, roll back and prune releases.", no_args_is_help=True
-    )
-
-    def on(console: Console, where: str, command: Command) -> None:
-        end(console, lambda: command(_shelf(where, overrides), console))
-
-    @commands.command("list")
-    def list_releases(where: Where, as_json: AsJson = False) -> None:
-        """All releases: number, date, figures, what they were made from."""
-        on(Console(as_json), where, _list)
-
-    @commands.command("show")
-    def show_release(where: Where, number: Number = None, as_json: AsJson = False) -> None:
-        """One release in full: folder, lineage, figures and decisions."""
-        on(Console(as_json), where, lambda shelf, console: _show(shelf, number, console))
-
-    @commands.command("verify")
-    def verify_releases(where: Where, as_json: AsJson = False) -> None:
-        """Read every file of every release again; exit 1 on damage."""
-        on(Console(as_json), where, _verify)
-
-    @commands.command("rollback")
-    def roll_back_release(
-        where: Where,
-        to: Annotated[
-            int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
-        ] = None,
-        as_json: AsJson = False,
-    ) -> None:
-        """Point to an earlier release; later ones are not released again.
-
-        With a later one's number it rolls forward.
-        """
-        on(Console(as_json), where, lambda shelf, console: _roll_back(shelf, to, console))
-
-    @commands.command("prune")
-    def prune_releases(
-        where: Where,
-        keep_last: Annotated[int, typer.Option(min=1, help="Keep this many newest ones.")],
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-        as_json: AsJson = False,
-    ) -> None:
-        """Delete old releases, never the latest nor the one before it.
-
-        What they alone were made from can be pruned then: see penstock artifacts prune.
-        """
-        on(
-            Console(as_json),
-            where,
-            lambda shelf, console: _prune(shelf, keep_last, console, dry_run=dry_run),
-        )
-
-    return commands
-
-
-def _list(shelf: "ReleaseStore", console: Console) -> Told:
+def list_releases(console: Console, where: Where) -> Told:
+    """All releases: number, date, figures, what they were made from."""
+    shelf = _shelf(where)
     latest, withdrawn = shelf.latest(), shelf.withdrawn
     found = [shelf.manifest(number) for number in shelf.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
@@ -98,7 +40,9 @@ def _list(shelf: "ReleaseStore", console: Console) -> Told:
     return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
 
 
-def _show(shelf: "ReleaseStore", number: int | None, console: Console) -> Told:
+def show_release(console: Console, where: Where, number: Number = None) -> Told:
+    """One release in full: folder, lineage, figures and decisions."""
+    shelf = _shelf(where)
     chosen = shelf.latest() if number is None else number
     if chosen is None:
         raise ConfigError(f"{shelf.where} holds no releases.\n  penstock recur makes the first.")
@@ -108,9 +52,11 @@ def _show(shelf: "ReleaseStore", number: int | None, console: Console) -> Told:
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
-def _verify(shelf: "ReleaseStore", console: Console) -> Told:
+def verify_releases(console: Console, where: Where) -> Told:
+    """Read every file of every release again; exit 1 on damage."""
     from penstock.cli.artifacts.entries import LocalEntry
 
+    shelf = _shelf(where)
     numbers = shelf.numbers()
     entries = [LocalEntry(shelf.manifest(n), shelf.folder(n)) for n in numbers]
     faults = [fault for entry in entries for fault in entry.faults()]
@@ -122,11 +68,22 @@ def _verify(shelf: "ReleaseStore", console: Console) -> Told:
     return {"verified": numbers}
 
 
-def _roll_back(shelf: "ReleaseStore", to: int | None, console: Console) -> Told:
+def roll_back_release(
+    console: Console,
+    where: Where,
+    to: Annotated[
+        int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
+    ] = None,
+) -> Told:
+    """Point to an earlier release; later ones are not released again.
+
+    With a later one's number it rolls forward.
+    """
     from penstock.core.releases.local import release_folder_name
     from penstock.recurring import Decision
     from penstock.releasing import roll_back
 
+    shelf = _shelf(where)
     before, now = roll_back(shelf, to, console.say)
     was = release_folder_name(before) if before else "nothing that is whole"
     line = f"{shelf.where} points to {release_folder_name(now)}; it pointed to {was}"
@@ -135,10 +92,20 @@ def _roll_back(shelf: "ReleaseStore", to: int | None, console: Console) -> Told:
     return {"latest": now, "before": before}
 
 
-def _prune(shelf: "ReleaseStore", keep_last: int, console: Console, *, dry_run: bool) -> Told:
+def prune_releases(
+    console: Console,
+    where: Where,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many newest ones.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> Told:
+    """Delete old releases, never the latest nor the one before it.
+
+    What they alone were made from can be pruned then: see penstock artifacts prune.
+    """
     from penstock.core.releases.local import release_folder_name
     from penstock.releasing import prunable
 
+    shelf = _shelf(where)
     with shelf.writing(console.say):
         doomed = prunable(shelf, keep_last)
         for number in doomed:
@@ -151,7 +118,7 @@ def _prune(shelf: "ReleaseStore", keep_last: int, console: Console, *, dry_run: 
     return {"pruned": doomed}
 
 
-def _shelf(where: str, overrides: Sequence[Override]) -> "ReleaseStore":
+def _shelf(where: str) -> "ReleaseStore":
     from penstock.core.releases.remote import open_release_store
 
     if is_url(where) or Path(where).is_dir():
@@ -196,3 +163,13 @@ def _described(manifest: dict[str, Any], folder: Path, decisions: Sequence[dict[
     text = yaml.safe_dump({"path": str(folder), **shown}, sort_keys=False, allow_unicode=True)
     lines = [f"{each['time']}  {each['line']}" for each in decisions]
     return "\n".join([text.rstrip(), "", "decided lately:", *lines])
+
+
+commands = typer.Typer(
+    help="List, show, verify, roll back and prune releases.", no_args_is_help=True
+)
+add_command(commands, list_releases, "list", debug=False)
+add_command(commands, show_release, "show", debug=False)
+add_command(commands, verify_releases, "verify", debug=False)
+add_command(commands, roll_back_release, "rollback", debug=False)
+add_command(commands, prune_releases, "prune", debug=False)

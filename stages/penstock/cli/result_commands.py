@@ -1,107 +1,75 @@
 """The commands on what was trained: `report`, `merge` and `eval`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import AsJson, Debug, end
-from penstock.config.loading.cli_overrides import Override
+from penstock.cli.options import overrides
 
 
-def add_results(app: typer.Typer, overrides: Sequence[Override]) -> None:
-    """Add them to the command; `overrides` are those of the command line, once they are read."""
+def report(
+    console: Console,
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="train.output_dir(s).")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="Where to compare several runs: comparison.html."
+        ),
+    ] = None,
+) -> dict[str, Any]:
+    """Write the report of a run again, or one page of several runs."""
+    from penstock.cli.report import write_reports
 
-    @app.command()
-    def report(
-        folders: Annotated[
-            list[Path], typer.Argument(metavar="DIR...", help="train.output_dir(s).")
-        ],
-        output: Annotated[
-            Path | None,
-            typer.Option(
-                "--output", metavar="FILE", help="Where to compare several runs: comparison.html."
-            ),
-        ] = None,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """Write the report of a run again, or one page of several runs."""
-        console = Console(as_json, debug)
+    return write_reports(folders, output, console)
 
-        def command() -> dict[str, Any]:
-            from penstock.cli.report import write_reports
 
-            return write_reports(folders, output, console)
+def merge(
+    console: Console,
+    base: Annotated[str, typer.Argument(metavar="BASE", help="A model: a folder, or a hub id.")],
+    adapter: Annotated[
+        str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter: a folder, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
+) -> dict[str, Any]:
+    """Merge a low-rank adapter into its base model."""
+    from penstock.cli.merge import merge_adapter
 
-        end(console, command)
+    return merge_adapter(base, adapter, out, console)
 
-    @app.command()
-    def merge(
-        base: Annotated[
-            str, typer.Argument(metavar="BASE", help="A model: a folder, or a hub id.")
-        ],
-        adapter: Annotated[
-            str, typer.Argument(metavar="ADAPTER", help="A PEFT adapter: a folder, or a hub id.")
-        ],
-        out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """Merge a low-rank adapter into its base model."""
-        console = Console(as_json, debug)
 
-        def command() -> dict[str, Any]:
-            from penstock.cli.merge import merge_adapter
+def evaluate(
+    console: Console,
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|DIR",
+            help="A run's YAML file or output folder, or a model's folder.",
+        ),
+    ],
+    limit: Annotated[
+        int | None,
+        typer.Option("--n", min=1, help="Held-out prompts (200), or documents of each task (all)."),
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare only what this regular expression's first group finds, last in an "
+            "answer, for example '#### (.+)'."
+        ),
+    ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Run these tasks of the lm-evaluation-harness instead."),
+    ] = None,
+    harness_tasks: Annotated[
+        Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
+    ] = None,
+) -> dict[str, Any]:
+    """Ask the model held-out prompts and count exact answers."""
+    from penstock.cli.evaluate import Wanted, evaluate_target
 
-            return merge_adapter(base, adapter, out, console)
-
-        end(console, command)
-
-    @app.command("eval")
-    def evaluate(
-        target: Annotated[
-            Path,
-            typer.Argument(
-                metavar="CONFIG|DIR",
-                help="A run's YAML file or output folder, or a model's folder.",
-            ),
-        ],
-        limit: Annotated[
-            int | None,
-            typer.Option(
-                "--n", min=1, help="Held-out prompts (200), or documents of each task (all)."
-            ),
-        ] = None,
-        answer: Annotated[
-            str | None,
-            typer.Option(
-                help="Compare only what this regular expression's first group finds, last in an "
-                "answer, for example '#### (.+)'."
-            ),
-        ] = None,
-        harness: Annotated[
-            str | None,
-            typer.Option(
-                metavar="TASKS", help="Run these tasks of the lm-evaluation-harness instead."
-            ),
-        ] = None,
-        harness_tasks: Annotated[
-            Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
-        ] = None,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """Ask the model held-out prompts and count exact answers."""
-        console = Console(as_json, debug)
-
-        def command() -> dict[str, Any]:
-            from penstock.cli.evaluate import Wanted, evaluate_target
-
-            tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
-            wanted = Wanted(limit, answer, tasks, harness_tasks)
-            return evaluate_target(target, tuple(overrides), wanted, console)
-
-        end(console, command)
+    tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
+    wanted = Wanted(limit, answer, tasks, harness_tasks)
+    return evaluate_target(target, tuple(overrides), wanted, console)

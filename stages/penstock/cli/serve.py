@@ -1,60 +1,46 @@
 """`penstock serve`: a training server, from its file until it is asked to stop."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import AsJson, Debug, end
-from penstock.config.loading.cli_overrides import Override
+from penstock.cli.options import overrides
 from penstock.core.errors import ConfigError
 
 MODES = ("auto", "connect", "workers")
 
 
-def add_serving(app: typer.Typer, overrides: Sequence[Override]) -> None:
-    """Add it to the command; `overrides` are those of the command line, once they are read."""
+def serve(
+    console: Console,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The server's YAML file, flat.")],
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(MODES),
+            help="Start all processes; all but the workers; or the workers alone.",
+        ),
+    ] = "auto",
+    worker_address: Annotated[
+        str | None,
+        typer.Option(help="connect: where rank 0 listens, as tcp://host:port."),
+    ] = None,
+) -> None:
+    """Serve training to clients of the Tinker API.
 
-    @app.command()
-    def serve(
-        config: Annotated[
-            Path, typer.Argument(metavar="CONFIG", help="The server's YAML file, flat.")
-        ],
-        mode: Annotated[
-            str,
-            typer.Option(
-                metavar="|".join(MODES),
-                help="Start all processes; all but the workers; or the workers alone.",
-            ),
-        ] = "auto",
-        worker_address: Annotated[
-            str | None,
-            typer.Option(help="connect: where rank 0 listens, as tcp://host:port."),
-        ] = None,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """Serve training to clients of the Tinker API.
+    Settings are written as --server.name.
+    """
+    from penstock.config.server.load import load_server
+    from penstock.server.launch.prepare import prepare, require_packages
+    from penstock.server.launch.supervisor import serve as run
 
-        Settings are written as --server.name.
-        """
-        console = Console(as_json, debug)
+    if mode not in MODES:
+        raise ConfigError(f"--mode {mode} is none of {', '.join(MODES)}.")
+    require_packages()
 
-        def command() -> None:
-            from penstock.config.server.load import load_server
-            from penstock.server.launch.prepare import prepare, require_packages
-            from penstock.server.launch.supervisor import serve as run
+    def say(line: str) -> None:
+        console.say(f"server: {line}")
 
-            if mode not in MODES:
-                raise ConfigError(f"--mode {mode} is none of {', '.join(MODES)}.")
-            require_packages()
-
-            def say(line: str) -> None:
-                console.say(f"server: {line}")
-
-            settings = load_server(config, tuple(overrides), say)
-            run(prepare(settings, mode, worker_address), say)
-
-        end(console, command)
+    settings = load_server(config, tuple(overrides), say)
+    run(prepare(settings, mode, worker_address), say)

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import Console, table
-from penstock.cli.options import AsJson, end
+from penstock.cli.options import add_command
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.remote.urls import is_url
 
 if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
     from penstock.cli.artifacts.entries import Entry
-
-commands = typer.Typer(
-    help="List, show, verify and prune what the stages left.", no_args_is_help=True
-)
 
 Roots = Annotated[
     list[str] | None,
@@ -33,60 +29,42 @@ SEARCH_DEPTH = 5
 """How far below the working directory results are looked for."""
 
 
-@commands.command("list")
-def list_artifacts(root: Roots = None, as_json: AsJson = False) -> None:
+def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
     """All results: stage, key, size, age, where."""
-    console = Console(as_json)
-
-    def command() -> dict[str, Any]:
-        entries = list(find_entries(root))
-        rows = [("stage", "key", "standing", "size", "created", "where")]
-        rows += [_row(entry) for entry in entries]
-        console.result(table(rows) if entries else "There are no results here.")
-        return {"artifacts": [_plain(entry) for entry in entries]}
-
-    end(console, command)
+    entries = list(find_entries(root))
+    rows = [("stage", "key", "standing", "size", "created", "where")]
+    rows += [_row(entry) for entry in entries]
+    console.result(table(rows) if entries else "There are no results here.")
+    return {"artifacts": [_plain(entry) for entry in entries]}
 
 
-@commands.command("show")
-def show_artifact(key: Key, root: Roots = None, as_json: AsJson = False) -> None:
+def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
     """One result's manifest: identity, inputs, files and facts."""
-    console = Console(as_json)
-
-    def command() -> dict[str, Any]:
-        entry = _one(key, root)
-        if entry.manifest is None:
-            raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
-        console.result(_described(entry))
-        return {"manifest": entry.manifest}
-
-    end(console, command)
+    entry = _one(key, root)
+    if entry.manifest is None:
+        raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
+    console.result(_described(entry))
+    return {"manifest": entry.manifest}
 
 
-@commands.command("verify")
 def verify_artifacts(
+    console: Console,
     key: Annotated[str | None, typer.Argument(help="Only this one.")] = None,
     root: Roots = None,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """Read every file again; exit 1 if any differs from its record."""
-    console = Console(as_json)
-
-    def command() -> dict[str, Any]:
-        entries = [_one(key, root)] if key else [e for e in find_entries(root) if e.manifest]
-        faults = [fault for entry in entries for fault in entry.faults()]
-        if faults:
-            raise ArtifactError(
-                "\n".join(faults) + "\n  Restore these files, or build again with --force."
-            )
-        console.result(f"{len(entries)} results are whole.")
-        return {"verified": [entry.where for entry in entries]}
-
-    end(console, command)
+    entries = [_one(key, root)] if key else [e for e in find_entries(root) if e.manifest]
+    faults = [fault for entry in entries for fault in entry.faults()]
+    if faults:
+        raise ArtifactError(
+            "\n".join(faults) + "\n  Restore these files, or build again with --force."
+        )
+    console.result(f"{len(entries)} results are whole.")
+    return {"verified": [entry.where for entry in entries]}
 
 
-@commands.command("prune")
 def prune_artifacts(
+    console: Console,
     root: Roots = None,
     keep_last: Annotated[int, typer.Option(help="Keep this many newest of each stage.")] = 1,
     older_than: Annotated[
@@ -101,27 +79,21 @@ def prune_artifacts(
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> dict[str, Any]:
     """Delete old results, but those of train, and unused slices.
 
     Never what another result or a release was made from, nor what a run works with, never a
     training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows
     who uses them.
     """
-    console = Console(as_json)
+    from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
 
-    def command() -> dict[str, Any]:
-        from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
-
-        age = parse_age(older_than)
-        entries = _with_releases(list(find_entries(root)))
-        doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
-        folders = [Path(each) for each in root or ["."] if not is_url(each)]
-        caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
-        return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
-
-    end(console, command)
+    age = parse_age(older_than)
+    entries = _with_releases(list(find_entries(root)))
+    doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
+    folders = [Path(each) for each in root or ["."] if not is_url(each)]
+    caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
+    return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
 
 def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
@@ -194,3 +166,12 @@ def _described(entry: "Entry") -> str:
     shown = {k: v for k, v in entry.manifest.items() if k != "files"}
     shown["files"] = len(entry.manifest["files"])
     return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()
+
+
+commands = typer.Typer(
+    help="List, show, verify and prune what the stages left.", no_args_is_help=True
+)
+add_command(commands, list_artifacts, "list", debug=False)
+add_command(commands, show_artifact, "show", debug=False)
+add_command(commands, verify_artifacts, "verify", debug=False)
+add_command(commands, prune_artifacts, "prune", debug=False)

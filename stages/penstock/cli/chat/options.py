@@ -1,65 +1,53 @@
 """The options of `penstock chat`."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import AsJson, Debug, end
-from penstock.config.loading.cli_overrides import Override
+from penstock.cli.options import overrides
 
 
-def add_chat(app: typer.Typer, overrides: Sequence[Override]) -> None:
-    """Add the command; `overrides` are those of the command line, once they are read."""
+def chat_command(
+    console: Console,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG|FOLDER",
+            help="A run's YAML file or output folder, a model's or adapter's folder, a hub id.",
+        ),
+    ],
+    adapter: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Lay this PEFT adapter over the model.")
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="BASE", help="Also answer with this model, labelled base."),
+    ] = None,
+    prompt: Annotated[
+        list[str],
+        typer.Option(help="Answer this and end; repeatable: turns of one conversation."),
+    ] = [],  # noqa: B006 - typer reads it and never writes it
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the top k tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sample the same answers again.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+) -> dict[str, Any]:
+    """Chat with a trained model, in the terminal or from a script."""
+    from penstock.cli.chat.session import ChatOptions, chat
 
-    @app.command("chat")
-    def chat_command(
-        target: Annotated[
-            str,
-            typer.Argument(
-                metavar="CONFIG|FOLDER",
-                help="A run's YAML file or output folder, a model's or adapter's folder, a hub id.",
-            ),
-        ],
-        adapter: Annotated[
-            str | None, typer.Option(metavar="FOLDER", help="Lay this PEFT adapter over the model.")
-        ] = None,
-        compare: Annotated[
-            str | None,
-            typer.Option(metavar="BASE", help="Also answer with this model, labelled base."),
-        ] = None,
-        prompt: Annotated[
-            list[str],
-            typer.Option(help="Answer this and end; repeatable: turns of one conversation."),
-        ] = [],  # noqa: B006 - typer reads it and never writes it
-        system: Annotated[str | None, typer.Option(help="System message.")] = None,
-        temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.7,
-        top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
-        top_k: Annotated[int | None, typer.Option(help="Sample from the top k tokens.")] = None,
-        seed: Annotated[int | None, typer.Option(help="Sample the same answers again.")] = None,
-        max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
-        as_json: AsJson = False,
-        debug: Debug = False,
-    ) -> None:
-        """Chat with a trained model, in the terminal or from a script."""
-        console = Console(as_json, debug)
-
-        def command() -> dict[str, object]:
-            from penstock.cli.chat.session import ChatOptions, chat
-
-            options = ChatOptions(
-                target=target,
-                adapter=adapter,
-                compare=compare,
-                system=system,
-                prompts=tuple(prompt),
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                seed=seed,
-                max_new_tokens=max_new_tokens,
-            )
-            return chat(options, tuple(overrides), console)
-
-        end(console, command)
+    options = ChatOptions(
+        target=target,
+        adapter=adapter,
+        compare=compare,
+        system=system,
+        prompts=tuple(prompt),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+    )
+    return chat(options, tuple(overrides), console)
