@@ -5,7 +5,7 @@ Two runs that agree in IDENTITY and in what PINNED names share one result; HOW n
 again. A field that alters the mathematics belongs above; where and how fast it runs, below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.config.schema.run import RunConfig
@@ -102,6 +102,19 @@ HOW: Mapping[str, frozenset[str]] = {
     "lora": _names("save_lora_only"),
 }
 """How the work is done."""
+
+
+UNSET: Mapping[str, Any] = {"lora.quant_group_size": 16}
+"""What keys hold where these are null: the default that they had when results were first made."""
+
+
+def identity_fields(run: RunConfig, section: str, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a section as keys hold them, by name in alphabetical order."""
+    values = getattr(run, section).model_dump(mode="json", include=set(names))
+    return {
+        name: UNSET.get(f"{section}.{name}") if values[name] is None else values[name]
+        for name in sorted(values)
+    }
 
 
 def eval_identity_fields(train: TrainConfig) -> dict[str, Any] | None:

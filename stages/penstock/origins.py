@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.config.schema.lora import LoraConfig
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
@@ -112,7 +112,7 @@ def with_adapter(run: RunConfig) -> RunConfig:
                 "  Merge it with penstock merge, and start from the merged model."
             )
     taken = {name: _agreed(run, name, said, key) for name, key in TAKEN.items()}
-    if not is_explicitly_set(run, "lora.lora_target_modules"):
+    if run.lora.lora_target_modules is None:
         taken["lora_target_modules"] = _targets(path, said)
     try:
         lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
@@ -131,7 +131,7 @@ def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any
     mine, theirs = getattr(run.lora, name), said.get(key)
     if theirs is None:
         theirs = DEFAULTS[name]
-    if is_explicitly_set(run, f"lora.{name}") and mine != theirs:
+    if run.lora.asks_for(name) and mine != theirs:
         path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
             f"lora.{name} is {json.dumps(mine)}, and the adapter {path} has {json.dumps(theirs)} "

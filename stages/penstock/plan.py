@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.pipeline import STAGES, StageName
-from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set, needs_reference
+from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core import env
 from penstock.core.cache.stage import Artifact, short, stage_key
 from penstock.core.cache.store import (
@@ -33,7 +33,12 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.model_source import ModelSource
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
-from penstock.identity import IDENTITY, eval_identity_fields, preference_identity
+from penstock.identity import (
+    IDENTITY,
+    eval_identity_fields,
+    identity_fields,
+    preference_identity,
+)
 from penstock.machine import check_hub, check_machine, check_model, rows_of_a_step, why_cannot_train
 from penstock.origins import resolve_init_checkpoint, resolve_model_source, with_adapter
 from penstock.pack.stage import Pack, PackSettings
@@ -308,11 +313,11 @@ def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}
-    if not is_explicitly_set(run, "data.sample_packing_sequence_len"):
+    if data.sample_packing_sequence_len is None:
         sizes = {"row_length": "fitted", "row_multiple": data.pad_to_multiple_of}
     settings = PackSettings(
         sample_packing_method=method,
-        sample_packing_sequence_len=data.sample_packing_sequence_len,
+        sample_packing_sequence_len=data.row_length,
         **sizes,
         sample_packing_group_size=data.sample_packing_group_size,
         eval_sample_packing=data.eval_sample_packing is not False,
@@ -457,8 +462,7 @@ def _over(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
 
 
 def _project(run: RunConfig, section: str) -> dict[str, Any]:
-    values = getattr(run, section).model_dump(mode="json")
-    return {name: values[name] for name in sorted(IDENTITY[section])}
+    return identity_fields(run, section, IDENTITY[section])
 
 
 def dataset_settings(
@@ -466,7 +470,7 @@ def dataset_settings(
 ) -> DatasetSettings:
     """Its own fields, and those of the data section that decide what its samples are."""
     shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
-    values = {**run.data.model_dump(exclude=shared), **dataset.model_dump()}
+    values = {**run.data.model_dump(exclude=shared), **dataset.model_dump(), "type": dataset.format}
     if dataset.splits_string is not None:
         values["document_split"] = (dataset.splits_string, dataset.split or "train")
     return DatasetSettings(**{n: v for n, v in values.items() if n in DatasetSettings.model_fields})

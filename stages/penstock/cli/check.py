@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import yaml
-
 from penstock.cli.console import Console
+from penstock.config.loading import yaml12
 from penstock.config.loading.fault import dotted
+from penstock.config.resolve import resolve
 from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import (
     CapabilityError,
@@ -43,10 +43,6 @@ from penstock.plan import dataset_settings, given_data
 if TYPE_CHECKING:
     from penstock.prepare.first_records import FirstSamples
 
-FITTED = ("sample_packing_sequence_len", "dataloader_drop_last")
-"""Settings of `data` that follow from the samples where they are not written: to write their
-defaults would make another run."""
-
 Found = TypeVar("Found")
 Status = Literal["ok", "fault", "not looked at"]
 
@@ -74,15 +70,19 @@ class Look:
 def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any]:
     """Print the config, as YAML that runs, and a line for every look; returns both for --json.
 
-    What is printed is what was written, or with `whole` every field. Raises ConfigError or
-    CapabilityError when a look finds a fault.
+    What is printed is what was written, or with `whole` every field, with what null ones resolve
+    to as a comment. Raises ConfigError or CapabilityError when a look finds a fault.
     """
     typed, looks = _looked(run)
-    console.result(_yaml(typed, whole=whole))
+    console.result(print_config(typed, whole=whole))
     for look in looks:
         if look.status != "fault":
             console.say(str(look))
-    values = {"config": typed.model_dump(mode="json"), "looks": [asdict(look) for look in looks]}
+    values = {
+        "config": typed.model_dump(mode="json"),
+        "resolved": resolve(typed),
+        "looks": [asdict(look) for look in looks],
+    }
     faults = [look for look in looks if look.status == "fault"]
     if not faults:
         return values
@@ -249,10 +249,9 @@ def _validation(run: RunConfig, count: int) -> tuple[None, str]:
 
 def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
     """Refuse rows that are too short for a sample, as packing would."""
-    data, written = run.data, is_explicitly_set(run, "data.sample_packing_sequence_len")
-    length = data.sample_packing_sequence_len
+    data, length = run.data, run.data.sample_packing_sequence_len
     is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
-    if not written or is_cut or found.longest <= length:
+    if length is None or is_cut or found.longest <= length:
         return
     raise StageError(
         f"{redact(dataset.path)}: the longest of the first {found.samples} samples has "
@@ -279,16 +278,8 @@ def _push(run: RunConfig) -> list[Look]:
     return _look("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[1]
 
 
-def _yaml(run: RunConfig, *, whole: bool) -> str:
-    values = run.model_dump(mode="json", exclude_unset=not whole)
-    lines: list[str] = []
-    for name in FITTED if whole else ():
-        if not is_explicitly_set(run, f"data.{name}"):
-            del values["data"][name]
-            lines.append(f"# data.{name} is not written, and follows from the samples")
-    for name in LISTS if whole else ():
-        for entry, dataset in zip(values["data"][name], getattr(run.data, name), strict=True):
-            if not dataset.is_typed:
-                del entry["type"]
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip()
-    return "\n".join([text, *lines])
+def print_config(run: RunConfig, *, whole: bool) -> str:
+    """The config as YAML that loads as the same run: what was written, or with `whole` all."""
+    text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not whole)).rstrip()
+    told = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
+    return f"{text}\n# Resolved:\n# {told}" if whole else text

@@ -114,7 +114,7 @@ def _axes(wanted: Wanted) -> Iterator[Settings]:
     """Sizes that multiply to the devices, of weights that a device has the room for."""
     devices, machine = wanted.devices, wanted.machine
     within = [size for size in SIZES if size <= min(devices, machine.local)]
-    long = wanted.run.data.sample_packing_sequence_len >= LONG
+    long = wanted.run.data.row_length >= LONG
     experts = [size for size in (*SIZES, 16, 32) if wanted.model.config.experts]
     sizes = {
         "tensor_parallel_size": within,

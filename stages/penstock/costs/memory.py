@@ -131,7 +131,7 @@ class _Rank:
         if schedule == "GPipe":
             return several
         if schedule in INTERLEAVED:
-            virtual = max(2, train.pipeline_parallel_virtual_stages)
+            virtual = train.resolved_virtual_stages
             first = (virtual - 1) * size + 2 * (size - self.pipeline - 1) + 1
             return min(several, first / virtual)
         if schedule in V_SHAPED:

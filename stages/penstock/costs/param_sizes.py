@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from penstock.adapters.match_targets import Linear
 from penstock.adapters.names import EMBEDDING, EXPERTS
 from penstock.config.schema.quantization import PAIRS, is_among
-from penstock.config.schema.run import is_explicitly_set
 from penstock.costs.sharded_model import Cut
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
@@ -184,7 +183,7 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
 
 def _group(cut: Cut) -> int | None:
     """Numbers that share a scale, where that is written."""
-    if is_explicitly_set(cut.run, "lora.quant_group_size"):
+    if cut.run.lora.quant_group_size is not None:
         return cut.run.lora.quant_group_size
     return cut.model.published.group if cut.model.published else None
 

@@ -117,7 +117,7 @@ class Cut:
     def tokens(self) -> int:
         """Tokens of a full micro-batch on one rank, its share where ranks share a row."""
         multiple = micro_batch_padding(self.run.data, self.run.train)
-        whole = self.run.train.micro_batch_size * self.run.data.sample_packing_sequence_len
+        whole = self.run.train.micro_batch_size * self.run.data.row_length
         return -(-whole // multiple) * multiple // self.degrees.context
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.costs.file_sizes import estimate_samples
 from penstock.models.decoder_config import DecoderConfig
@@ -79,9 +79,9 @@ def with_row_length(
 ) -> RunConfig:
     """The run with the length of rows that the data gives it, where that is not written. As long as
     nothing is prepared it is estimated from the files."""
-    if is_explicitly_set(run, "data.sample_packing_sequence_len"):
+    if run.data.sample_packing_sequence_len is not None:
         return run
-    most, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
+    most, multiple = run.data.row_length, run.data.pad_to_multiple_of
     if made.packed:
         length = made.packed.get("row_length", {}).get("train", most)
     elif made.prepared:
@@ -108,7 +108,7 @@ def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int
             tuple(rows), facts["tokens"], facts["documents"], facts["trained_tokens"], "counted"
         )
     prepare = by_stage["prepare"]
-    row = run.data.sample_packing_sequence_len
+    row = run.data.row_length
     if made.prepared:
         facts = {name: made.prepared[name]["train"] for name in COUNTED}
         rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
@@ -127,7 +127,7 @@ COUNTED = ("rows", "tokens", "trained_tokens")
 def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
     """The steps of a run from its beginning; None where the data decides, and nobody knows it."""
     train = run.train
-    row = run.data.sample_packing_sequence_len
+    row = run.data.row_length
     per_step = rows_per_step * (data.tokens_per_row if data else row * FILL)
     certain: Certainty = data.certain if data else "estimated"
     if train.eval_only:
@@ -164,7 +164,7 @@ def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> 
 def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
     """What so many rows hold: as many tokens as rows do on average, in documents of equal length,
     or full rows of one document where nothing is known."""
-    row = run.data.sample_packing_sequence_len
+    row = run.data.row_length
     if data is None or not data.documents:
         return Work.of(config, [row] * rows)
     tokens = data.tokens_per_row * rows

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import Source
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -13,7 +13,7 @@ SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
 
 @dataclass(frozen=True)
 class QuantizationArgs:
-    """The QLoRA settings as written; None: not set."""
+    """The QLoRA settings as written; None: the default, or not set."""
 
     format: str | None = None
     """`lora.quant_format`."""
@@ -29,8 +29,8 @@ def quantization_args(run: RunConfig) -> QuantizationArgs | None:
     if not lora.enable_qlora:
         return None
     return QuantizationArgs(
-        lora.quant_format if is_explicitly_set(run, "lora.quant_format") else None,
-        lora.quant_group_size if is_explicitly_set(run, "lora.quant_group_size") else None,
+        lora.quant_format if lora.asks_for("quant_format") else None,
+        lora.quant_group_size,
         None if lora.exclude_modules is None else tuple(lora.exclude_modules),
     )
 

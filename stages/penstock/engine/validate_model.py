@@ -4,7 +4,7 @@ No torch here: checked before any process starts.
 """
 
 from penstock.config.schema.data import DataConfig
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
@@ -58,11 +58,9 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
     Sequences whose length follows from the data are checked when they reach the model.
     """
     data, limit = run.data, config.max_position_embeddings
-    if config.learned_positions is None or not is_explicitly_set(
-        run, "data.sample_packing_sequence_len"
-    ):
-        return
     row = data.sample_packing_sequence_len
+    if config.learned_positions is None or row is None:
+        return
     joins = data.sample_packing_method == "wrapped" or not data.isolate_samples
     longest = (
         row if joins else max([source.max_seq_len or row for source in data.datasets] or [row])

@@ -5,7 +5,7 @@ from typing import Any
 from penstock.config.schema.base import Settings
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
-from penstock.identity import IDENTITY
+from penstock.identity import IDENTITY, identity_fields
 
 OF_NUMBERS = ("enable_fp8_training", "fp8")
 """Settings of training that decide how layers compute, besides the precision."""
@@ -29,13 +29,11 @@ class ReferenceSettings(Settings):
 
 def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
     """What a run says of its reference model."""
-    model, train = run.model.model_dump(mode="json"), run.train.model_dump(mode="json")
-    lora = run.lora.model_dump(mode="json")
     return ReferenceSettings(
-        model={name: model[name] for name in sorted(IDENTITY["model"])},
+        model=identity_fields(run, "model", IDENTITY["model"]),
         computes_in=run.train.computes_in,
-        numbers={name: train[name] for name in OF_NUMBERS},
-        quantised={name: lora[name] for name in QUANTISED} if run.lora.enable_qlora else None,
+        numbers=identity_fields(run, "train", OF_NUMBERS),
+        quantised=identity_fields(run, "lora", QUANTISED) if run.lora.enable_qlora else None,
         seed=None if has_weights else run.train.seed,
     )
 
@@ -45,8 +43,7 @@ def reference_run(run: RunConfig) -> RunConfig:
     nothing, which keep the weights beneath them as small as in training."""
     lora = LoraConfig()
     if run.lora.enable_lora:
-        written = {name for name in QUANTISED if name in run.lora.model_fields_set}
-        kept = {name: getattr(run.lora, name) for name in written}
+        kept = {name: getattr(run.lora, name) for name in QUANTISED}
         lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
     plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}
     # They are of what training adds to an optimizer or takes from it.

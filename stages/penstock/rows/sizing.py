@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.config.schema.data import LastBatch
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 
 FEW_STEPS = 20
 """Optimizer steps below which a run learns little, whatever the data."""
@@ -106,7 +106,7 @@ def run_size(
     train, prepared = run.train, prepared or {}
     lengths: Mapping[str, int] = packed["lengths"]["train"]
     epoch_rows: list[int] = packed.get("epoch_rows", {}).get("train") or [packed["rows"]["train"]]
-    fallback = run.data.sample_packing_sequence_len
+    fallback = run.data.row_length
     warmup = train.lr_warmup_steps
     if warmup is None:
         warmup = int(steps * train.lr_warmup_ratio)
@@ -128,7 +128,7 @@ def run_size(
 
 def row_length_line(run: RunConfig, length: int) -> str | None:
     """What to say of a row length that was chosen from the samples; None where it was written."""
-    if is_explicitly_set(run, "data.sample_packing_sequence_len"):
+    if run.data.sample_packing_sequence_len is not None:
         return None
     return (
         f"rows of {length:,} tokens, chosen from the samples; "

@@ -29,9 +29,6 @@ Groups = Sequence[Sequence[int]]
 PRELOADED = __name__
 """Imported once by the fork server of the workers."""
 
-AHEAD = 2
-"""Prefetch depth in steps per worker if the setting is null, as in PyTorch's DataLoader."""
-
 
 @dataclass(frozen=True)
 class LoaderConfig:
@@ -49,12 +46,9 @@ class LoaderConfig:
     def of(cls, run: RunConfig, device: torch.device) -> "LoaderConfig":
         """Build from the config. Workers are only started on demand."""
         data = run.data
-        asked = {"dataloader_num_workers"} & data.model_fields_set
-        if data.dataloader_prefetch_factor is not None:
-            asked |= {"dataloader_prefetch_factor"} & data.model_fields_set
         return cls(
-            num_workers=data.dataloader_num_workers if asked else 0,
-            steps_ahead=data.dataloader_prefetch_factor or AHEAD,
+            num_workers=data.num_workers,
+            steps_ahead=data.prefetch_factor,
             pin_memory=data.dataloader_pin_memory and device.type == "cuda",
             pad_to_multiple_of=micro_batch_padding(data, run.train),
             pad_to=_pad_to(run),
@@ -67,7 +61,7 @@ def _pad_to(run: RunConfig) -> PadTo:
         return "own"
     if run.train.pp_variable_seq_lengths:
         return "longest"
-    return run.data.sample_packing_sequence_len * run.train.micro_batch_size
+    return run.data.row_length * run.train.micro_batch_size
 
 
 def trained_rows(job: Job) -> PackedRows:

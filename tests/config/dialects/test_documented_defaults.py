@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.config.loading.load import load, loads
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig, judged
 from penstock.config.server.load import load_server
 from penstock.config.translate.translation import put_at
@@ -49,6 +49,10 @@ CONTEXTS: dict[str, dict[str, Any]] = {
     **{name: {"lora": {**QLORA, "quant_format": name}} for name in FORMATS},
     "noise": {"lora": {**QLORA, "enable_aqn": True}},
     "implied": {"lora": {"enable_qlora": True}},
+    **{f"zero {stage}": {"train": {"zero_stage": stage}} for stage in (1, 2, 3)},
+    **{name: {"train": {"precision": name}} for name in ("fp32", "bf16", "fp16_mixed")},
+    "rows of a step": {"train": {"global_batch_size": 8}},
+    "sent": {"push": {"url": "file:///models"}},
 }
 
 
@@ -78,13 +82,19 @@ def with_defaults(settings: dict[str, Any], defaults: list[tuple[str, Any]]) -> 
     return changed
 
 
+CONTRACTS = (
+    *("sample_packing_sequence_len", "dataloader_drop_last"),
+    *("dataloader_num_workers", "dataloader_prefetch_factor"),
+)
+"""Settings of `data` whose documented default says more, written, than they mean left out: null and
+the documented default are two values."""
+
+
 def effect(run: RunConfig) -> dict[str, Any]:
-    """All settings, with those of which it matters that they were written."""
-    known = run.model_dump()
-    known["group"] = (
-        is_explicitly_set(run, "lora.quant_group_size") and run.lora.quant_group_size != 16
-    )
-    known["padding"] = is_explicitly_set(run, "data.pad_to_multiple_of")
+    """All settings that a documented default must leave as they are."""
+    known = run.model_dump(exclude={"data": {*CONTRACTS}})
+    for dataset in known["data"]["datasets"]:
+        dataset["type"] = dataset["type"] or "tokenized"
     # One that is left out goes by the machine.
     known["train"]["init_device"] = known["train"]["init_device"] or "cuda"
     return known
@@ -126,7 +136,7 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
         " sample_packing_sequence_len (1000): a full row is padded beyond it",
     ]
     assert run.lora.enable_lora
-    assert not is_explicitly_set(run, "lora.quant_group_size")
+    assert run.lora.quant_group_size is None
     assert run.train.init_device is None
     _, told = notices_of(tmp_path, lora={"enable_qlora": True}, train={"init_device": "meta"})
     assert told == []

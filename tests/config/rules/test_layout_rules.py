@@ -81,10 +81,10 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"zero_stage": 3}},
     ),
     (
-        {"train": {"zero_stage": 2, "enable_full_shard": True}},
+        {"train": {"zero_stage": 3, "enable_full_shard": False}},
         "train.zero_stage",
         "leave enable_full_shard out",
-        {"train": {"enable_full_shard": False}},
+        {"train": {"zero_stage": 2}},
     ),
     (
         {"train": {"enable_full_shard": False, "reshard_after_forward": True}},

@@ -111,12 +111,6 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"lr_start": 0.0},
     ),
     (
-        {"precision": "fp32", "enable_mixed_precision": True},
-        "precision",
-        "fp32 mixes no precisions",
-        {"enable_mixed_precision": False},
-    ),
-    (
         {"precision": "fp16_mixed", "enable_mixed_precision": False},
         "precision",
         "fp16_mixed mixes precisions",

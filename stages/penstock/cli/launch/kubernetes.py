@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.process.rendezvous import PORT
@@ -84,7 +85,7 @@ def _config(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
 
 
 def _config_map(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    text = yaml12.dump(config)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

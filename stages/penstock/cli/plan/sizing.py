@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.costs.token_counts import Data, Length, Made
 from penstock.rows.sizing import Finding, findings, row_length_line, run_size
 
@@ -36,10 +36,10 @@ def judge_sizing(
 ) -> Sizing:
     """The judgement from what is prepared and packed. `run` has the length of rows that follows
     from it."""
-    row = run.data.sample_packing_sequence_len
+    row = run.data.row_length
     if not (made.prepared or made.packed) or data is None or length is None:
         # Without results `run` has a guess.
-        known = row if is_explicitly_set(run, "data.sample_packing_sequence_len") else None
+        known = run.data.sample_packing_sequence_len
         what = "samples that are cut or left out, steps" + (", row length" if known is None else "")
         return Sizing(
             "not yet", known, (), f"    size    not known before data is prepared: {what}"

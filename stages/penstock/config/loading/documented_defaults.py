@@ -14,6 +14,8 @@ from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 DOCUMENTED_INIT_DEVICE = "cuda"
+DOCUMENTED_GROUP = 16
+"""Unset are null, and mean what fits the rest of the run."""
 
 
 def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -26,10 +28,11 @@ def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
         value = getattr(getattr(run, name.split(".")[0]), name.split(".")[1])
         notices.append(f"{name}: {shown(value)} is the documented default, and {instead}")
         run = _left_out(run, name)
-    if is_explicitly_set(run, "data.pad_to_multiple_of") and not run.data.asks_for(
-        "pad_to_multiple_of"
+    # Of one format it is the only group there is, and without QLoRA it asks for nothing.
+    if run.lora.quant_group_size == DOCUMENTED_GROUP and not (
+        run.lora.enable_qlora and len(GROUPS[run.lora.quant_format]) > 1
     ):
-        run = _left_out(run, "data.pad_to_multiple_of")
+        run = _left_out(run, "lora.quant_group_size")
     if run.lora.enable_qlora and not run.lora.enable_lora:
         lora = run.lora.model_copy(update={"enable_lora": True})
         run = run.model_copy(update={"lora": lora})
@@ -42,17 +45,24 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
     if lora.enable_qlora and not lora.enable_lora and is_explicitly_set(run, "lora.enable_lora"):
         yield "lora.enable_lora", "enable_qlora: true trains adapters: true is used"
     groups = GROUPS[lora.quant_format]
-    if (
-        lora.enable_qlora
-        and is_explicitly_set(run, "lora.quant_group_size")
-        and not lora.asks_for("quant_group_size")
-        and lora.quant_group_size not in groups
-    ):
+    if lora.enable_qlora and lora.quant_group_size == DOCUMENTED_GROUP not in groups:
         has = f"groups of {groups[0]}" if groups else "one scale for each row"
         yield "lora.quant_group_size", f"{lora.quant_format} has {has}, which is used"
+    if (
+        train.precision in ("fp32", "bf16")
+        and train.enable_mixed_precision
+        and is_explicitly_set(run, "train.enable_mixed_precision")
+    ):
+        yield "train.enable_mixed_precision", f"precision: {train.precision} decides"
+    if (
+        train.zero_stage in (1, 2)
+        and train.enable_full_shard
+        and is_explicitly_set(run, "train.enable_full_shard")
+    ):
+        yield "train.enable_full_shard", f"zero_stage: {train.zero_stage} decides"
     if train.data_parallel_mode == "fsdp2" and train.init_device == DOCUMENTED_INIT_DEVICE:
         yield "train.init_device", "data_parallel_mode: fsdp2 starts from meta, which is used"
-    length, multiple = data.sample_packing_sequence_len, data.pad_to_multiple_of
+    length, multiple = data.row_length, data.pad_to_multiple_of
     if (
         is_explicitly_set(run, "data.pad_to_multiple_of")
         and not data.asks_for("pad_to_multiple_of")

@@ -107,6 +107,27 @@ def scalar(text: str) -> Any:
     return text
 
 
+def dump(value: Any) -> str:
+    """YAML that `parse` reads as the same value: a mapping in the order it has."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.2 would read as something else, such as `1e-5`, and repeats what
+    stands twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
+    is_plain = not any(pattern.fullmatch(text) for _, pattern, _ in CORE)
+    return dumper.represent_scalar(f"{PREFIX}str", text, style=None if is_plain else "'")
+
+
+_Dumper.add_representer(str, _text)
+
+
 def _problem(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
     if "'\\t'" in problem:

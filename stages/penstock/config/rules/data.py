@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.config.loading.fault import ConfigIssue, Steps, dotted
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
@@ -43,7 +43,7 @@ def _formats_are_known(run: RunConfig) -> Faults:
 
 
 def _samples_fit_rows(run: RunConfig) -> Faults:
-    longest = run.data.sample_packing_sequence_len
+    longest = run.data.row_length
     if run.data.sample_packing_method == "wrapped":
         return
     for path, entry in _entries(run, TRAIN, TEST):
@@ -57,8 +57,8 @@ def _samples_fit_rows(run: RunConfig) -> Faults:
 
 
 def _padding_divides_rows(run: RunConfig) -> Faults:
-    length, multiple = run.data.sample_packing_sequence_len, run.data.pad_to_multiple_of
-    if is_explicitly_set(run, "data.pad_to_multiple_of") and length % multiple:
+    length, multiple = run.data.row_length, run.data.pad_to_multiple_of
+    if run.data.asks_for("pad_to_multiple_of") and length % multiple:
         above = -(-length // multiple) * multiple
         below = above - multiple
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -122,11 +122,11 @@ def _piece(at_count: Steps, count: int | None, at_index: Steps, index: int | Non
 def _indexed_files_hold_tokens(run: RunConfig) -> Faults:
     for path, entry in _entries(run):
         is_indexed = entry.ds_type == KIND or entry.path.endswith((INDEX, DATA))
-        if is_indexed and entry.type != "tokenized":
+        if is_indexed and entry.format != "tokenized":
             yield ConfigIssue(
                 (*path, "type"),
-                f"data of Megatron's holds token ids, and {entry.type} is made of text; write type:"
-                " tokenized, or leave it out",
+                f"data of Megatron's holds token ids, and {entry.format} is made of text; write"
+                " type: tokenized, or leave it out",
                 (dotted((*path, "ds_type")), dotted((*path, "path"))),
             )
         if entry.splits_string is None:
@@ -235,7 +235,7 @@ def _what_is_cut_has_a_length(run: RunConfig) -> Faults:
 
 
 def _samples_are_of_one_kind(run: RunConfig) -> Faults:
-    kinds = [(path, entry.type, entry.kind) for path, entry in _typed(run, TRAIN, TEST)]
+    kinds = [(path, entry.format, entry.kind) for path, entry in _typed(run, TRAIN, TEST)]
     if not kinds:
         return
     first_path, first_type, first = kinds[0]

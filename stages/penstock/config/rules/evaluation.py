@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.config.rules.data import Faults
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 
 TOLD = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
 """What every evaluation tells; of several data sets also `eval_loss/<its name>`."""
@@ -118,8 +118,8 @@ def _what_only_evaluates_ends_there(run: RunConfig) -> Faults:
     train = run.train
     if not train.eval_only:
         return
-    later = [stage for stage in ("export", "push") if stage in run.pipeline.stages]
-    if later and is_explicitly_set(run, "pipeline.stages"):
+    later = [stage for stage in ("export", "push") if stage in (run.pipeline.stages or ())]
+    if later:
         yield ConfigIssue(
             ("train", "eval_only"),
             f"trains nothing, so there is nothing for {' and '.join(later)}; leave"

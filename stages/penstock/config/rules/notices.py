@@ -33,7 +33,7 @@ def iter_notices(run: RunConfig) -> Iterator[str]:
         )
     yield from _of_rates(run)
     yield from _of_samples(run)
-    if has_target(run) and is_explicitly_set(run, "pipeline.stages") and "push" not in run.stages:
+    if has_target(run) and run.pipeline.stages is not None and "push" not in run.stages:
         yield "push: a target is written, and pipeline.stages has no push: nothing is sent"
 
 

@@ -9,7 +9,7 @@ from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Faults
 from penstock.config.schema.lr_schedule import ENDING, READ_BY
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 
 OF_EACH_NUMBER = tuple(
     f"torch.optim.{name}"
@@ -205,18 +205,14 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
 
 def _precisions_agree(run: RunConfig) -> Faults:
     train = run.train
-    precision, mixed = train.precision, train.enable_mixed_precision
-    if precision is not None and (
-        not mixed or is_explicitly_set(run, "train.enable_mixed_precision")
-    ):
-        is_mixed = precision.endswith("_mixed")
-        if is_mixed != mixed:
-            yield ConfigIssue(
-                ("train", "precision"),
-                f"{precision} {'mixes' if is_mixed else 'mixes no'} precisions, and"
-                f" enable_mixed_precision is {shown(mixed)}; leave enable_mixed_precision out",
-                ("train.enable_mixed_precision",),
-            )
+    precision = train.precision or ""
+    if precision.endswith("_mixed") and not train.enable_mixed_precision:
+        yield ConfigIssue(
+            ("train", "precision"),
+            f"{precision} mixes precisions, and enable_mixed_precision is false; leave"
+            " enable_mixed_precision out",
+            ("train.enable_mixed_precision",),
+        )
     if train.master_weights is False and train.computes_in != "bfloat16":
         yield ConfigIssue(
             ("train", "master_weights"),

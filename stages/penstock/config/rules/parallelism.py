@@ -9,7 +9,7 @@ from typing import Any
 from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Faults
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 
 OF_SHARDS: Mapping[str, Any] = {
     "zero_stage": None,
@@ -71,16 +71,11 @@ def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
             f" {3 if reshard else 2}, or leave reshard_after_forward out",
             ("train.reshard_after_forward",),
         )
-    if (
-        stage is not None
-        and is_explicitly_set(run, "train.enable_full_shard")
-        and full != (stage == 3)
-    ):
+    if stage == 3 and not full:
         yield ConfigIssue(
             ("train", "zero_stage"),
-            f"stage {stage} {'frees' if stage == 3 else 'keeps'} weights after the forward pass,"
-            f" and enable_full_shard is {shown(full)}; write zero_stage: {3 if full else 2}, or"
-            " leave enable_full_shard out",
+            "stage 3 frees weights after the forward pass, and enable_full_shard is false; write"
+            " zero_stage: 2, or leave enable_full_shard out",
             ("train.enable_full_shard",),
         )
     if reshard and not full:
@@ -132,7 +127,7 @@ def _a_row_is_split_over_several_ranks(run: RunConfig) -> Faults:
 def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
     train = run.train
     wished = {
-        "pipeline_parallel_virtual_stages": train.pipeline_parallel_virtual_stages > 1,
+        "pipeline_parallel_virtual_stages": (train.pipeline_parallel_virtual_stages or 1) > 1,
         "pipeline_parallel_split": train.pipeline_parallel_split != "uniform",
     }
     if train.pipeline_parallel_size == 1:

@@ -2,7 +2,7 @@
 
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.data import Faults
-from penstock.config.schema.dataset import KIND_OF_FORMAT, SCORES, Kind
+from penstock.config.schema.dataset import SCORES, Kind
 from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
 from penstock.config.schema.run import RunConfig
 
@@ -115,7 +115,7 @@ def _data_serve_the_objective(run: RunConfig) -> Faults:
             if not entry.is_typed:
                 continue
             path = ("data", name, index, "type")
-            kind = KIND_OF_FORMAT.get(entry.type, "sft")
+            kind = entry.kind
             if objective == "pretrain" and entry.type != "text":
                 yield ConfigIssue(
                     path,
@@ -155,7 +155,7 @@ def _scores_are_whole(run: RunConfig) -> Faults:
         if entry.type != "preference":
             for field in named:
                 yield ConfigIssue((*path, field), f"type {entry.type} has no scores; leave it out")
-            if not named and KIND_OF_FORMAT.get(entry.type) == "preference":
+            if not named and entry.kind == "preference":
                 yield ConfigIssue(
                     (*path, "type"),
                     f"{entry.type} has no scores, and other data sets have; leave this one out, or"

@@ -4,7 +4,7 @@ from penstock.config.loading.fault import ConfigIssue, Steps, shown
 from penstock.config.rules.data import Faults
 from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.quantization import GROUPS
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 
 SPLITTING = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
 """Axes along which ranks hold parts of a layer's matrices, and agree on scales."""
@@ -155,7 +155,7 @@ def _base_is_quantised(run: RunConfig) -> Faults:
 
 def _groups_are_the_formats(run: RunConfig) -> Faults:
     lora = run.lora
-    if not (lora.enable_qlora and is_explicitly_set(run, "lora.quant_group_size")):
+    if not lora.enable_qlora or lora.quant_group_size is None:
         return
     allowed = sorted(set(GROUPS[lora.quant_format]))
     if lora.quant_group_size not in allowed:

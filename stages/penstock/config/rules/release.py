@@ -3,6 +3,7 @@
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.data import Faults
 from penstock.config.rules.evaluation import untold
+from penstock.config.schema.pipeline import DEFAULT_STAGES
 from penstock.config.schema.release import ReleaseConfig
 from penstock.config.schema.run import RunConfig
 
@@ -65,7 +66,7 @@ def _a_model_comes_of_it(run: RunConfig) -> Faults:
     its = run.release
     if not its.name:
         return
-    if run.train.eval_only or "export" not in run.pipeline.stages:
+    if run.train.eval_only or "export" not in (run.pipeline.stages or DEFAULT_STAGES):
         why = "train.eval_only" if run.train.eval_only else "pipeline.stages without export"
         yield ConfigIssue(
             ("release", "name"),

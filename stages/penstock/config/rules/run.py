@@ -18,8 +18,8 @@ from penstock.config.rules.paths import results_have_a_folder_of_their_own
 from penstock.config.rules.preference import PREFERENCE_RULES
 from penstock.config.rules.quantization import FP8_RULES, QLORA_RULES
 from penstock.config.rules.release import RELEASE_RULES
-from penstock.config.schema.pipeline import STAGES
-from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set, needs_reference
+from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
+from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
 
 OF_ADAPTERS = (
@@ -68,7 +68,7 @@ def _batches_agree(run: RunConfig) -> Faults:
     if train.global_batch_size is None:
         return
     unit, words = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
-    steps = is_explicitly_set(run, "train.gradient_accumulation_steps")
+    steps = train.asks_for("gradient_accumulation_steps")
     if steps:
         unit *= train.gradient_accumulation_steps
         words += f" x gradient_accumulation_steps ({train.gradient_accumulation_steps})"
@@ -246,7 +246,7 @@ def _experts_share_in_one_way(run: RunConfig) -> Faults:
 
 
 def _stages_are_a_chain(run: RunConfig) -> Faults:
-    stages, path = run.pipeline.stages, ("pipeline", "stages")
+    stages, path = run.pipeline.stages or list(DEFAULT_STAGES), ("pipeline", "stages")
     twice = [stage for stage in STAGES if stages.count(stage) > 1]
     if twice:
         yield ConfigIssue(
@@ -283,7 +283,7 @@ def _push_has_one_target(run: RunConfig) -> Faults:
             "repo_id is given too, and a push has one target; leave one of the two out",
             ("push.repo_id",),
         )
-    elif "push" in run.pipeline.stages and not has_target(run):
+    elif "push" in (run.pipeline.stages or ()) and not has_target(run):
         yield ConfigIssue(
             ("pipeline", "stages"),
             "push is listed but has no target; write push.repo_id (your-name/my-model) or push.url",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.dataset import DatasetConfig
@@ -10,6 +10,12 @@ from penstock.config.schema.pipeline import Root
 
 LastBatch = Literal["drop", "drop_few", "keep"]
 """`drop_few`: dropped where that loses at most `rows.sizing.FEW_ROWS` of an epoch, else kept."""
+
+LONGEST_ROW = 32_000
+"""Most tokens of a row whose length is chosen from the samples."""
+
+WORKERS, PREFETCH = 8, 2
+"""Loading processes, and steps that each keeps ready, where one of the two alone is written."""
 
 
 def _size_or_share(value: int | float | None) -> int | float | None:
@@ -108,8 +114,8 @@ class DataConfig(ConfigSection):
     room, and `wrapped` lays samples end to end and cuts them where a row is full, as pre-training
     does."""
 
-    sample_packing_sequence_len: int = Field(default=32_000, gt=0)
-    """Tokens of a packed row, at most. Unset: chosen from the samples, up to this: enough for the
+    sample_packing_sequence_len: int | None = Field(default=None, gt=0)
+    """Tokens of a packed row, at most. Unset: chosen from the samples, up to 32000: enough for the
     longest one, and small enough for 512 rows in an epoch where that is possible."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
@@ -135,21 +141,20 @@ class DataConfig(ConfigSection):
     other. False lays it before each of them. What is learnt is the same; it takes more tokens, and
     suits attention (`flash_attention_*`) that cannot hide one answer from the other."""
 
-    dataloader_num_workers: int = Field(default=8, ge=0)
+    dataloader_num_workers: int | None = Field(default=None, ge=0)
     """Processes that load rows for one training process. Unset: none, for rows are mapped into
-    memory and read faster than any step takes; but 8 where `dataloader_prefetch_factor` is
-    written."""
+    memory and read faster than any step takes; but 8 with `dataloader_prefetch_factor`."""
 
-    dataloader_prefetch_factor: int | None = Field(default=2, gt=0)
-    """Steps that each loading process keeps ready; null is 2 too, and asks for no processes."""
+    dataloader_prefetch_factor: int | None = Field(default=None, gt=0)
+    """Steps that each loading process keeps ready. Unset: 2."""
 
     dataloader_pin_memory: bool = True
     """Load batches into pinned memory, from which copies to a GPU are faster."""
 
-    dataloader_drop_last: bool = True
+    dataloader_drop_last: bool | None = None
     """Leave out the rows at the end of an epoch that do not fill a step, unless they are all
-    there is. Unset, together with `sample_packing_sequence_len`: only where they are at most 5 % of
-    the epoch."""
+    there is. Unset: true with `sample_packing_sequence_len`; without, only where they are at most
+    5 % of the epoch."""
 
     pad_to_multiple_of: int = Field(default=128, gt=0)
     """Rows are padded to a multiple of this many tokens when they are loaded."""
@@ -189,20 +194,39 @@ class DataConfig(ConfigSection):
     """Whether the hub's login is used for datasets: true needs one, false uses none. Unset: it is
     used where there is one."""
 
+    _chosen_row_length: int | None = PrivateAttr(default=None)
+
     @property
     def last_batch(self) -> LastBatch:
         """What becomes of the rows at the end of an epoch that do not fill a step."""
-        if not self.dataloader_drop_last:
-            return "keep"
-        sizes = {"sample_packing_sequence_len", "dataloader_drop_last"}
-        return "drop" if sizes & self.model_fields_set else "drop_few"
+        if self.dataloader_drop_last is None:
+            return "drop_few" if self.sample_packing_sequence_len is None else "drop"
+        return "drop" if self.dataloader_drop_last else "keep"
+
+    @property
+    def row_length(self) -> int:
+        """Most tokens of a row: as written, else as chosen from the samples, else the longest that
+        may be chosen."""
+        return self.sample_packing_sequence_len or self._chosen_row_length or LONGEST_ROW
 
     def with_row_length(self, length: int) -> "DataConfig":
-        """The section with rows of `length` tokens, as chosen from the samples: what was written
-        and what was not stays as it is."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        values["sample_packing_sequence_len"] = length
-        return self.model_construct(_fields_set=set(self.model_fields_set), **values)
+        """The section with `row_length` as it was chosen from the samples, which no field holds:
+        printed, the section still leaves it to them."""
+        chosen = self.model_copy()
+        chosen._chosen_row_length = length
+        return chosen
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that load rows for one training process."""
+        if self.dataloader_num_workers is None:
+            return 0 if self.dataloader_prefetch_factor is None else WORKERS
+        return self.dataloader_num_workers
+
+    @property
+    def prefetch_factor(self) -> int:
+        """Steps that each of them keeps ready."""
+        return self.dataloader_prefetch_factor or PREFETCH
 
     @property
     def shares_prompts(self) -> bool:

@@ -57,7 +57,7 @@ class DatasetConfig(ConfigSection):
     """A file, a folder or a glob; a URL (`s3://`, `gs://`, `abfs://`, `https://`); a Hugging Face
     hub id (`org/name`); `builtin:arithmetic`, or `dummy` for synthetic rows."""
 
-    type: FormatName = "tokenized"
+    type: FormatName | None = None
     """What a row holds. Unset: told from the first records, `tokenized` where they have
     `input_ids`. `tokenized` (`input_ids` and `labels`), `chat` (a list of messages; loss on the
     assistant's turns), `sharegpt` (the same, as `from` and `value`), `instruction` and `alpaca` (a
@@ -169,9 +169,14 @@ class DatasetConfig(ConfigSection):
     @property
     def is_typed(self) -> bool:
         """Whether `type` was written, or told from records."""
-        return "type" in self.model_fields_set
+        return self.type is not None
+
+    @property
+    def format(self) -> FormatName:
+        """What a row holds, as far as that is known: token ids unless something else is said."""
+        return self.type or "tokenized"
 
     @property
     def kind(self) -> Kind:
         """What its samples are for."""
-        return KIND_OF_FORMAT.get(self.type, "sft")
+        return KIND_OF_FORMAT.get(self.format, "sft")

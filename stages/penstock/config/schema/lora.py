@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.quantization import QuantFormat, readable
+from penstock.config.schema.quantization import GROUPS, QuantFormat, readable
 
 
 class LoraConfig(ConfigSection):
@@ -73,7 +73,7 @@ class LoraConfig(ConfigSection):
     float), `block_fp8` (8 bits in tiles), `int8`, or `int8_int4_experts`, in which experts have 4
     bits. Of a checkpoint that is published quantised it is that of the checkpoint."""
 
-    quant_group_size: int = Field(default=16, gt=0)
+    quant_group_size: int | None = Field(default=None, gt=0)
     """QLoRA: columns that share a scale. Unset: 16 for `nvfp4`, 128 for `block_fp8`, 64 for `nf4`,
     128 for experts of `int8_int4_experts`; the last two take other powers of two as well."""
 
@@ -96,3 +96,8 @@ class LoraConfig(ConfigSection):
 
     aqn_alpha: float = Field(default=1.0, ge=0)
     """QLoRA: what that noise is multiplied by."""
+
+    @property
+    def resolved_group_size(self) -> int | None:
+        """Columns that share a scale, unless weights are published quantised; None: whole rows."""
+        return self.quant_group_size or next(iter(GROUPS[self.quant_format]), None)

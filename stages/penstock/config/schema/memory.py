@@ -7,14 +7,17 @@ from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
 
+Precision = Literal["fp32", "bf16_mixed", "bf16", "fp16_mixed"]
+
 
 class MemoryConfig(ConfigSection):
     """Memory, precision and speed of a training step."""
 
     enable_mixed_precision: bool = True
-    """Compute in bfloat16 while weights and optimizer states stay in float32."""
+    """Compute in bfloat16 while weights and optimizer states stay in float32. `precision`, where it
+    is written, decides instead; false does not go with its mixed ones."""
 
-    precision: Literal["fp32", "bf16_mixed", "bf16", "fp16_mixed"] | None = None
+    precision: Precision | None = None
     """What is computed in, and what weights are kept in: `fp32`; `bf16_mixed` computes in bfloat16
     and keeps float32; `bf16` keeps bfloat16 too; `fp16_mixed` computes in float16, with a loss that
     is scaled up and down as needed, and keeps float32. Unset: `bf16_mixed`, or `fp32` with
@@ -58,7 +61,8 @@ class MemoryConfig(ConfigSection):
 
     enable_full_shard: bool = True
     """`fsdp2`: free gathered weights after the forward pass (ZeRO-3); false keeps them until the
-    backward pass has used them, and shards only gradients and states (ZeRO-2)."""
+    backward pass has used them, and shards only gradients and states (ZeRO-2). `zero_stage`, where
+    it is written, decides instead; false does not go with stage 3."""
 
     enable_fsdp_offload: bool = False
     """`fsdp2`: keep sharded weights, gradients and optimizer states in host memory, and let the CPU
@@ -113,22 +117,26 @@ class MemoryConfig(ConfigSection):
     """Collect Python's garbage every so many steps, and only then; 0 leaves it to Python."""
 
     @property
+    def resolved_precision(self) -> Precision:
+        """`precision`, `enable_mixed_precision` and `master_weights` in one: `precision` decides
+        where it is written, and `master_weights` between `bf16_mixed` and `bf16`."""
+        found = self.precision or ("bf16_mixed" if self.enable_mixed_precision else "fp32")
+        if self.master_weights is not None and found in ("bf16", "bf16_mixed"):
+            return "bf16_mixed" if self.master_weights else "bf16"
+        return found
+
+    @property
     def computes_in(self) -> Literal["float32", "bfloat16", "float16"]:
         """What layers compute in, as torch calls it."""
-        if self.precision is None:
-            return "bfloat16" if self.enable_mixed_precision else "float32"
-        return COMPUTES_IN[self.precision]
+        return COMPUTES_IN[self.resolved_precision]
 
     @property
     def keeps_in(self) -> Literal["float32", "bfloat16"]:
         """What trained weights are kept in, as torch calls it."""
-        masters = self.master_weights
-        if masters is None:
-            masters = self.precision != "bf16"
-        return "float32" if masters else "bfloat16"
+        return "bfloat16" if self.resolved_precision == "bf16" else "float32"
 
 
-COMPUTES_IN: Mapping[str, Literal["float32", "bfloat16", "float16"]] = {
+COMPUTES_IN: Mapping[Precision, Literal["float32", "bfloat16", "float16"]] = {
     "fp32": "float32",
     "bf16_mixed": "bfloat16",
     "bf16": "bfloat16",

@@ -83,9 +83,9 @@ class ParallelConfig(ConfigSection):
     `InterleavedZeroBubble`, `ZBVZeroBubble` and `DualPipeV` wait least, and keep weights whole
     through the step."""
 
-    pipeline_parallel_virtual_stages: int = Field(default=1, gt=0)
+    pipeline_parallel_virtual_stages: int | None = Field(default=None, gt=0)
     """Stages on each rank: 1 for `1F1B` and `GPipe`, 2 or more for the interleaved schedules, 2 for
-    `ZBVZeroBubble` and `DualPipeV`. Left out: the least that the schedule can do with."""
+    `ZBVZeroBubble` and `DualPipeV`. Unset: the least that the schedule can do with."""
 
     pipeline_parallel_split: Annotated[
         Literal["uniform"] | list[int], AfterValidator(_rising_from_0)
@@ -131,3 +131,9 @@ class ParallelConfig(ConfigSection):
 
     ep_outside: bool = False
     """Place the expert axis outside of the axis that shards experts' weights."""
+
+    @property
+    def resolved_virtual_stages(self) -> int:
+        """Stages on each rank: as written, or the least that the schedule can do with."""
+        least = 2 if self.pipeline_parallel_schedule in INTERLEAVED + V_SHAPED else 1
+        return self.pipeline_parallel_virtual_stages or least

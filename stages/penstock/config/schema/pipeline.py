@@ -38,6 +38,9 @@ StageName = Literal["prepare", "pack", "reference", "train", "export", "push"]
 STAGES: tuple[StageName, ...] = ("prepare", "pack", "reference", "train", "export", "push")
 """All stages, in the only order they can run in."""
 
+DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")
+"""Those of a run that names none; `push` is added where it has a target."""
+
 SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
@@ -88,9 +91,10 @@ class PipelineConfig(ConfigSection):
     name: str = Field(default="finetune", min_length=1)
     """Name of the run, in its report and in Prefect."""
 
-    stages: list[StageName] = Field(default=["prepare", "pack", "train", "export"], min_length=1)
-    """Stages to run, in this order. `push` is added when `push.repo_id` or `push.url` is written
-    and this list is not, and `reference` when `train` is there and what it learns needs it."""
+    stages: list[StageName] | None = Field(default=None, min_length=1)
+    """Stages to run, in this order. Unset: prepare, pack, train and export, and push with
+    `push.repo_id` or `push.url`. `reference` is added when `train` is there and what it learns
+    needs it."""
 
     artifacts_path: Root = Field(default="artifacts", min_length=1)
     """Folder for exports and records of pushes. May be the URL of an object store."""

@@ -9,7 +9,13 @@ from penstock.config.schema.data import DataConfig
 from penstock.config.schema.export import ExportConfig, PushConfig
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
-from penstock.config.schema.pipeline import STAGES, LaunchConfig, PipelineConfig, StageName
+from penstock.config.schema.pipeline import (
+    DEFAULT_STAGES,
+    STAGES,
+    LaunchConfig,
+    PipelineConfig,
+    StageName,
+)
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.config.schema.release import ReleaseConfig
 from penstock.config.schema.train import TrainConfig
@@ -56,10 +62,10 @@ class RunConfig(ConfigSection):
         Of machines that train together the first one alone goes on from there, and a run that only
         evaluates has nothing to export.
         """
-        chosen = set(self.pipeline.stages)
+        chosen = set(self.pipeline.stages or DEFAULT_STAGES)
         if "train" in chosen and needs_reference(self):
             chosen.add("reference")
-        if has_target(self) and not is_explicitly_set(self, "pipeline.stages"):
+        if has_target(self) and self.pipeline.stages is None:
             chosen.add("push")
         if self.launch.node_rank or self.train.eval_only:
             chosen -= {"export", "push"}
@@ -78,7 +84,10 @@ def needs_reference(run: RunConfig) -> bool:
 
 def is_explicitly_set(run: RunConfig, name: str) -> bool:
     """Whether `name` (`train.init_device`, `data.datasets.0.split`) stood in the file or in an
-    override, whatever its value. Raises KeyError when there is no such setting."""
+    override, whatever its value: for what is told of it. No effect depends on it.
+
+    Raises KeyError when there is no such setting.
+    """
     at: Any = run
     found = True
     for step in name.split("."):

@@ -46,7 +46,8 @@ class BatchConfig(ConfigSection):
     """Packed rows that one rank computes at once."""
 
     gradient_accumulation_steps: int = Field(default=1, gt=0)
-    """Micro-batches that one rank adds up before the optimizer steps."""
+    """Micro-batches that one rank adds up before the optimizer steps. With `global_batch_size`, 1
+    leaves their number to it, and another must agree with it."""
 
     global_batch_size: int | None = Field(default=None, gt=0)
     """Packed rows of one optimizer step over all ranks. Unset: `micro_batch_size` times
@@ -124,3 +125,15 @@ class TrainConfig(
 
     dropout: DropoutConfig = Field(default_factory=DropoutConfig)
     """What is dropped at random while training."""
+
+    @property
+    def resolved_zero_stage(self) -> Literal[1, 2, 3]:
+        """`zero_stage`, `reshard_after_forward` and `enable_full_shard` in one, under `fsdp2`: the
+        first of them that is written decides."""
+        if self.zero_stage is not None:
+            return self.zero_stage
+        if self.reshard_after_forward is not None:
+            return 3 if self.reshard_after_forward else 2
+        # A pipeline runs forward passes of several micro-batches before a backward pass: freed
+        # weights would be gathered once for each.
+        return 2 if not self.enable_full_shard or self.pipeline_parallel_size > 1 else 3

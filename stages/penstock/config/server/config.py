@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from penstock.config.loading.fault import ConfigIssue, dotted
 from penstock.config.loading.validate import Judged, touches, validate
 from penstock.config.rules.data import Faults
+from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.model import ServerModel
 from penstock.config.server.run_fields import BUILT_IN, DEFAULTS, SAME, SERVER
@@ -212,8 +213,11 @@ def _run_values(config: ServerConfig) -> dict[str, Any]:
     for key, name in SAME.items():
         if key == "config_path" and config.config_path is None:
             continue
+        value = getattr(config, key)
+        if key == "sample_packing_sequence_len" and value == LONGEST_ROW:
+            continue  # as it is where it is left out
         if key in given and (key not in MUON or config.optimizer == "muon"):
-            put_at(values, name, getattr(config, key))
+            put_at(values, name, value)
     if config.load_checkpoint_path:
         put_at(values, "train.load_checkpoint_path", config.load_checkpoint_path)
     put_at(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)

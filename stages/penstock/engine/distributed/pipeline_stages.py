@@ -18,15 +18,15 @@ def virtual_stages(train: TrainConfig) -> int:
     """
     schedule, written = train.pipeline_parallel_schedule, train.pipeline_parallel_virtual_stages
     if schedule not in INTERLEAVED + V_SHAPED:
-        if written != 1:
+        if written not in (None, 1):
             raise ConfigError(
                 f"train.pipeline_parallel_virtual_stages is {written}, and train."
                 f"pipeline_parallel_schedule {schedule} runs one stage on each rank.\n"
                 "  Write 1, or pipeline_parallel_schedule: Interleaved1F1B."
             )
         return 1
-    if "pipeline_parallel_virtual_stages" not in train.model_fields_set:
-        return 2
+    if written is None:
+        return train.resolved_virtual_stages
     if schedule in V_SHAPED and written != 2:
         raise ConfigError(
             f"train.pipeline_parallel_virtual_stages is {written}, and train."
@@ -62,7 +62,8 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
     """
     num_stages = train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
-    weights = {"pipeline_parallel_input_weight", "pipeline_parallel_output_weight"}
+    weights = ("pipeline_parallel_input_weight", "pipeline_parallel_output_weight")
+    weighing = [name for name in weights if train.asks_for(name)]
     if split == "uniform":
         counts = _even(
             num_layers,
@@ -72,10 +73,10 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
         )
         firsts = [sum(counts[:stage]) for stage in range(num_stages)]
         idle = "there are"
-    elif weights & train.model_fields_set:
+    elif weighing:
         raise ConfigError(
             f"train.pipeline_parallel_split {split} says which layers each stage holds, and train."
-            f"{min(weights & train.model_fields_set)} would change nothing.\n"
+            f"{weighing[0]} would change nothing.\n"
             "  Write pipeline_parallel_split: uniform, or leave the weights out."
         )
     else:
@@ -142,7 +143,9 @@ def described(train: TrainConfig, num_layers: int) -> str:
     """A one-line description of the pipeline, including inferred values."""
     virtual = virtual_stages(train)
     layers = " | ".join(_span(its) for its in layers_of_stages(train, num_layers))
-    chosen = "" if virtual == train.pipeline_parallel_virtual_stages else " (the schedule's least)"
+    chosen = (
+        " (the schedule's least)" if virtual > (train.pipeline_parallel_virtual_stages or 1) else ""
+    )
     return (
         f"pipeline: {train.pipeline_parallel_schedule} on {train.pipeline_parallel_size} ranks x "
         f"{virtual} stages{chosen}, layers {layers}"

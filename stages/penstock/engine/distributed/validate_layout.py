@@ -12,7 +12,7 @@ from penstock.config.rules.run import rule_violations
 from penstock.config.schema.data import DataConfig
 from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED, PipelineSchedule
 from penstock.config.schema.quantization import cut_at
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_dims import (
@@ -222,8 +222,8 @@ def _base_quantization(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
         # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
         usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
         return f"as published, {published.format}", published.group or usual
-    group = lora.quant_group_size if is_explicitly_set(run, "lora.quant_group_size") else None
-    return f"lora.quant_format {lora.quant_format}", cut_at(lora.quant_format, group)
+    kept = f"lora.quant_format {lora.quant_format}"
+    return kept, cut_at(lora.quant_format, lora.quant_group_size)
 
 
 def _of_experts(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
@@ -264,7 +264,7 @@ def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError
     try:
         micro_batches = accumulation_steps(train, degrees.num_replicas)
     except ConfigError as error:
-        written = "gradient_accumulation_steps" in train.model_fields_set
+        written = train.asks_for("gradient_accumulation_steps")
         blamed = "gradient_accumulation_steps" if written else "global_batch_size"
         yield LayoutError(_fault(error), (f"train.{blamed}",))
         return
@@ -284,7 +284,7 @@ def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError
 def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
     data, train = run.data, run.train
     multiple = tokens_multiple(train)
-    if "pad_to_multiple_of" in data.model_fields_set and data.pad_to_multiple_of % multiple:
+    if data.asks_for("pad_to_multiple_of") and data.pad_to_multiple_of % multiple:
         ring = train.ringattn_parallel_size
         factors = [
             (ring > 1, f"2 x ringattn_parallel_size {ring}"),
@@ -319,7 +319,7 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
             for distance, schedule in enumerate(SCHEDULES)
             if schedule != train.pipeline_parallel_schedule
         ]
-        now = train.pipeline_parallel_virtual_stages
+        now = train.pipeline_parallel_virtual_stages or 1
         found += [
             word("pipeline_parallel_virtual_stages", abs(math.log2(stages / now)), stages)
             for stages in (1, 2, 3, 4)
@@ -336,8 +336,8 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
             for size in sorted(sizes - {0, now})
         ]
     data, needed = run.data, tokens_multiple(train)
-    if "pad_to_multiple_of" in data.model_fields_set:
-        now, row = data.pad_to_multiple_of, data.sample_packing_sequence_len
+    if data.asks_for("pad_to_multiple_of"):
+        now, row = data.pad_to_multiple_of, data.row_length
         found += [
             LayoutSuggestion("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
             for size in range(needed, 2 * max(now, needed) + 1, needed)
@@ -367,7 +367,7 @@ def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
     if rows := train.global_batch_size:
         near["gradient_accumulation_steps"] |= {rows // size for size in at_once}
         units = at_once
-        if "gradient_accumulation_steps" in train.model_fields_set:
+        if train.asks_for("gradient_accumulation_steps"):
             units = {size * several for size in at_once}
         near["global_batch_size"] = {
             rows // unit * unit + more for unit in units for more in (0, unit)

@@ -77,7 +77,7 @@ class BatchDispatcher:
             return "own"
         if self.run.train.pp_variable_seq_lengths:
             return "longest"
-        return self.run.data.sample_packing_sequence_len
+        return self.run.data.row_length
 
 
 def _row(number: int, samples: Sequence[Sample]) -> Row:

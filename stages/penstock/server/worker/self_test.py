@@ -27,7 +27,7 @@ def self_test(operations: CommandHandlers) -> None:
     afterwards. Collective."""
     dealing = operations.dealing
     vocabulary = operations.residents.substrate.built.vocab_size
-    count = min(TOKENS, dealing.run.data.sample_packing_sequence_len)
+    count = min(TOKENS, dealing.run.data.row_length)
     drawn = np.random.default_rng(0).integers(0, vocabulary, (dealing.num_replicas, count + 1))
     data = tuple(
         Datum(

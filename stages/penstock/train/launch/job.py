@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from penstock.config.schema.run import RunConfig, is_explicitly_set
+from penstock.config.loading import yaml12
+from penstock.config.schema.run import RunConfig
 from penstock.core.cache.record import Record, read_record_fields, write_record
 from penstock.core.cache.stage import Artifact
 from penstock.core.files import atomic_write
@@ -75,14 +74,14 @@ class Job:
         self.save(path)
         with atomic_write(self.output_dir / RESOLVED) as part:
             values = without_secrets(self.config.model_dump(mode="json"))
-            part.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+            part.write_text(yaml12.dump(values))
         return path
 
     def save(self, path: Path) -> None:
         """Write only the job, for the ranks."""
         record: dict[str, Any] = {
             "key": self.key,
-            # Only explicitly set fields: a rank must distinguish user settings from defaults.
+            # Only explicitly set fields: what is told of settings tells them from defaults.
             "config": without_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
             "packed": str(self.packed),
             "packed_key": self.packed_key,
@@ -189,7 +188,7 @@ def build_job(
         adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
     facts = packed.facts
     row_length = None
-    if not is_explicitly_set(config, "data.sample_packing_sequence_len"):
+    if config.data.sample_packing_sequence_len is None:
         # Missing in artifacts packed by earlier versions, which used the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:

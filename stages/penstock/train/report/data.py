@@ -69,7 +69,7 @@ def _figures(
         yield "samples that were cut", cut
     for split, name in SPLITS.items():
         if packed["rows"][split]:
-            length = config.data.sample_packing_sequence_len
+            length = config.data.row_length
             capacity = packed.get("row_length", {}).get(split, length)
             yield f"{name} rows of {capacity:,} tokens", f"{packed['rows'][split]:,}"
             yield "how full they are", f"{packed['fill'][split]:.1%}"
