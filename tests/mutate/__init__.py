@@ -1,0 +1,1 @@
+"""Mutation check of the config: each field is ignored in turn, and a test must notice."""

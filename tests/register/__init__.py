@@ -1,1 +1,0 @@
-"""Which tests fail when a setting is ignored: a table for every section of the configuration."""
