@@ -85,9 +85,9 @@ def _told(found: Prediction, sizes: int) -> str:
 
 
 def _ranks(degrees: ParallelDims) -> str:
-    if degrees.world == 1:
+    if degrees.world_size == 1:
         return "1 process"
-    return f"{degrees.world} processes ({degrees})"
+    return f"{degrees.world_size} processes ({degrees})"
 
 
 def _named(machine: Machine) -> str:
