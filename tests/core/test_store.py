@@ -1,7 +1,9 @@
+import contextlib
 import errno
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
 import time
 from pathlib import Path
@@ -159,6 +161,40 @@ def test_a_refresh_that_fails_gives_the_old_result_back(tmp_path, cache):
         get_or_build(broken, cache=cache)
     assert content(step.path) == before
     assert get_or_build(step).status == "cached"
+
+
+@pytest.mark.parametrize("call", ["remove", "replace_folder"])
+def test_a_kill_while_a_failed_refresh_gives_the_old_result_back_does_not_lose_it(tmp_path, call):
+    """At the first of these calls after the failure: before what is done, and after it."""
+    journal = tmp_path / "journal"
+    step = step_of(Letters(journal=journal), tmp_path)
+    get_or_build(step)
+    before = content(step.path)
+    child = os.fork()
+    if child == 0:
+        has_failed = []
+
+        def fail(letter, _out):
+            if letter == "b":
+                has_failed.append(letter)
+                raise BrokenError
+
+        called = getattr(store, call)
+
+        def killed(*given):
+            found = called(*given)
+            if has_failed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        setattr(store, call, killed)
+        with contextlib.suppress(BaseException):
+            get_or_build(PlannedStage(Letters(before=fail), step.path), cache="refresh")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert get_or_build(step).status == "cached"
+    assert content(step.path) == before
+    assert journal.read_text() == "abcd"
 
 
 @pytest.mark.parametrize("stopped", [Interrupted("asked to stop"), KeyboardInterrupt()])

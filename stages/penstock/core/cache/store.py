@@ -48,6 +48,7 @@ from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.reconcile import holds_a_record, sync_mirror
 from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import redact, redact_text
+from penstock.core.replace_folder import replace_folder
 from penstock.version import __version__
 
 AT_ONCE = 16
@@ -370,8 +371,9 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
         raise
     except Exception:
         if gives_back:
-            remove(step.path)
-            aside.rename(step.path)
+            failed = step.path.with_name(f"{step.path.name}.failed{PART}")
+            if attempt := replace_folder(aside, step.path, failed):
+                remove(attempt)
         raise
 
 
