@@ -20,13 +20,13 @@ from penstock.server.protocol.envelopes import (
     Status,
     ToEngine,
 )
-from penstock.server.protocol.in_process_channel import MemoryEnd, memory_pair
 from penstock.server.protocol.requests import CreateModel, CreateSession, Pass, Step
 from penstock.server.protocol.results import Served
 from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.scheduler.scheduler import Scheduler
 from penstock.server.scheduler.settings import EngineSettings
+from tests.server.in_process_channel import MemoryEnd, memory_pair
 from tests.server.workers.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
 
 

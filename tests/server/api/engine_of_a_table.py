@@ -17,8 +17,8 @@ from penstock.server.api.settings import ApiSettings
 from penstock.server.protocol import codec, envelopes, requests, results
 from penstock.server.protocol.codec import PeerLostError
 from penstock.server.protocol.envelopes import FromEngine, ToEngine
-from penstock.server.protocol.in_process_channel import memory_pair
 from penstock.server.protocol.types import Array, Checkpoint, Lora, Run, Sequence
+from tests.server.in_process_channel import memory_pair
 
 MODEL = "sess-1:train:0"
 READY = envelopes.Status(workers="ready")

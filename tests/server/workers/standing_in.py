@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from penstock.server.protocol.codec import Code, PeerLostError
-from penstock.server.protocol.in_process_channel import MemoryEnd
 from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
 from penstock.server.protocol.types import Array, Lora, Sequence
 from penstock.server.protocol.worker_commands import (
@@ -40,6 +39,7 @@ from penstock.server.protocol.worker_commands import (
     WeightSyncCommand,
     ZeroGradCommand,
 )
+from tests.server.in_process_channel import MemoryEnd
 
 STATE_BYTES = 1000
 VOCABULARY = 100

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from penstock.core.errors import StageError
 from penstock.server.protocol import zmq_channel
 from penstock.server.protocol.codec import Codec, FrameError, PeerLostError
-from penstock.server.protocol.in_process_channel import memory_pair
 from penstock.server.protocol.results import Done
 from penstock.server.protocol.secret import new_secret
 from penstock.server.protocol.threaded_channel import ThreadedEnd
@@ -32,6 +31,7 @@ from penstock.server.protocol.worker_commands import (
     ZeroGradCommand,
 )
 from penstock.server.protocol.zmq_channel import connecting, listening
+from tests.server.in_process_channel import memory_pair
 
 ANYWHERE = "tcp://127.0.0.1:*"
 LOSS_SECONDS = 1.0

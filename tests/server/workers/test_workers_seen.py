@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from penstock.server.protocol.in_process_channel import MemoryEnd
 from penstock.server.protocol.worker_commands import (
     Fault,
     FromWorkers,
@@ -15,6 +14,7 @@ from penstock.server.protocol.worker_commands import (
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.worker_client import Workers
+from tests.server.in_process_channel import MemoryEnd
 from tests.server.workers.standing_in import SERVED
 
 

@@ -1,4 +1,4 @@
-"""In-process channel, for single-process servers and tests.
+"""A channel within one process: a server and its engine in a test.
 
 Messages are encoded and decoded as between processes, so the receiver never sees later changes, and
 an invalid message raises FrameError at the sender.
