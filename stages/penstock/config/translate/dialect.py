@@ -129,6 +129,39 @@ def negated(name: str) -> Rule:
     return rule
 
 
+def if_true(name: str, value: Any, otherwise: str) -> Rule:
+    """The rule of a truth that puts a value of ours; false changes nothing, as `otherwise` says."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value:
+            entry.put(name, value)
+        else:
+            entry.no_effect(otherwise)
+
+    return rule
+
+
+def unless_minus_one(name: str, otherwise: str) -> Rule:
+    """The rule of a number, of which -1 is none: another one counts then."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value == -1:
+            entry.no_effect(otherwise)
+        else:
+            entry.put(name, entry.value)
+
+    return rule
+
+
+def truth(name: str) -> Rule:
+    """The rule of a truth that may be written as any value."""
+
+    def rule(entry: Entry) -> None:
+        entry.put(name, bool(entry.value))
+
+    return rule
+
+
 def only(*allowed: Any) -> Rule:
     """The rule of a key of which the engine computes what `allowed` asks for, and nothing else."""
 

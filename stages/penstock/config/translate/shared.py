@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, listed
+from penstock.config.translate.dialect import Rule, if_true, listed
 from penstock.config.translate.translation import Draft, Entry
 
 SOURCES, TESTS = "data.datasets", "data.test_datasets"
@@ -100,12 +100,15 @@ LOSSES: Mapping[str, str] = {
 """Their names to ours, which are the same."""
 
 
-def precomputed(entry: Entry) -> None:
-    """A truth that asks for reference log-probabilities before training."""
-    if entry.value:
-        entry.put("preference.precompute_ref_logps", True)
-    else:
-        entry.no_effect("they are always computed before training, and kept for other runs")
+PRECOMPUTES = if_true(
+    "preference.precompute_ref_logps",
+    value=True,
+    otherwise="they are always computed before training, and kept for other runs",
+)
+"""The rule of a truth that asks for reference log-probabilities before training."""
+
+RESUMES = if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
+"""The rule of a truth that asks to go on from the newest checkpoint."""
 
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")

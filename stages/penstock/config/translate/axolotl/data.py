@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.translate.dialect import Rule, listed
-from penstock.config.translate.shared import SOURCES
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
     "chat_template": {"type": "chat"},
@@ -119,20 +118,9 @@ def _own(entry: Entry, kind: Mapping[str, Any], told: list[str]) -> dict[str, st
     return {"type": "preference" if prefers else "instruction", **found}
 
 
-def loss_on_prompts(entry: Entry) -> None:
-    """`train_on_inputs`."""
-    entry.put("data.train_on_prompt", bool(entry.value))
-
-
 def too_long(entry: Entry) -> None:
     """`excess_length_strategy`: what becomes of samples above `sequence_len`."""
     if entry.value in ("drop", "truncate"):
         entry.put("data.truncation_mode", "drop" if entry.value == "drop" else "keep_start")
     else:
         entry.refuse("it takes drop and truncate")
-
-
-def has_chats(draft: Draft) -> bool:
-    """Whether any source holds conversations."""
-    found = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
-    return any(source.get("type") in ("chat", "sharegpt") for source in found)

@@ -11,6 +11,7 @@ from penstock.config.translate.dialect import (
     decides,
     is_flat,
     no_effect,
+    truth,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -170,13 +171,6 @@ def _beta(entry: Entry) -> None:
         entry.put("preference.beta", entry.value)
 
 
-def _resuming(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.load_checkpoint_path", "auto")
-    else:
-        entry.no_effect("nothing is resumed")
-
-
 def _attends(implementation: str) -> Rule:
     def rule(entry: Entry) -> None:
         if entry.value:
@@ -316,7 +310,7 @@ COMPUTED: Mapping[str, Rule] = {
     "sequence_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     "excess_length_strategy": data.too_long,
     "sample_packing": decides(shared.METHOD, shared.GROUP),
-    "train_on_inputs": data.loss_on_prompts,
+    "train_on_inputs": truth("data.train_on_prompt"),
     "chat_template": _special,
     "special_tokens": _special,
     ON: _adapter,
@@ -349,7 +343,7 @@ COMPUTED: Mapping[str, Rule] = {
     "batch_size": _in_steps,
     "eot_tokens": _special,
     "adam_eps": schedule.of_adam("optimizer"),
-    "auto_resume_from_checkpoints": _resuming,
+    "auto_resume_from_checkpoints": shared.RESUMES,
     "attn_implementation": shared.attention,
     "sdp_attention": _attends("sdpa"),
     "eager_attention": _attends("eager"),

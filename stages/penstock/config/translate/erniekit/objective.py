@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import REFERENCE_FREE, USED_BY, LossType
-from penstock.config.translate.dialect import Rule, Values
+from penstock.config.translate.dialect import Rule, Values, truth
 from penstock.config.translate.translation import Draft, Entry
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain"}
@@ -142,10 +142,6 @@ def _fine_tuning(entry: Entry) -> None:
         entry.refuse("it takes LoRA, Full")
 
 
-def _lora(entry: Entry) -> None:
-    entry.put("lora.enable_lora", bool(entry.value))
-
-
 def _of_lora(name: str) -> Rule:
     """The rule of what says how adapters are made."""
 
@@ -199,7 +195,7 @@ OBJECTIVE: Mapping[str, Rule] = {
     "reference_free": _without_reference,
     "ref_model_update_steps": _update_reference,
     "fine_tuning": _fine_tuning,
-    "lora": _lora,
+    "lora": truth("lora.enable_lora"),
     "lora_rank": _of_lora("lora_rank"),
     "lora_alpha": _alpha,
     "rslora": _of_lora("use_rslora"),

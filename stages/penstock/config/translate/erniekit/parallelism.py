@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule
+from penstock.config.translate.dialect import Rule, truth
 from penstock.config.translate.translation import Entry
 
 
@@ -13,10 +13,6 @@ def _degree(name: str) -> Rule:
         entry.put(name, max(1, entry.value))
 
     return rule
-
-
-def _sequence(entry: Entry) -> None:
-    entry.put("train.sequence_parallel", bool(entry.value))
 
 
 def _tensor_words(entry: Entry) -> None:
@@ -123,7 +119,7 @@ LAYOUT: Mapping[str, Rule] = {
     "add_tail_layers": _tail,
     "sharding": _sharding,
     "sharding_parallel_degree": _shards,
-    "sequence_parallel": _sequence,
+    "sequence_parallel": truth("train.sequence_parallel"),
     "moe_group": _experts,
     "moe_multimodal_dispatch_use_allgather": _dispatch,
 }

@@ -8,7 +8,7 @@ program stands before one of the documentation, and that before the documented d
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Dialect, Rule, Values, is_flat, negated
+from penstock.config.translate.dialect import Dialect, Rule, Values, if_true, is_flat, negated
 from penstock.config.translate.dialect import no_effect as idle
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, data_is_there
@@ -126,15 +126,6 @@ def _attention(entry: Entry) -> None:
         entry.explain("the best that the machine has, FlashAttention 3 first")
 
 
-def _fused_rope(entry: Entry) -> None:
-    if entry.value:
-        entry.put("model.rope_native", False)
-    else:
-        entry.no_effect(
-            "the default; rotations are fused where a kernel serves, to the same result"
-        )
-
-
 def _progress(entry: Entry) -> None:
     entry.put("train.log_format", "structured" if entry.value else "progress_bar")
 
@@ -152,7 +143,11 @@ MORE: Mapping[str, Rule] = {
     "max_shard_size": _shard_size,
     "hf_hub_id": lambda entry: entry.put("push.repo_id", entry.value),
     "use_flash_attention": _attention,
-    "fuse_rope": _fused_rope,
+    "fuse_rope": if_true(
+        "model.rope_native",
+        value=False,
+        otherwise="the default; rotations are fused where a kernel serves, to the same result",
+    ),
     "fuse_rms_norm": negated("model.rmsnorm_native"),
     "fuse_swiglu": negated("model.activation_native"),
     "disable_tqdm": _progress,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, where
+from penstock.config.translate.dialect import Rule, if_true, where
 from penstock.config.translate.translation import Entry
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
@@ -200,13 +200,6 @@ def _dropout_warmup(entry: Entry) -> None:
         entry.no_effect("nothing is dropped")
 
 
-def _head(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.ce_mode", "chunked")
-    else:
-        entry.no_effect("the head and the loss are computed in chunks all the same")
-
-
 def _granularity(entry: Entry) -> None:
     parts = {"full": None, "full_attn": ["self_attn"], "core_attn": ["core_attn"]}
     if not entry.get("recompute"):
@@ -283,7 +276,11 @@ TRAINING: Mapping[str, Rule] = {
     "hidden_dropout_prob": _dropout,
     "attention_probs_dropout_prob": _dropout,
     "dropout_warmup_steps": _dropout_warmup,
-    "use_fused_head_and_loss_fn": _head,
+    "use_fused_head_and_loss_fn": if_true(
+        "train.ce_mode",
+        "chunked",
+        otherwise="the head and the loss are computed in chunks all the same",
+    ),
     "recompute_granularity": _granularity,
     "use_recompute_moe": _recompute_experts,
     "apply_hadamard": _of_fp8("train.fp8.hadamard"),

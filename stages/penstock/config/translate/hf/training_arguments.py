@@ -4,7 +4,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, choice, listed, negated, no_effect
+from penstock.config.translate.dialect import (
+    Rule,
+    choice,
+    listed,
+    negated,
+    no_effect,
+    unless_minus_one,
+)
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.shared import events_folder, reports
 from penstock.config.translate.translation import Draft, Entry
@@ -26,14 +33,6 @@ def epochs(entry: Entry) -> None:
         entry.no_effect("max_steps is written, and ends the run")
     else:
         entry.put("train.num_train_epochs", entry.value)
-
-
-def steps(entry: Entry) -> None:
-    """`max_steps`, of which -1 is none."""
-    if entry.value == -1:
-        entry.no_effect("-1: epochs end the run")
-    else:
-        entry.put("train.max_steps", entry.value)
 
 
 def decay(entry: Entry) -> None:
@@ -325,7 +324,7 @@ SAME: Mapping[str, str] = {
 
 COMPUTED: Mapping[str, Rule] = {
     "num_train_epochs": epochs,
-    "max_steps": steps,
+    "max_steps": unless_minus_one("train.max_steps", "-1: epochs end the run"),
     "weight_decay": decay,
     "optim": schedule.optimizer,
     **{name: schedule.of_adam("optim") for name in (*schedule.BETAS, "adam_epsilon")},

@@ -12,6 +12,7 @@ from penstock.config.translate.dialect import (
     is_flat,
     no_effect,
     only,
+    truth,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -22,7 +23,6 @@ from penstock.config.translate.shared import (
     in_few_bits,
     lay_rows,
     names_in,
-    precomputed,
     settle_precision,
 )
 from penstock.config.translate.translation import Draft, Entry
@@ -151,10 +151,6 @@ def _packing_strategy(entry: Entry) -> None:
         entry.explain("samples are one stream, cut where a row is full")
 
 
-def _tuned(entry: Entry) -> None:
-    entry.put("lora.enable_lora", bool(entry.value))
-
-
 def _targets(entry: Entry) -> None:
     if entry.get(ON):
         entry.put("lora.lora_target_modules", shared.targets(entry.value))
@@ -248,7 +244,7 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "chat_template": _template,
     "pad_to_multiple_of": _padding,
-    ON: _tuned,
+    ON: truth("lora.enable_lora"),
     "lora_r": where(ON, True, name="lora.lora_rank"),
     "lora_alpha": where(ON, True, name="lora.lora_alpha"),
     "lora_dropout": where(ON, True, name="lora.lora_dropout"),
@@ -321,7 +317,7 @@ TRL_DPO = Dialect(
         "dataset_mixture": _mixture("preference"),
         "loss_type": _losses,
         "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
-        "precompute_ref_log_probs": precomputed,
+        "precompute_ref_log_probs": shared.PRECOMPUTES,
         "f_divergence_type": only("reverse_kl"),
         "f_alpha_divergence_coef": no_effect("read of other divergences alone"),
         "discopop_tau": no_effect("read of the loss discopop alone"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.config.translate.dialect import Rule, listed, no_effect
 from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
-from penstock.config.translate.shared import precomputed
+from penstock.config.translate.shared import PRECOMPUTES
 from penstock.config.translate.translation import Draft, Entry
 
 START = "exp_manager.resume_from_checkpoint"
@@ -94,7 +94,7 @@ OF_ADAPTER_FILES = "how adapters lie in NxD's own files; here they lie as peft w
 COMPUTED: Mapping[str, Rule] = {
     f"{DPO}.kl_beta": _prefer("preference.beta", "sigmoid"),
     f"{DPO}.loss_type": _loss,
-    f"{DPO}.precompute_ref_log_probs": precomputed,
+    f"{DPO}.precompute_ref_log_probs": PRECOMPUTES,
     f"{ORPO}.beta": _prefer("preference.pref_loss_ratio", "orpo"),
     f"{PEFT}.lora_rank": _adapters("lora.lora_rank"),
     f"{PEFT}.lora_alpha": _adapters("lora.lora_alpha"),

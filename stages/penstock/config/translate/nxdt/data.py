@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, decides, no_effect
+from penstock.config.translate.dialect import Rule, decides, no_effect, truth
 from penstock.config.translate.translation import Draft, Entry
 from penstock.core.sources.megatron_files import parse_splits
 
@@ -257,10 +257,6 @@ def _in_file_order(draft: Draft) -> None:
             draft.put(f"data.{name}", False)
 
 
-def _attends_within(entry: Entry) -> None:
-    entry.put("data.isolate_samples", bool(entry.value))
-
-
 def _counts_within(entry: Entry) -> None:
     if bool(entry.value) == bool(entry.get("data.reset_attention_mask", entry.value)):
         entry.no_effect("positions begin anew where attention does; reset_attention_mask says it")
@@ -317,7 +313,7 @@ COMPUTED: Mapping[str, Rule] = {
         for name in ("library", "model", "delimiter", "sentencepiece_legacy", "use_fast")
     },
     "data.reset_position_ids": _counts_within,
-    "data.reset_attention_mask": _attends_within,
+    "data.reset_attention_mask": truth("data.isolate_samples"),
     "data.eod_mask_loss": _boundaries,
     "data.data_impl": no_effect(OF_MAPPED_FILES),
     "data.skip_warmup": no_effect(OF_MAPPED_FILES),

@@ -7,11 +7,20 @@ where the program does otherwise.
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Dialect, Rule, Values, choice, listed, no_effect
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    choice,
+    if_true,
+    listed,
+    no_effect,
+    unless_minus_one,
+)
 from penstock.config.translate.interpolation import resolved
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
 from penstock.config.translate.nxdt.data import TESTS
-from penstock.config.translate.shared import tracks
+from penstock.config.translate.shared import RESUMES, tracks
 from penstock.config.translate.translation import Draft, Entry
 
 SECTIONS = ("trainer", "exp_manager", "distributed_strategy")
@@ -33,20 +42,6 @@ METRICS = {"val_loss": "eval_loss", "val_perplexity": "eval_perplexity"}
 
 def _recognises(values: Values) -> bool:
     return all(isinstance(values.get(name), dict) for name in SECTIONS)
-
-
-def _epochs(entry: Entry) -> None:
-    if entry.value == -1:
-        entry.no_effect("trainer.max_steps ends the run")
-    else:
-        entry.put("train.num_train_epochs", entry.value)
-
-
-def _steps(entry: Entry) -> None:
-    if entry.value == -1:
-        entry.no_effect("trainer.max_epochs ends the run")
-    else:
-        entry.put("train.max_steps", entry.value)
 
 
 def _clipping(entry: Entry) -> None:
@@ -78,13 +73,6 @@ def _folder(entry: Entry) -> None:
     entry.put("train.output_dir", folder)
     if not explicit and not entry.get(f"{MANAGER}.resume_if_exists"):
         entry.approximated("all starts share one folder; there each has a version of its own")
-
-
-def _resuming(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.load_checkpoint_path", "auto")
-    else:
-        entry.no_effect("nothing is resumed")
 
 
 def _without_a_checkpoint(entry: Entry) -> None:
@@ -163,13 +151,6 @@ def _mode(entry: Entry) -> None:
         entry.put("train.save_best.mode", entry.value)
     else:
         entry.no_effect("the newest are kept")
-
-
-def _master_copies(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.ckpt_weights", "master")
-    else:
-        entry.no_effect("checkpoints hold master weights, there beside the optimizer's states")
 
 
 def _shards(entry: Entry) -> None:
@@ -297,15 +278,17 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "trainer.max_epochs": _epochs,
-    "trainer.max_steps": _steps,
+    "trainer.max_epochs": unless_minus_one(
+        "train.num_train_epochs", "trainer.max_steps ends the run"
+    ),
+    "trainer.max_steps": unless_minus_one("train.max_steps", "trainer.max_epochs ends the run"),
     "trainer.gradient_clip_val": _clipping,
     "trainer.val_check_interval": _evaluations,
     "trainer.check_val_every_n_epoch": _every_epochs,
     f"{MANAGER}.create_tensorboard_logger": tracks("tensorboard"),
     f"{MANAGER}.log_local_rank_0_only": choice("train.log_ranks", {True: "local0", False: "all"}),
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
-    f"{MANAGER}.resume_if_exists": _resuming,
+    f"{MANAGER}.resume_if_exists": RESUMES,
     f"{MANAGER}.resume_ignore_no_checkpoint": _without_a_checkpoint,
     f"{MANAGER}.resume_from_checkpoint": _start,
     "model.weight_init_only": _weights_alone,
@@ -314,7 +297,11 @@ COMPUTED: Mapping[str, Rule] = {
     f"{SAVING}.save_top_k": _kept,
     f"{SAVING}.monitor": _monitor,
     f"{SAVING}.mode": _mode,
-    f"{SAVING}.use_master_weights_in_ckpt": _master_copies,
+    f"{SAVING}.use_master_weights_in_ckpt": if_true(
+        "train.ckpt_weights",
+        "master",
+        otherwise="checkpoints hold master weights, there beside the optimizer's states",
+    ),
     "distributed_strategy.kv_replicator": _copies_of_keys,
     "distributed_strategy.zero1": _shards,
     "bucket_size_collectives": _buckets,
