@@ -36,14 +36,14 @@ def faults(monkeypatch):
 
 
 def test_a_lost_connection_is_tried_again_as_often_and_as_late_as_written(tmp_path, faults, pauses):
-    config = write_run(tmp_path, pipeline={"retries": 2, "retry_delay": 3})
-    faults += [ConnectionResetError() for _ in range(4)]
+    config = write_run(tmp_path, pipeline={"retries": 3, "retry_delay": 3})
+    faults += [ConnectionResetError() for _ in range(5)]
     failed = penstock("prepare", config)
     assert failed.code == 1
-    assert (len(faults), pauses) == (1, [3.0, 6.0])
+    assert (len(faults), pauses) == (1, [3.0, 6.0, 12.0])
     done = penstock("prepare", config, "--pipeline.retry_delay", "0.5", "--json")
     assert [stage["status"] for stage in done.last["stages"]] == ["resumed"]
-    assert (faults, pauses) == ([], [3.0, 6.0, 0.5])
+    assert (faults, pauses) == ([], [3.0, 6.0, 12.0, 0.5])
     assert "tried again in 0.5 s" in done.err
 
 

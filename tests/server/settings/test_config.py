@@ -120,6 +120,11 @@ def test_what_a_file_says_of_training_is_what_workers_are_told(name):
     assert at == other(name)
 
 
+def test_workers_start_on_the_device_that_the_file_says():
+    config = ServerConfig(model_path="org/m", data_parallel_mode="ddp", init_device="cpu")
+    assert to_run_config(config).train.init_device == "cpu"
+
+
 def test_a_file_that_writes_every_default_is_as_good_as_one_that_writes_none():
     bare = ServerConfig(model_path="org/m")
     full = ServerConfig.model_validate(bare.model_dump())

@@ -2,19 +2,25 @@
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.loading.load import loads
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
 from penstock.rows.decoding import Decoder
+from penstock.train import data_samples
+from penstock.train import stage as train_stage
 from penstock.train.data_samples import MOST_TOKENS, keep_shown_data
 from penstock.train.launch.job import SHOWN_DATA
 from penstock.train.length_histogram import MOST_BARS, bar_names, length_histogram
 from penstock.train.masked_text import BLOT, masked, masked_pieces
 from penstock.train.report import write_report
+from tests.config.values import smallest
 from tests.stages.pack.test_branched import packed, side, stored
 from tests.stages.report.report_pages import Page, report_of
 from tests.stages.train.told_runs import falling
@@ -104,6 +110,17 @@ def test_as_many_samples_are_kept_as_are_asked_for(tmp_path, number):
     again.mkdir()
     keep_shown_data(again, tmp_path / "packed", (), number, decoder if number else pytest.fail)
     assert json.loads((again / SHOWN_DATA).read_text()) == shown
+
+
+def test_training_keeps_as_many_samples_as_the_config_says(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(data_samples, "keep_shown_data", lambda *told: seen.append(told[3]))
+    stage: Any = SimpleNamespace(
+        packed=SimpleNamespace(path=tmp_path, facts={}),
+        run_config=loads(smallest(train={"report_samples": 7})),
+    )
+    train_stage._keep_shown_data(tmp_path, stage)
+    assert seen == [7]
 
 
 @pytest.mark.parametrize(
