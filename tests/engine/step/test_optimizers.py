@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 pytestmark = pytest.mark.dist
 
 STEPS, HALF = 20, 2
-LR, MUON_LR, DECAY = 0.01, 0.02, 0.1
+LR, MUON_LR, DECAY = 0.01, 0.03, 0.1
 ALONE = {"data_parallel_mode": "none"}
 SPARSE = {"kind": "experts", "expert_parallel_size": 2}
 LAYOUTS = {
