@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from penstock.config.loading.schema_tree import sections
-from penstock.identity import HOW, IDENTITY, PINNED
+from penstock.config.schema.cache_key import cache_key
+from penstock.identity import KEYED_SECTIONS
 from tests.conftest import ROOT
 
 ROOMS = ("flows", "stages", "kernels")
@@ -76,12 +76,10 @@ def test_no_file_has_a_name_that_says_nothing():
     assert [path for path in SOURCES if path.stem in EMPTY_NAMES] == []
 
 
-@pytest.mark.parametrize("section", IDENTITY)
-def test_every_field_is_identity_or_pinned_or_how_and_only_one_of_them(section):
-    tables = [IDENTITY[section], PINNED[section], HOW[section]]
-    fields = set(sections()[section].model_fields)
-    assert set().union(*tables) == fields
-    assert sum(len(table) for table in tables) == len(fields)
+@pytest.mark.parametrize("section", KEYED_SECTIONS)
+def test_every_field_says_what_it_has_to_do_with_the_cache_key(section):
+    kind = KEYED_SECTIONS[section]
+    assert all(cache_key(kind, name).role for name in kind.model_fields)
 
 
 def test_the_files_speak_of_the_project_alone():

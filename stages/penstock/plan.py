@@ -33,12 +33,7 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.model_source import ModelSource
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
-from penstock.identity import (
-    IDENTITY,
-    eval_identity_fields,
-    identity_fields,
-    preference_identity,
-)
+from penstock.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.machine import check_hub, check_machine, check_model, rows_of_a_step, why_cannot_train
 from penstock.origins import resolve_init_checkpoint, resolve_model_source, with_adapter
 from penstock.pack.stage import Pack, PackSettings
@@ -385,9 +380,9 @@ def train_step(
 ) -> PlannedStage:
     """Packed rows in, a checkpoint out."""
     settings = TrainSettings(
-        model=_project(run, "model"),
-        train=_project(run, "train"),
-        lora=_project(run, "lora") if run.lora.enable_lora else {},
+        model=identity_fields(run, "model"),
+        train=identity_fields(run, "train"),
+        lora=identity_fields(run, "lora") if run.lora.enable_lora else {},
         rows_per_step=rows_of_a_step(run),
         last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
@@ -459,10 +454,6 @@ def _over(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
         )
     data = run.data.model_copy(update={"datasets": [tokens]})
     return run.model_copy(update={"data": data})
-
-
-def _project(run: RunConfig, section: str) -> dict[str, Any]:
-    return identity_fields(run, section, IDENTITY[section])
 
 
 def dataset_settings(

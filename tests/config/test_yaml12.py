@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from penstock.config.loading.yaml12 import YamlError, parse
+from penstock.config.loading.yaml12 import YamlError, dump, parse
 
 EXAMPLES = Path(__file__).parents[3] / "shared" / "examples"
 
@@ -158,3 +158,17 @@ def test_any_plain_word_is_a_number_only_where_python_agrees(text: str) -> None:
         assert value == float(text)
     elif isinstance(value, int) and not isinstance(value, bool):
         assert value == int(text, 0 if "x" in text or "o" in text else 10)
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+SCALARS = LEAVES | st.sampled_from([text for text, _ in TABLE])
+
+
+@given(
+    st.recursive(
+        SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+    )
+)
+def test_what_is_written_is_read_as_the_same_value(value: Any) -> None:
+    read = parse(dump({"value": value})).value["value"]
+    assert repr(read) == repr(value)  # 1 and 1.0 and true are told apart

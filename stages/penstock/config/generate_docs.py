@@ -7,6 +7,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -15,6 +16,7 @@ from pydantic.fields import FieldInfo
 from penstock.config.loading.fault import shown
 from penstock.config.loading.schema_tree import branches, is_section, sections
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import CacheKey, Role
 from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
@@ -32,6 +34,9 @@ Every setting of a run, by section of its YAML file; each can also be given on t
 `--section.field value`. Paths are relative to the working directory. This page is generated from
 the code by `python -m penstock.config.generate_docs`, and so is `schema.json`, from which an editor
 completes and checks a file that begins with `# yaml-language-server: $schema=schema.json`.
+
+Of `model`, `train` and `lora` it says which settings are in the cache key of training: with another
+value of one of these a run is trained again; with other values of the rest its result is reused.
 """
 
 SERVER_HEAD = """\
@@ -151,7 +156,17 @@ def _json(value: dict[str, Any]) -> str:
 def _entry(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
-    return f"### `{name}`\n\n{kind}, {default}\n\n{_line(field.description)}\n"
+    keyed = "".join(IN_KEY[one.role] for one in field.metadata if isinstance(one, CacheKey))
+    return f"### `{name}`\n\n{kind}, {default}{keyed}\n\n{_line(field.description)}\n"
+
+
+IN_KEY: Mapping[Role, str] = {
+    "always": "; in the cache key",
+    "unless default": "; in the cache key",
+    "by content": "; in the cache key by what it stands for",
+    "if evaluations decide": "; in the cache key where evaluations decide the result",
+    "never": "",
+}
 
 
 def _default(field: FieldInfo) -> str:

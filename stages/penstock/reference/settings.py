@@ -5,7 +5,7 @@ from typing import Any
 from penstock.config.schema.base import Settings
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
-from penstock.identity import IDENTITY, identity_fields
+from penstock.identity import identity_fields
 
 OF_NUMBERS = ("enable_fp8_training", "fp8")
 """Settings of training that decide how layers compute, besides the precision."""
@@ -30,7 +30,7 @@ class ReferenceSettings(Settings):
 def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
     """What a run says of its reference model."""
     return ReferenceSettings(
-        model=identity_fields(run, "model", IDENTITY["model"]),
+        model=identity_fields(run, "model"),
         computes_in=run.train.computes_in,
         numbers=identity_fields(run, "train", OF_NUMBERS),
         quantised=identity_fields(run, "lora", QUANTISED) if run.lora.enable_qlora else None,

@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.schema.base import Settings
+from penstock.config.schema.cache_key import key_defaults
 from penstock.config.schema.data import LastBatch
-from penstock.config.schema.fp8 import Fp8Config
+from penstock.config.schema.lora import LoraConfig
+from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.data_facts import DATA, keep_data_facts
 from penstock.core.cache.diff_identity import differences
 from penstock.core.cache.input_digests import read_attempt
@@ -67,61 +70,9 @@ class Train(Stage):
     module: ClassVar[str] = "penstock.train"
     version: ClassVar[int] = 2
     neutral: ClassVar[Mapping[str, Any]] = {
-        "train.fsdp_reduce_dtype": "fp32",
-        "model.router_fp32": True,
-        "model.freeze_router": False,
-        "model.lm_head_fp32": False,
-        "model.attention_cast_bf16": False,
-        "train.dropout.hidden": 0.0,
-        "train.dropout.ffn": 0.0,
-        "train.dropout.attention": 0.0,
-        "train.dropout.warmup_steps": 0,
-        "train.dropout.depth_scaling": False,
-        "train.dropout": {},
-        "train.enable_fp8_training": False,
-        **{f"train.fp8.{name}": value for name, value in Fp8Config().model_dump().items()},
-        "train.fp8": {},
-        "train.optimizer_kwargs": {},
-        "train.lr_warmup_steps": None,
-        "train.save_optimizer": True,
-        "train.load_optimizer": True,
-        "train.ckpt_weights": "master",
-        "train.ckpt_quant": "none",
-        "train.lr_schedule_kwargs.warmup_style": "zero_start",
-        "train.lr_schedule_kwargs.hold_steps": 0,
-        "train.lr_schedule_kwargs.constant_steps": 0,
-        "train.lr_schedule_kwargs.num_cycles": 0.5,
-        "train.lr_schedule_kwargs.power": 1.0,
-        "train.lr_schedule_kwargs.gamma": 0.1,
-        "train.lr_schedule_kwargs.step_size": 1,
-        "train.lr_schedule_kwargs.d_model": 1,
-        "train.lr_schedule_kwargs.decay_rate": 0.5,
-        "train.lr_schedule_kwargs.timescale": None,
-        "train.lr_schedule_kwargs.decay_steps": None,
-        "train.lr_schedule_kwargs.decay_shape": "linear",
-        "train.lr_schedule_kwargs": {},
-        "train.layerwise_lr_decay_bound": 1.0,
-        "train.precision": None,
-        "train.master_weights": None,
-        "train.stochastic_rounding": False,
-        "train.grad_accum_dtype": None,
-        "train.loss_scale_init": 65536.0,
-        "lora.use_rslora": False,
-        "lora.use_dora": False,
-        "lora.lora_plus_ratio": 1.0,
-        "lora.lora_bias": "none",
-        "lora.lora_dropout": 0.0,
-        "train.moe_aux_loss_coef": None,
-        "train.moe_global_load_balancing": False,
-        "train.moe_z_loss_coef": 0.0,
-        "train.moe_bias_update_rate": 0.0,
-        "train.label_smoothing": 0.0,
-        "train.z_loss_coef": 0.0,
-        "lora.moe_shared_lora": False,
-        "lora.moe_hybrid_shared_lora": False,
-        "train.max_tokens": None,
-        "train.max_hours": None,
-        "train.eval_only": False,
+        **dict(key_defaults(ModelConfig, "model")),
+        **dict(key_defaults(TrainConfig, "train")),
+        **dict(key_defaults(LoraConfig, "lora")),
         "judging": None,
         "isolate_samples": True,
         "preference": None,

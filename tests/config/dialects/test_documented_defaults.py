@@ -142,6 +142,16 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
     assert told == []
 
 
+def test_a_default_that_another_setting_overrules_is_told_in_one_line(tmp_path: Path) -> None:
+    overruled = {"enable_full_shard": True, "enable_mixed_precision": True}
+    run, told = notices_of(tmp_path, train={"zero_stage": 2, "precision": "bf16", **overruled})
+    assert told == [
+        "train.enable_mixed_precision: true is the documented default, and precision: bf16 decides",
+        "train.enable_full_shard: true is the documented default, and zero_stage: 2 decides",
+    ]
+    assert (run.train.resolved_zero_stage, run.train.resolved_precision) == (2, "bf16")
+
+
 @pytest.mark.parametrize(
     ("section", "fields", "why"),
     [

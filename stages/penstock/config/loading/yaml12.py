@@ -120,9 +120,11 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
-    is_plain = not any(pattern.fullmatch(text) for _, pattern, _ in CORE)
-    return dumper.represent_scalar(f"{PREFIX}str", text, style=None if is_plain else "'")
+def _text(_: yaml.SafeDumper, text: str) -> ScalarNode:
+    is_other = any(pattern.fullmatch(text) for _, pattern, _ in CORE)
+    style = "'" if is_other else None
+    # Escaped: PyYAML folds some breaks of lines.
+    return ScalarNode(f"{PREFIX}str", text, style=style if text.isprintable() else '"')
 
 
 _Dumper.add_representer(str, _text)

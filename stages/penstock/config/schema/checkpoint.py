@@ -7,6 +7,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import (
+    KeyedByContent,
+    KeyedIfEvaluated,
+    KeyedUnlessDefault,
+    Unkeyed,
+)
 from penstock.config.schema.pipeline import Root
 
 GLOBAL_STEP = "global_step_{step}"
@@ -79,69 +85,71 @@ class SaveBestConfig(ConfigSection):
 class CheckpointConfig(ConfigSection):
     """Checkpoints and outputs."""
 
-    output_dir: Root = Field(min_length=1)
+    output_dir: Unkeyed[Root] = Field(min_length=1)
     """Folder for checkpoints, metrics, logs and the exported model. With several nodes it must be
     on a file system they share; with one it may be the URL of an object store, where every
     checkpoint is kept as soon as it is saved, and from where another machine goes on."""
 
-    ckpt_manager: Literal["dcp"] = "dcp"
+    ckpt_manager: Unkeyed[Literal["dcp"]] = "dcp"
     """Checkpoint format: `dcp`, PyTorch's distributed checkpoints."""
 
-    save_steps: int = Field(default=0, ge=0)
+    save_steps: Unkeyed[int] = Field(default=0, ge=0)
     """Save a checkpoint every so many optimizer steps; 0 does not save by steps."""
 
-    save_epochs: float = Field(default=1.0, ge=0)
+    save_epochs: Unkeyed[float] = Field(default=1.0, ge=0)
     """Save a checkpoint every so many epochs; fractions allowed (0.25: four times an epoch), 0 does
     not save by epochs."""
 
-    save_async: bool = False
+    save_async: Unkeyed[bool] = False
     """Write checkpoints while training goes on. What is saved is copied to the host's memory, which
     has to have room for it, and only the next update of the weights waits for that. The next save
     waits for the one before."""
 
-    save_optimizer: bool = True
+    save_optimizer: KeyedUnlessDefault[bool] = True
     """Save the optimizer's states too. `false` makes checkpoints of AdamW a third as large, but a
     run that goes on from one begins with an optimizer that knows nothing: it says so, and its
     numbers are not those of a run that was never interrupted."""
 
-    ckpt_name: CheckpointName | None = None
+    ckpt_name: Unkeyed[CheckpointName | None] = None
     """What a checkpoint's folder is called: a text with `{step}` and, if wanted,
     `{consumed_samples}`, the packed rows trained on until then. Unset: `global_step_{step}`."""
 
-    ckpt_weights: Literal["master", "compute"] = "master"
+    ckpt_weights: KeyedUnlessDefault[Literal["master", "compute"]] = "master"
     """Which weights a checkpoint holds: `master`, those that the optimizer steps; `compute`, what
     layers compute with, which in bfloat16 are half as large. A run that goes on from these says
     so: its numbers are not those of a run that was never interrupted."""
 
-    ckpt_quant: Literal["none", "int8", "int4"] = "none"
+    ckpt_quant: KeyedUnlessDefault[Literal["none", "int8", "int4"]] = "none"
     """In what a checkpoint holds the moments of `adamw` and `anyprecision_adamw`: `none`, as they
     are; `int8` or `int4`, a quarter or an eighth as large as in fp32. A run that goes on from these
     says so: its numbers are not those of a run that was never interrupted. All are read, whatever
     this says."""
 
-    save_total_limit: int | None = Field(default=None, ge=1)
+    save_total_limit: Unkeyed[int | None] = Field(default=None, ge=1)
     """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was
     started from. Unset: all."""
 
-    save_best: SaveBestConfig = Field(default_factory=SaveBestConfig)
+    save_best: KeyedIfEvaluated[SaveBestConfig] = Field(default_factory=SaveBestConfig)
     """Keeping the checkpoint that evaluated best."""
 
-    save_hf_weights: bool = True
+    save_hf_weights: Unkeyed[bool] = True
     """Also leave the final weights in Hugging Face's format."""
 
-    load_checkpoint_path: Annotated[str | None, AfterValidator(_empty_is_unset)] = None
+    load_checkpoint_path: KeyedByContent[Annotated[str | None, AfterValidator(_empty_is_unset)]] = (
+        None
+    )
     """Checkpoint to start from; `auto` takes the newest in `output_dir`. Unset or empty: a run
     starts anew, or goes on from its own checkpoints in `output_dir` where it was interrupted."""
 
-    require_checkpoint: bool = False
+    require_checkpoint: Unkeyed[bool] = False
     """With `load_checkpoint_path: auto`: fail where there is none, instead of starting fresh."""
 
-    load_optimizer: bool = True
+    load_optimizer: KeyedUnlessDefault[bool] = True
     """Take the optimizer's states from the checkpoint that `load_checkpoint_path` means. `false`
     takes its weights and its position, and the optimizer, which may then be another one, starts
     anew; after a named one, a run that is interrupted goes on from its own checkpoints in full."""
 
-    init_checkpoint_path: str | None = Field(default=None, min_length=1)
+    init_checkpoint_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
     """Weights to start from, at step 0: a checkpoint of a training run, or a model in Hugging
     Face's format (a folder, a URL or a hub id), which then stands in for `model.model_path`; config
     and tokenizer stay those of `model`. A run that has checkpoints of its own goes on from these.

@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnlessDefault
 
 
 def _some_epochs(value: float) -> int | float:
@@ -33,21 +34,23 @@ class BudgetConfig(ConfigSection):
     """The length of a run. `max_steps` and `max_tokens` stand in place of `num_train_epochs`, and
     whichever comes first ends the run; `max_hours` and `early_stopping` may end it sooner."""
 
-    num_train_epochs: Annotated[int | float, AfterValidator(_some_epochs)] = 1
+    num_train_epochs: Keyed[Annotated[int | float, AfterValidator(_some_epochs)]] = 1
     """Passes over the data; fractions allowed (0.5: the first half of the order of one epoch). Not
     asked where `max_steps` or `max_tokens` is written."""
 
-    max_steps: int | None = Field(default=None, gt=0)
+    max_steps: Keyed[int | None] = Field(default=None, gt=0)
     """Optimizer steps after which training ends, whatever `num_train_epochs` says; the learning
     rate's schedule ends there too."""
 
-    max_tokens: int | None = Field(default=None, gt=0)
+    max_tokens: KeyedUnlessDefault[int | None] = Field(default=None, gt=0)
     """Tokens after which training ends, with the step that reaches them: all that the model reads,
     trained or not, without padding. The learning rate's schedule ends there too."""
 
-    max_hours: float | None = Field(default=None, gt=0)
+    max_hours: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
     """Hours after which the run saves, evaluates and ends. Counted over all its starts: training,
     evaluating and saving, but not loading. The learning rate's schedule does not know of it."""
 
-    early_stopping: EarlyStoppingConfig = Field(default_factory=EarlyStoppingConfig)
+    early_stopping: KeyedIfEvaluated[EarlyStoppingConfig] = Field(
+        default_factory=EarlyStoppingConfig
+    )
     """Ending the run when evaluations no longer get better."""

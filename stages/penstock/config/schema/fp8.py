@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.quantization import readable
 
 
@@ -53,14 +54,14 @@ class Fp8Config(ConfigSection):
 class Fp8TrainingConfig(ConfigSection):
     """Products of 8 bits in a training step."""
 
-    enable_fp8_training: bool = False
+    enable_fp8_training: KeyedUnlessDefault[bool] = False
     """Compute the products of linear layers within blocks, and of their gradients, from numbers of
     8 bits. Weights, gradients and optimizer states keep their precision. Needs a GPU with such
     numbers (Ada, Hopper or later), where it is faster; CPUs compute the same slowly."""
 
-    fp8: Fp8Config = Field(default_factory=Fp8Config)
+    fp8: KeyedUnlessDefault[Fp8Config] = Field(default_factory=Fp8Config)
     """How they are rounded."""
 
-    enable_fp8_all_gather: bool = False
+    enable_fp8_all_gather: Unkeyed[bool] = False
     """`fsdp2` with `enable_fp8_training`: round weights before they are gathered, so that half as
     many bytes travel. What is computed stays the same."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import Keyed, KeyedUnlessDefault
 from penstock.config.schema.lr_schedule import DecayStyle, ScheduleConfig
 
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
@@ -17,83 +18,85 @@ Argument = bool | int | float | str | list[float | None] | None
 class OptimConfig(ConfigSection):
     """How gradients become weights."""
 
-    optimizer: Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName = (
-        "adamw"
-    )
+    optimizer: Keyed[
+        Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName
+    ] = "adamw"
     """Optimizer: `adamw`, `anyprecision_adamw` (states in `optimizer_dtype`), `sgd`, `muon` or
     `novograd`; or another of PyTorch's or torchao's by its full name, such as `torch.optim.RAdam`
     or `torchao.optim.AdamW8bit`."""
 
-    optimizer_dtype: Literal["fp32", "bf16"] = "bf16"
+    optimizer_dtype: Keyed[Literal["fp32", "bf16"]] = "bf16"
     """Precision of the optimizer's states under `anyprecision_adamw`, `muon` and `novograd`."""
 
-    optimizer_kwargs: dict[str, Argument] = Field(default_factory=dict[str, Argument])
+    optimizer_kwargs: KeyedUnlessDefault[dict[str, Argument]] = Field(
+        default_factory=dict[str, Argument]
+    )
     """What the optimizer is told besides, by its own names: `{betas: [0.9, 0.95], eps: 1e-8}` for
     those of Adam's kind (and for what `muon` leaves to AdamW), `use_kahan_summation: true` for
     `anyprecision_adamw`, `{momentum: 0.9, dampening: 0, nesterov: true}` for `sgd`,
     `{betas: [0.95, 0.98], eps: 1e-8, grad_averaging: false, amsgrad: false}` for `novograd`."""
 
-    lr: float = Field(default=5e-5, ge=0)
+    lr: Keyed[float] = Field(default=5e-5, ge=0)
     """Peak learning rate."""
 
-    lr_min: float = Field(default=1e-7, ge=0)
+    lr_min: Keyed[float] = Field(default=1e-7, ge=0)
     """Learning rate at the end of the decay."""
 
-    lr_start: float = Field(default=0.0, ge=0)
+    lr_start: Keyed[float] = Field(default=0.0, ge=0)
     """Learning rate of the first step of the warmup."""
 
-    lr_warmup_ratio: float = Field(default=0.0, ge=0, le=1)
+    lr_warmup_ratio: Keyed[float] = Field(default=0.0, ge=0, le=1)
     """Share of all steps, 0 to 1, over which the learning rate rises linearly to its peak."""
 
-    lr_warmup_steps: int | None = Field(default=None, ge=0)
+    lr_warmup_steps: KeyedUnlessDefault[int | None] = Field(default=None, ge=0)
     """Steps over which the learning rate rises; used in place of `lr_warmup_ratio`."""
 
-    lr_decay_style: DecayStyle = "constant"
+    lr_decay_style: Keyed[DecayStyle] = "constant"
     """Learning rate after the warmup: `constant`, or falling to `lr_min`: `linear`, `cosine`,
     `polynomial`, `wsd` (at its peak until near the end), `square`, `sqrt`, `inverse_sqrt`, `noam`,
     `noam_hold`, `step`, `exponential`."""
 
-    lr_decay_ratio: float = Field(default=1.0, ge=0, le=1)
+    lr_decay_ratio: Keyed[float] = Field(default=1.0, ge=0, le=1)
     """Share of all steps, 0 to 1, at which the decay has reached `lr_min`."""
 
-    lr_schedule_kwargs: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    lr_schedule_kwargs: KeyedUnlessDefault[ScheduleConfig] = Field(default_factory=ScheduleConfig)
     """More about the schedule."""
 
-    layerwise_lr_decay_bound: float = Field(default=1.0, gt=0, le=1)
+    layerwise_lr_decay_bound: KeyedUnlessDefault[float] = Field(default=1.0, gt=0, le=1)
     """Learning rate of the embedding as a share b of `lr`. Layer i of n, from 0, has the share
     b + i/(n+2) (1-b), so that layer 0 learns like the embedding; the final norm and the head learn
     at `lr`. As in ERNIEKit."""
 
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: Keyed[float] = Field(default=0.0, ge=0)
     """Weight decay. `adamw`, `anyprecision_adamw` and `muon` decouple it: weights shrink by
     lr x decay of themselves. `novograd` adds decay x weight to what it averages. `sgd` adds it to
     the gradient (L2), and so do optimizers by their full names, such as `torch.optim.RAdam`, unless
     PyTorch documents otherwise (`AdamW`; `decoupled_weight_decay: true` in `optimizer_kwargs` of
     `NAdam` and `RAdam`)."""
 
-    no_decay_modules: list[str] = Field(default_factory=list[str])
+    no_decay_modules: Keyed[list[str]] = Field(default_factory=list[str])
     """Parameters of modules whose name contains one of these are not decayed, for example
     `[norm]`."""
 
-    no_decay_params: list[str] = Field(default_factory=list[str])
+    no_decay_params: Keyed[list[str]] = Field(default_factory=list[str])
     """Parameters whose name contains one of these are not decayed, for example `[bias]`."""
 
-    max_grad_norm: float = Field(default=1.0, ge=0)
+    max_grad_norm: Keyed[float] = Field(default=1.0, ge=0)
     """Gradients are scaled down to this global norm; 0 leaves them as they are."""
 
-    muon_lr: float = Field(default=0.02, ge=0)
+    muon_lr: Keyed[float] = Field(default=0.02, ge=0)
     """Muon: peak learning rate of the weight matrices, on the schedule of `lr`."""
 
-    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    muon_momentum: Keyed[float] = Field(default=0.95, ge=0, lt=1)
     """Muon: momentum."""
 
-    muon_nesterov: bool = True
+    muon_nesterov: Keyed[bool] = True
     """Muon: Nesterov momentum."""
 
-    muon_ns_steps: int = Field(default=5, gt=0, lt=100)
+    muon_ns_steps: Keyed[int] = Field(default=5, gt=0, lt=100)
     """Muon: Newton-Schulz iterations."""
 
-    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    muon_adjust_lr_fn: Keyed[Literal["original", "match_rms_adamw"] | None] = None
     """Muon: scaling of the learning rate by a matrix's shape [N, K]. `original`, also if unset:
     sqrt(max(1, N/K)). `match_rms_adamw`: 0.2 sqrt(max(N, K)), with which AdamW's learning rate and
     decay suit it: write `muon_lr` like `lr`."""

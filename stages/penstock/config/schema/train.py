@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.checkpoint import CheckpointConfig
 from penstock.config.schema.duration import BudgetConfig
 from penstock.config.schema.evaluation import EvaluationConfig
@@ -18,22 +19,22 @@ from penstock.config.schema.parallelism import ParallelConfig
 class BalanceConfig(ConfigSection):
     """What is asked of routers besides a low loss. `loss` in the metrics is without it."""
 
-    moe_aux_loss_coef: float | None = Field(default=None, ge=0)
+    moe_aux_loss_coef: KeyedUnlessDefault[float | None] = Field(default=None, ge=0)
     """Mixture of experts: what the load-balancing loss is multiplied by when it is added to the
     loss. Unset: the model's own `router_aux_loss_coef` where its config.json, or
     `model.foundation`, has `output_router_logits: true`, and otherwise 0, as in transformers."""
 
-    moe_global_load_balancing: bool = False
+    moe_global_load_balancing: KeyedUnlessDefault[bool] = False
     """Ask experts to be used alike by the tokens of a whole step, over all ranks and micro-batches,
     so that single rows may favour some; false asks it of each packed row. With several
     micro-batches on a rank a step costs a second forward pass."""
 
-    moe_z_loss_coef: float = Field(default=0.0, ge=0)
+    moe_z_loss_coef: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
     """Mixture of experts: what the z-loss is multiplied by, the mean over tokens and layers of the
     squared logarithm of the sum of exponentials of a router's logits, which keeps them small. 1e-3
     is usual where it is used."""
 
-    moe_bias_update_rate: float = Field(default=0.0, ge=0)
+    moe_bias_update_rate: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
     """Mixture of experts whose choice has a bias (ERNIE 4.5, GLM-4.5): after each step raise the
     biases of experts that got fewer tokens than the mean by this much, and lower the others'. 1e-3
     is usual; 0 leaves them as they are."""
@@ -42,19 +43,19 @@ class BalanceConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 
-    micro_batch_size: int = Field(default=1, gt=0)
+    micro_batch_size: KeyedByContent[int] = Field(default=1, gt=0)
     """Packed rows that one rank computes at once."""
 
-    gradient_accumulation_steps: int = Field(default=1, gt=0)
+    gradient_accumulation_steps: KeyedByContent[int] = Field(default=1, gt=0)
     """Micro-batches that one rank adds up before the optimizer steps. With `global_batch_size`, 1
     leaves their number to it, and another must agree with it."""
 
-    global_batch_size: int | None = Field(default=None, gt=0)
+    global_batch_size: KeyedByContent[int | None] = Field(default=None, gt=0)
     """Packed rows of one optimizer step over all ranks. Unset: `micro_batch_size` times
     `gradient_accumulation_steps` times the number of data-parallel ranks. With it, a run's result
     does not depend on the number of ranks."""
 
-    seed: int = Field(default=42, ge=0)
+    seed: Keyed[int] = Field(default=42, ge=0)
     """Seed of every random choice: shuffling, initial weights, dropout."""
 
 
@@ -85,23 +86,23 @@ class DropoutConfig(ConfigSection):
 class LossConfig(ConfigSection):
     """The loss. That of tokens is always told as plain cross-entropy in validation."""
 
-    objective: Literal["sft", "pretrain", "preference"] = "sft"
+    objective: KeyedByContent[Literal["sft", "pretrain", "preference"]] = "sft"
     """What is learnt. `sft`: the tokens that the data mark as trained, such as answers. `pretrain`:
     every token of plain texts (data of type `text`). `preference`: which of two answers is better,
     as the section `preference` says."""
 
-    ce_mode: Literal["eager", "compiled", "chunked"] = "chunked"
+    ce_mode: Unkeyed[Literal["eager", "compiled", "chunked"]] = "chunked"
     """How the head and the loss are computed. `chunked`: a chunk of tokens at a time, whose logits
     turn into gradients where they lie, by Triton kernels on GPUs. `compiled`: the same with kernels
     that `torch.compile` makes when training starts. `eager`: by PyTorch's own operations from the
     logits of all trained tokens at once, which takes by far the most memory. Tokens that are not
     trained never reach the head."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: KeyedUnlessDefault[float] = Field(default=0.0, ge=0, lt=1)
     """The share of each target that is spread evenly over the vocabulary. `loss` in the metrics is
     with it."""
 
-    z_loss_coef: float = Field(default=0.0, ge=0)
+    z_loss_coef: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
     """What the squared logarithm of the sum of exponentials of a token's logits is multiplied by
     before it is added to the token's loss, which keeps logits from drifting. 1e-4 is usual where it
     is used. `loss` in the metrics is with it."""
@@ -123,7 +124,7 @@ class TrainConfig(
 ):
     """Everything about training that is neither the model nor the data."""
 
-    dropout: DropoutConfig = Field(default_factory=DropoutConfig)
+    dropout: KeyedUnlessDefault[DropoutConfig] = Field(default_factory=DropoutConfig)
     """What is dropped at random while training."""
 
     @property
