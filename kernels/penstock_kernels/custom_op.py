@@ -45,3 +45,15 @@ def operator(
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_LIBRARY)
     return getattr(torch.ops.penstock, name).default
+
+
+def fake_like(*places: int) -> Callable[..., Any]:
+    """A fake implementation whose results are contiguous, of the shapes and dtypes of the arguments
+    at these places: one tensor, or several.
+    """
+
+    def fake(*given: Any) -> Any:
+        first, *others = (given[place].new_empty(given[place].shape) for place in places)
+        return (first, *others) if others else first
+
+    return fake

@@ -15,7 +15,7 @@ import torch
 from penstock_kernels.attention.block import sdpa as block
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import fake_like, operator
 
 
 @lru_cache(maxsize=8)
@@ -80,24 +80,7 @@ def _backward(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _fake_backward(
-    dy_TNH: torch.Tensor,
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    y_TNH: torch.Tensor,
-    lse_TN: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    start_rows_T: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy_TNH, y_TNH, lse_TN, cu_seqlens, start_rows_T, scale, window
-    dq, dk, dv = (part.new_empty(part.shape) for part in (q_TNH, k_TKH, v_TKH))
-    return dq, dk, dv
-
-
-_operator_backward = operator("packed_attention_backward", _backward, fake=_fake_backward)
+_operator_backward = operator("packed_attention_backward", _backward, fake=fake_like(1, 2, 3))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import fake_like, operator
 
 Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
 """x [T, F], places [T], rate, key and first feature to the dropped-out x."""
@@ -29,7 +29,7 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
     def back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return dropped(dy, *ctx.saved_tensors, ctx.first_feature), None, None, None, None
 
-    dropped = operator(f"dropout_{name}", run, fake=_fake, keep=_keep, backward=back)
+    dropped = operator(f"dropout_{name}", run, fake=fake_like(0), keep=_keep, backward=back)
 
     def dropout(
         x_TF: torch.Tensor,
@@ -59,13 +59,6 @@ def on_host(rate: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.tensor(rate, dtype=torch.float64, device="cpu"),
         torch.tensor(signed, dtype=torch.int64, device="cpu"),
     )
-
-
-def _fake(
-    x: torch.Tensor, places: torch.Tensor, rate: torch.Tensor, key: torch.Tensor, first_feature: int
-) -> torch.Tensor:
-    del places, rate, key, first_feature
-    return x.new_empty(x.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

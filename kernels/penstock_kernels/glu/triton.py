@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import fake_like, operator
 from penstock_kernels.spans import Spans, to_spans
 
 BLOCK = 1024
@@ -138,19 +138,7 @@ def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
     return to_spans(gate.contiguous()), to_spans(up.contiguous())
 
 
-def _glu_fake(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    del up, activation
-    return gate.new_empty(gate.shape)
-
-
-def _gradients_fake(
-    gate: torch.Tensor, up: torch.Tensor, dy: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del dy, activation
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-_gradients_of = operator("glu_gradients", _gradients, fake=_gradients_fake)
+_gradients_of = operator("glu_gradients", _gradients, fake=fake_like(0, 1))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -164,7 +152,7 @@ def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *_gradients_of(gate, up, dy, ctx.activation), None
 
 
-_glu_of = operator("glu", _glu, fake=_glu_fake, keep=_keep, backward=_back)
+_glu_of = operator("glu", _glu, fake=fake_like(0), keep=_keep, backward=_back)
 
 
 def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:

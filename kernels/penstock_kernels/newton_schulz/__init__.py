@@ -11,22 +11,12 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 __all__ = ["COEFFICIENTS", "EPS", "STEPS", "each_by_shape", "newton_schulz"]
 
 
-def _refuses_none(
-    matrix_NK: torch.Tensor,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-) -> str | None:
-    del matrix_NK, steps, coefficients, eps
+def _refuses_none(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
+    del matrix_NK, steps
 
 
-def _refuses(
-    matrix_NK: torch.Tensor,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-) -> str | None:
-    del steps, coefficients, eps
+def _refuses(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
+    del steps
     return needs_cuda(matrix_NK)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from penstock_kernels.newton_schulz.reference import (
     COEFFICIENTS,
-    EPS,
     STEPS,
     require_matrices,
     scaled,
@@ -17,16 +16,11 @@ from penstock_kernels.newton_schulz.reference import (
 )
 
 
-def newton_schulz(
-    matrix_NK: torch.Tensor,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-) -> torch.Tensor:
+def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     """Same as the reference, with fused multiply-adds."""
     require_matrices(matrix_NK, steps)
-    a, b, c = coefficients
-    x = scaled(matrix_NK, eps)
+    a, b, c = COEFFICIENTS
+    x = scaled(matrix_NK)
     shape = x.shape
     x_BNK = x.view(math.prod(shape[:-2]), *shape[-2:])
     for _ in range(steps):

@@ -12,12 +12,7 @@ EPS = 1e-7
 """Minimum norm in the division."""
 
 
-def newton_schulz(
-    matrix_NK: torch.Tensor,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-) -> torch.Tensor:
+def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     """A matrix with the same singular vectors and singular values near 1, in bfloat16.
 
     `X <- a X + (b A + c A A) X` with `A = X X'`, repeated, from the matrix divided by its
@@ -31,8 +26,8 @@ def newton_schulz(
         ValueError: it has no rows and columns, or steps are negative.
     """
     require_matrices(matrix_NK, steps)
-    a, b, c = coefficients
-    x = scaled(matrix_NK, eps)
+    a, b, c = COEFFICIENTS
+    x = scaled(matrix_NK)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
@@ -47,12 +42,12 @@ def require_matrices(matrix_NK: torch.Tensor, steps: int) -> None:
         raise ValueError(f"{steps} steps are less than none")
 
 
-def scaled(matrix_NK: torch.Tensor, eps: float) -> torch.Tensor:
+def scaled(matrix_NK: torch.Tensor) -> torch.Tensor:
     """Each matrix divided by its norm, in bfloat16, transposed if it is tall."""
     x = matrix_NK.bfloat16()
     x = x.mT if is_tall(x) else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return (x / norm.clamp(min=eps)).contiguous()
+    return (x / norm.clamp(min=EPS)).contiguous()
 
 
 def turned(x: torch.Tensor, like_NK: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from penstock_kernels.newton_schulz.reference import (
     COEFFICIENTS,
-    EPS,
     STEPS,
     require_matrices,
     scaled,
@@ -95,16 +94,11 @@ def _symmetric(
         tl.store(y_ptr + across, tl.trans(y), mask=(column < N)[:, None] & (row < N)[None, :])
 
 
-def newton_schulz(
-    matrix_NK: torch.Tensor,
-    steps: int = STEPS,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    eps: float = EPS,
-) -> torch.Tensor:
+def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     """Same as the reference, with fused multiply-adds."""
     require_matrices(matrix_NK, steps)
-    a, b, c = coefficients
-    x = scaled(matrix_NK, eps)
+    a, b, c = COEFFICIENTS
+    x = scaled(matrix_NK)
     shape = x.shape
     x_BNK = x.view(math.prod(shape[:-2]), *shape[-2:])
     for _ in range(steps if x.numel() else 0):

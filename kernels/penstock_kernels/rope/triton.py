@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import fake_like, operator
 from penstock_kernels.rope.reference import Pairs
 
 TILE = 2048
@@ -136,7 +136,7 @@ def _turned(
     back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys, rotated by their angles or the negative angles."""
-    turned_q, turned_k = _turned_fake(q, k, cos, sin, pairs, back)
+    turned_q, turned_k = q.new_empty(q.shape), k.new_empty(k.shape)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     T, N, H = q.shape
     K, R = k.shape[1], cos.shape[1]
@@ -161,18 +161,6 @@ def _turned(
     return turned_q, turned_k
 
 
-def _turned_fake(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pairs: str,
-    back: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del cos, sin, pairs, back
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
     _, _, cos, sin, ctx.pairs, ctx.back = inputs
@@ -184,7 +172,7 @@ def _turn_back(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tens
     return *_turned_of(dq, dk, cos, sin, ctx.pairs, not ctx.back), None, None, None, None
 
 
-_turned_of = operator("rope", _turned, fake=_turned_fake, keep=_keep, backward=_turn_back)
+_turned_of = operator("rope", _turned, fake=fake_like(0, 1), keep=_keep, backward=_turn_back)
 
 
 def rope(

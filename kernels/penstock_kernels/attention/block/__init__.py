@@ -5,6 +5,8 @@ backends have the names of attention's, so that one name selects both. The Flash
 have no gradients of a block; PyTorch's kernels of the same algorithm do.
 """
 
+from collections.abc import Callable
+
 from penstock_kernels.attention.block import native as _native
 from penstock_kernels.attention.block import reference as _reference
 from penstock_kernels.attention.block import sdpa as _sdpa
@@ -13,6 +15,14 @@ from penstock_kernels.flash_packages import PACKAGES
 from penstock_kernels.op import KernelImpl, Op
 
 __all__ = ["Rectangle", "Sees", "block", "block_backward"]
+
+
+def _refuses_backward(refuses: Callable[..., str | None]) -> Callable[..., str | None]:
+    """What a backward pass does not support: the same as its forward pass."""
+    return lambda _dy, q, k, v, _y, _lse, *more, **named: refuses(q, k, v, *more, **named)
+
+
+_NATIVE_BACKWARD = KernelImpl(_native.block_backward, _refuses_backward(_native.unsupported_reason))
 
 block = Op(
     "block",
@@ -28,9 +38,9 @@ block_backward = Op(
     "block_backward",
     _reference.block_backward,
     {
-        "native": KernelImpl(_native.block_backward, _native.refuses_backward),
-        "sdpa": KernelImpl(_sdpa.block_backward, _sdpa.refuses_backward),
-        **dict.fromkeys(PACKAGES, KernelImpl(_native.block_backward, _native.refuses_backward)),
+        "native": _NATIVE_BACKWARD,
+        "sdpa": KernelImpl(_sdpa.block_backward, _refuses_backward(_sdpa.unsupported_reason)),
+        **dict.fromkeys(PACKAGES, _NATIVE_BACKWARD),
     },
     reference_name="eager",
 )

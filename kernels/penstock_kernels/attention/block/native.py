@@ -21,22 +21,6 @@ def unsupported_reason(
     return refuses_tensors(q_QNH, k_SKH, v_SKH) or refuses_sizes(q_QNH, k_SKH, sees)
 
 
-def refuses_backward(
-    dy_QNH: torch.Tensor,
-    q_QNH: torch.Tensor,
-    k_SKH: torch.Tensor,
-    v_SKH: torch.Tensor,
-    y_QNH: torch.Tensor,
-    lse_QN: torch.Tensor,
-    sees: Sees,
-    scale: float,
-    window: int | None = None,
-) -> str | None:
-    """Same as in the forward pass."""
-    del dy_QNH, y_QNH, lse_QN
-    return unsupported_reason(q_QNH, k_SKH, v_SKH, sees, scale, window)
-
-
 def block(
     q_QNH: torch.Tensor,
     k_SKH: torch.Tensor,
