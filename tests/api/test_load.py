@@ -88,7 +88,17 @@ def test_paths_of_mappings_are_expanded_as_those_of_files(config, monkeypatch):
     monkeypatch.setenv("RESULTS", "somewhere")
     written = yaml.safe_load(config.read_text())
     written["train"]["output_dir"] = Path("$RESULTS") / "out"
-    assert ps.load(written).config.train.output_dir == "somewhere/out"
+    run = ps.load(written)
+    assert run.config.train.output_dir == "somewhere/out"
+    # Of a config that has been read, overrides alone are still to be expanded.
+    costly = ps.load(written, train={"output_dir": "costs $$5"}).config
+    assert costly.train.output_dir == "costs $5"
+    again = ps.load(costly, data={"dataset_prepared_path": "$RESULTS/data"}).config
+    assert again.train.output_dir == "costs $5"
+    assert again.data.dataset_prepared_path == "somewhere/data"
+    entry = {"path": "$RESULTS/rows.jsonl", "type": "text"}
+    for change in ({"datasets.0.path": entry["path"]}, {"datasets": [entry]}):
+        assert ps.load(costly, data=change).config.data.datasets[0].path == "somewhere/rows.jsonl"
 
 
 def test_an_output_folder_stands_for_its_run(config, tmp_path):

@@ -1,7 +1,9 @@
 """A run in Python: it makes and reuses what the command does, and gives back what was made."""
 
 import asyncio
+import contextlib
 import html
+import io
 import signal
 import subprocess
 import sys
@@ -28,7 +30,10 @@ def done(tmp_path_factory):
     """A run that was run in Python, its results, and the lines that were said."""
     config, said = write_run(tmp_path_factory.mktemp("api")), []
     run = ps.load(config, notify=said.append)
-    return config, run, run.run(), said
+    with contextlib.redirect_stderr(io.StringIO()) as shown:  # like a notebook's, without bytes
+        results = run.run()
+    assert "step=1 " in shown.getvalue()
+    return config, run, results, said
 
 
 def keys(stages):

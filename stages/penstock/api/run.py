@@ -23,7 +23,7 @@ from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.manifest import read_manifest
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import PlannedStage, StageResult, fetch_cached, find_cached
-from penstock.core.errors import ConfigError, StageError
+from penstock.core.errors import PenstockError, StageError
 from penstock.outputs import output_folders, unwritable
 from penstock.plan import Plan, RebuildOptions, StageName, plan
 
@@ -168,7 +168,7 @@ class Run:
     def _repr_html_(self) -> str:
         try:
             return html_table([("stage", "standing"), *self.status().items()])
-        except (ConfigError, StageError, OSError):
+        except (PenstockError, OSError):
             return html_table([("stage",), *((name,) for name in self.stages)])
 
     def _stage(self, name: StageName, force: bool, *, fresh: bool = False) -> Result:

@@ -70,9 +70,24 @@ def expand(text: str) -> str:
     return f"{Path.home()}{expanded}" if home else expanded
 
 
-def expand_paths(settings: Mapping[str, Any]) -> list[ConfigIssue]:
-    """Expand a run's path settings in place; what could not be expanded is a fault, and stays."""
-    return _expand(_places(settings))
+def expand_paths(
+    settings: Mapping[str, Any], only: Iterable[Steps] | None = None
+) -> list[ConfigIssue]:
+    """Expand a run's path settings in place; what could not be expanded is a fault, and stays.
+
+    With `only`, those at these places of the settings, and below or above them.
+    """
+    places = _places(settings)
+    if only is not None:
+        chosen = list(only)
+        places = (it for it in places if any(_is_within(it[2], steps) for steps in chosen))
+    return _expand(places)
+
+
+def _is_within(path: Steps, steps: Steps) -> bool:
+    """Whether one of the two begins with the other."""
+    shared = min(len(path), len(steps))
+    return path[:shared] == steps[:shared]
 
 
 def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:

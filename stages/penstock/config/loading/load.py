@@ -125,12 +125,12 @@ def resolve(
     expands: bool = True,
 ) -> RunConfig:
     """The run with the overrides put in. `more` are faults found before; `expands` says whether
-    `~` and variables in paths still are to be expanded.
+    `~` and variables in the paths of `settings` still are to be expanded; those of overrides are.
 
     Raises ConfigError with a line for each fault.
     """
     values, refused = apply(settings, [as_meant(override) for override in overrides])
-    unexpanded = expand_paths(values) if expands else []
+    unexpanded = expand_paths(values, None if expands else [each.path for each in overrides])
     judged = validate(values)
     require_none([*more, *told.of([*unexpanded, *judged.faults], refused)])
     for line in judged.notices:
