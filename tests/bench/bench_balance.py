@@ -100,7 +100,7 @@ def main() -> None:
                 ours.append(slowest(np.array([[costs[g].sum() for g in mine] for mine in dealt])))
                 there = plain[step * at_once : (step + 1) * at_once]
                 random.append(slowest(costs[there].reshape(ranks, passes, size).sum(axis=2)))
-                cursor = batches.after(cursor)
+                cursor = batches.advance(cursor)
             print(
                 f"{name:16} {len(costs):6} {ranks:5} x {size} x {passes}             "
                 f"{np.mean(random):.4f}  {np.mean(ours):.4f}      {np.quantile(ours, 0.99):.4f}"

@@ -82,8 +82,8 @@ def measured(loop: Trainer) -> tuple[float, float]:
         spent.append(0.0)
         began = time.thread_time()
         record = loop._step()
-        loop._agree()
-        loop._tell({**record, **loop.measures.of_memory(loop._memory)})
+        loop._sync_stop_flag()
+        loop._log({**record, **loop.measures.memory_fields(loop._memory)})
         steps.append(time.thread_time() - began)
     loop.close()
     warm = STEPS // 4

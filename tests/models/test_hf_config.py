@@ -66,7 +66,7 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
 )
 def test_windows_lie_where_transformers_has_them(fields, windows):
     config = read(**fields)
-    assert tuple(map(config.window_of, range(3))) == windows
+    assert tuple(map(config.layer_window, range(3))) == windows
     theirs = transformers.AutoConfig.for_model(**{**SIZES, **fields})
     everywhere = ["sliding_attention" if theirs.sliding_window else "full_attention"] * 3
     kinds = getattr(theirs, "layer_types", None) or everywhere

@@ -40,7 +40,7 @@ def walk(batches, cursor, num_steps):
         )
         assert again.rows(cursor).tolist() == rows
         yield cursor, rows
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
 
 
 def block_of(batches, epoch):
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_with_other_batches_loses_and_repeats_no_row(batches,
         last_batch="keep",
         epoch_rows=batches._blocks,
     )
-    assert more.settle(cursor) == cursor
+    assert more.clamp(cursor) == cursor
     end = cursor.epoch + 2
     after = list(walk(more, cursor, more.steps_until(end, cursor)))
     rest = [row for one, rows in after if one.epoch == cursor.epoch for row in rows]
@@ -112,11 +112,11 @@ def test_a_run_that_goes_on_with_other_batches_loses_and_repeats_no_row(batches,
 def test_the_steps_to_an_epoch_are_those_that_are_taken(batches, at, epoch):
     cursor = batches.start()
     for _ in range(at):
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
     counted, progress = batches.steps_until(epoch, cursor), [batches.progress(cursor)]
     taken = 0
     while cursor.epoch < epoch:
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
         progress.append(batches.progress(cursor))
         assert (progress[-1].denominator == 1) == (cursor.samples == 0)
         taken += 1
@@ -128,10 +128,10 @@ def test_the_steps_to_an_epoch_are_those_that_are_taken(batches, at, epoch):
 def test_a_share_of_an_epoch_is_over_with_the_first_step_that_reaches_it(batches, at, epochs):
     cursor = batches.start()
     for _ in range(at):
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
     counted, taken = batches.steps_until(epochs, cursor), 0
     while batches.progress(cursor) < epochs:
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
         taken += 1
     assert taken == counted
 
@@ -140,13 +140,13 @@ def test_a_share_of_an_epoch_is_over_with_the_first_step_that_reaches_it(batches
 def test_an_amount_is_reached_with_the_first_step_whose_rows_make_it_up(batches, at, amount, most):
     cursor = batches.start()
     for _ in range(at):
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
     amounts = 1 + batches.costs % 50
     counted = batches.steps_to_reach(amount, amounts, cursor, most=most)
     taken, total = 0, 0
     while total < amount and taken != most:
         total += int(amounts[batches.rows(cursor)].sum())
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
         taken += 1
     assert taken == counted
 
@@ -250,7 +250,7 @@ def test_the_order_of_reference_runs_does_not_move():
         batches = StepSampler(costs, rows_per_step=rows_per_step, seed=42, last_batch="drop")
         assert [rows for _, rows in walk(batches, batches.start(), len(golden))] == golden
         second = replace(batches.start(), samples=rows_per_step)
-        assert batches.after(second) == replace(second, samples=2 * rows_per_step)
+        assert batches.advance(second) == replace(second, samples=2 * rows_per_step)
 
 
 GOLDEN_STEPS = {
@@ -263,6 +263,6 @@ def test_passes_count_rows_that_were_trained_and_not_those_that_were_left_out():
     batches = StepSampler(np.ones(7, np.int64), rows_per_step=4, seed=0, last_batch="drop")
     cursor = batches.start()
     for _ in range(3):
-        cursor = batches.after(cursor)
+        cursor = batches.advance(cursor)
     assert batches.progress(cursor) == 3
     assert batches.passes(cursor) == Fraction(12, 7)

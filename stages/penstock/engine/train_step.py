@@ -103,7 +103,7 @@ class TrainStep:
         scale = self.scaling.scale if self.scaling else 1.0
         preferred = None
         if self.preferences:
-            preferred = self.preferences.begin(batches, references, scale)
+            preferred = self.preferences.begin_step(batches, references, scale)
             reduces = [preferred.reduce(batch, index) for index, batch in enumerate(batches)]
         else:
             divisor = max(1, trained) / scale

@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         self.run_layer: CallHook = call
         self.is_tied = config.tie_word_embeddings and part.begins and part.ends
         if self.is_tied:
-            self.tie()
+            self.tie_weights()
             self.register_state_dict_post_hook(_without_head)
             self.register_load_state_dict_pre_hook(_with_head)
 
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
         }
 
-    def tie(self) -> None:
+    def tie_weights(self) -> None:
         """Make the head's weight the embedding's, for a model whose config ties them."""
         assert self.lm_head is not None
         assert self.model.embed_tokens is not None
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
         it leaves the meta device, which would part the two that are one."""
         super()._apply(fn, recurse)
         if self.is_tied:
-            self.tie()
+            self.tie_weights()
         return self
 
 

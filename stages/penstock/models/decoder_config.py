@@ -234,7 +234,7 @@ class DecoderConfig:
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
-    def turned_alike_up_to(self) -> float:
+    def rope_invariant_up_to(self) -> float:
         """Tokens of a document up to which its length has no say in how its positions are turned;
         infinite where it never has."""
         if self.rope_parameters["rope_type"] == "dynamic":
@@ -252,7 +252,7 @@ class DecoderConfig:
             "v_proj": self.num_key_value_heads * self.head_dim,
         }
 
-    def window_of(self, layer: int) -> int | None:
+    def layer_window(self, layer: int) -> int | None:
         """How many tokens one sees in the layer with this number; None where it sees all."""
         return self.sliding_window if layer in self.sliding_layers else None
 

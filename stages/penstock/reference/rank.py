@@ -32,7 +32,7 @@ def reference(
     notify(f"{len(wanted)} samples are new to this model")
     built = assembled(job, ranks, notify)
     if job.initial:
-        Checkpointer(job, built, ranks, notify).take_weights(job.initial)
+        Checkpointer(job, built, ranks, notify).load_weights(job.initial)
     held: list[Scored] = []
     count, written = 0, time.monotonic()
     for scored in Scoring(job.config, built, ranks).chunks(iter_rows(job.packed, wanted)):

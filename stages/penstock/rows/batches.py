@@ -95,7 +95,7 @@ class StepSampler:
         """The beginning of an epoch."""
         return Cursor(epoch, 0, self.seed, self.group)
 
-    def settle(self, cursor: Cursor) -> Cursor:
+    def clamp(self, cursor: Cursor) -> Cursor:
         """The cursor itself, or the next epoch's beginning if its own has no step left."""
         return cursor if self._steps_in_epoch(cursor) else self.start(cursor.epoch + 1)
 
@@ -104,10 +104,10 @@ class StepSampler:
         order = self._order(cursor)
         return order[cursor.samples : cursor.samples + self.rows_per_step]
 
-    def after(self, cursor: Cursor) -> Cursor:
+    def advance(self, cursor: Cursor) -> Cursor:
         """The settled cursor behind the step at a settled cursor."""
         taken = min(self.rows_per_step, self._size(cursor.epoch) - cursor.samples)
-        return self.settle(replace(cursor, samples=cursor.samples + taken))
+        return self.clamp(replace(cursor, samples=cursor.samples + taken))
 
     def steps_until(self, epochs: Fraction | int, cursor: Cursor) -> int:
         """Steps from a settled cursor to the first place where `epochs` are done; 0 if that is not

@@ -114,19 +114,19 @@ class Checkpointer:
         self._step = state["step"] if folder.parent == self.root else None
         return state
 
-    def take_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: Path) -> None:
         """Load only the weights of a complete checkpoint. Raises ArtifactError."""
         self._verify(folder)
         self._checkpoints.load(folder, states="passed over")
 
-    def must(self, at: TrainerState, more: Mapping[str, Any]) -> None:
+    def save(self, at: TrainerState, more: Mapping[str, Any]) -> None:
         """Save, unless it is needless; `more` is added to state.json. Raises StageError if this
         checkpoint or the previous one cannot be written."""
         if not self.is_needless(at.step):
             self._checkpoints.finish()
             self._write(at, more)
 
-    def may(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
+    def try_save(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
         """Save, but only warn if a checkpoint cannot be written. Returns whether a save was
         started."""
         if self.is_needless(at.step):
@@ -138,9 +138,9 @@ class Checkpointer:
                 self._warn(str(error))
         return self.is_needless(at.step)
 
-    def best(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
+    def save_best(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
         """Save as `may` does, and mark this checkpoint as the best. Returns whether it was."""
-        if not self.may(at, more):
+        if not self.try_save(at, more):
             return False
         try:
             self._checkpoints.link_best(at.step)

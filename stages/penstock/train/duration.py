@@ -71,7 +71,7 @@ class WallClock:
         self._before = 0.0
         self._started = time.monotonic()
 
-    def go_on_from(self, seconds: float) -> None:
+    def resume_from(self, seconds: float) -> None:
         """Add the time of earlier starts."""
         self._before = seconds
 

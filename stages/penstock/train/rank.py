@@ -104,7 +104,7 @@ def run_by_hand(job: Job, work: Work = train) -> None:
 def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     # Only rank 0 checks the file; the ranks then agree on a stop.
-    stop = StopRequest(None if rank else job.output_dir).listen()
+    stop = StopRequest(None if rank else job.output_dir).install_handlers()
     ranks = init_process_group(
         (job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse
     )

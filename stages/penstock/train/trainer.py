@@ -101,7 +101,7 @@ class Trainer:
         if self.train.gc_steps:
             gc.disable()
         try:
-            ended_by = self._go_on(due)
+            ended_by = self._train_steps(due)
             self.saves.finish()
             if ended_by and self._recorder:
                 self._recorder.ending = "finished"
@@ -121,35 +121,35 @@ class Trainer:
         if self._loader:
             self._loader.close()
 
-    def _go_on(self, due: set[Duty]) -> str | None:
+    def _train_steps(self, due: set[Duty]) -> str | None:
         """Run the steps; returns what ended the run, or None if asked to stop earlier."""
-        word = self._agree()
-        self._rehearse(due, word)
+        word = self._sync_stop_flag()
+        self._sanity_check_eval(due, word)
         while True:
             stopped = word == STOP and (bool(due) or not self._ended_by(word))
-            if stopped or not self._look(due, word):
-                self.saves.must(self.at, self._standing(due))
+            if stopped or not self._run_due_evals(due, word):
+                self.saves.save(self.at, self._trainer_state(due))
                 return None
             if ended_by := self._ended_by(word):
-                self.saves.must(self.at, self._standing(due))
+                self.saves.save(self.at, self._trainer_state(due))
                 return ended_by
             before = self.batches.progress(self.at.cursor)
             with self.profile.step(self.at.step):
                 record = self._step()
-            word = self._agree()
-            self._tell({**record, **self.measures.of_memory(self._memory)})
+            word = self._sync_stop_flag()
+            self._log({**record, **self.measures.memory_fields(self._memory)})
             due = self._due(before, word)
             if self._ended_by(word):
-                self.saves.must(self.at, self._standing(due))
+                self.saves.save(self.at, self._trainer_state(due))
             elif self._is_due(self.train.save_steps, self.train.save_epochs, before):
-                self.saves.may(self.at, self._standing(due))
-            self._tidy()
+                self.saves.try_save(self.at, self._trainer_state(due))
+            self._collect_garbage()
 
-    def _rehearse(self, due: set[Duty], word: int) -> None:
+    def _sanity_check_eval(self, due: set[Duty], word: int) -> None:
         """Sanity-check evaluation before the first step of this start."""
         batches, ends = self.train.eval_sanity_batches, word == STOP or self._ended_by(word)
         if self.held_out and batches and not ends and "evaluation" not in due:
-            self.held_out.rehearse(batches, lambda: self.stop)
+            self.held_out.sanity_check(batches, lambda: self.stop)
 
     def _step(self) -> dict[str, Any]:
         started = time.perf_counter()
@@ -166,7 +166,7 @@ class Trainer:
         result: StepResult = self.built.engine.step(batches, lr, step, references)
         self._evaluated = None
         self.at = TrainerState(
-            self.batches.after(self.at.cursor),
+            self.batches.advance(self.at.cursor),
             step + 1,
             self.at.tokens + result.tokens,
             self.at.trained_tokens + result.trained_tokens,
@@ -188,7 +188,7 @@ class Trainer:
             **result.of_routers,
             **result.of_scaling,
             **result.of_norms,
-            **self.measures.of_step(result, batches, rows, seconds),
+            **self.measures.step_fields(result, batches, rows, seconds),
         }
 
     def _steps(self) -> Iterator[Groups]:
@@ -197,7 +197,7 @@ class Trainer:
         for _ in range(self.at.step, self.total_steps):
             rows = self.batches.rows(cursor)
             yield self._mine(rows)
-            cursor = self.batches.after(cursor)
+            cursor = self.batches.advance(cursor)
 
     def _mine(self, rows: Integers) -> Groups:
         return assign_micro_batches(
@@ -208,16 +208,16 @@ class Trainer:
             count=self.accumulation,
         )[self.built.engine.layout.mesh.index("replicate", "shard")]
 
-    def _agree(self) -> int:
+    def _sync_stop_flag(self) -> int:
         """All-reduce the stop flag: clocks and signals may differ between ranks. Also reduces peak
         memory."""
         mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
-        word, self._memory = self.ranks.max_over_ranks(mine, self.measures.memory_here())
+        word, self._memory = self.ranks.max_over_ranks(mine, self.measures.peak_memory())
         return word
 
     def _ended_by(self, word: int) -> str | None:
         """The setting that ends the run here; None: it continues."""
-        if self.judge.is_tired:
+        if self.judge.should_stop:
             return "early_stopping"
         if self.at.step >= self.total_steps:
             return self.budget.set_by
@@ -240,20 +240,20 @@ class Trainer:
             found.add("samples")
         return found
 
-    def _look(self, due: set[Duty], word: int) -> bool:
+    def _run_due_evals(self, due: set[Duty], word: int) -> bool:
         """Run what is due and remove it from `due`. False if asked to stop before it is
         complete."""
         if "evaluation" in due and self.held_out:
-            found = self._told_before(METRICS, LOSS)
+            found = self._is_logged_already(METRICS, LOSS)
             if found is None:
                 found = self.held_out.evaluate(lambda: self.stop)
                 if found is None:
                     return False
-                self._tell({"step": self.at.step, **found})
+                self._log({"step": self.at.step, **found})
             due.discard("evaluation")
-            self._consider(found, due)
+            self._on_eval_end(found, due)
         if self.sampler and ("samples" in due or (self.at.step and self._ended_by(word))):
-            if self._told_before(SAMPLES, "samples") is None:
+            if self._is_logged_already(SAMPLES, "samples") is None:
                 answers = self.sampler.answer(lambda: self.stop)
                 if answers is None:
                     return False
@@ -262,19 +262,19 @@ class Trainer:
             due.discard("samples")
         return True
 
-    def _consider(self, found: dict[str, Any], due: set[Duty]) -> None:
+    def _on_eval_end(self, found: dict[str, Any], due: set[Duty]) -> None:
         """Best checkpoint and early stopping after an evaluation, unless nothing has been trained
         yet."""
         self._evaluated = found
         if self.at.step == self._untrained:
             return
-        self.judge.hear(found)
+        self.judge.update(found)
         if self.judge.is_best(found):
             before, self.judge.best = self.judge.best, {"step": self.at.step, **found}
-            if not self.saves.best(self.at, self._standing(due)):
+            if not self.saves.save_best(self.at, self._trainer_state(due)):
                 self.judge.best = before
 
-    def _told_before(self, file: str, name: str) -> dict[str, Any] | None:
+    def _is_logged_already(self, file: str, name: str) -> dict[str, Any] | None:
         """A record of the start step that an earlier start has logged; the same on all ranks.
 
         Only its values whose names begin with `name`, which evaluations share.
@@ -289,7 +289,7 @@ class Trainer:
         told = self.ranks.all_gather(found)[0]
         return told and {n: value for n, value in told.items() if n not in ("step", "time")}
 
-    def _standing(self, owes: set[Duty]) -> dict[str, Any]:
+    def _trainer_state(self, owes: set[Duty]) -> dict[str, Any]:
         """Trainer state in a checkpoint besides the step counters."""
         # Save elapsed time only with max_hours; otherwise checkpoints would differ between
         # identical runs.
@@ -307,23 +307,23 @@ class Trainer:
             with understanding(folder):
                 self._untrained, due = None, set(state["owes"])
                 self.judge.restore(state)
-            self.measures.goes_on()
+            self.measures.on_resume()
             if self.judge.best:
                 self.saves.keep_best(self.judge.best["step"])
-            self.clock.go_on_from(state.get("seconds", 0.0))
+            self.clock.resume_from(state.get("seconds", 0.0))
         elif named not in (None, "auto"):
             self._load(Path(named))
             self._untrained = self.at.step
             self._require_steps(named)
         elif self.job.initial:
-            self.saves.take_weights(self.job.initial)
+            self.saves.load_weights(self.job.initial)
         self._started_at = self.at.step
-        if self.held_out and self._looks_first and self.at.step == self._untrained:
+        if self.held_out and self._evaluates_at_start and self.at.step == self._untrained:
             due.add("evaluation")
         return due
 
     @property
-    def _looks_first(self) -> bool:
+    def _evaluates_at_start(self) -> bool:
         return self.train.eval_at_start or self.train.eval_only
 
     def _require_steps(self, named: str) -> None:
@@ -345,7 +345,7 @@ class Trainer:
         """The data cursor of a checkpoint; the beginning if it belongs to other rows."""
         if state["packed_key"] != self.job.packed_key:
             return self.batches.start()
-        return self.batches.settle(self.at.cursor)
+        return self.batches.clamp(self.at.cursor)
 
     def _open(self) -> None:
         """Open the recorder on rank 0."""
@@ -379,9 +379,9 @@ class Trainer:
             )
         )
 
-    def _tell(self, record: dict[str, Any]) -> None:
+    def _log(self, record: dict[str, Any]) -> None:
         if self._recorder:
-            self._recorder.tell(record)
+            self._recorder.log(record)
 
     def _warn(self, text: str, **details: Any) -> None:
         if self._recorder:
@@ -392,7 +392,7 @@ class Trainer:
     def _epochs(self) -> float:
         return round(float(self.batches.progress(self.at.cursor)), 4)
 
-    def _tidy(self) -> None:
+    def _collect_garbage(self) -> None:
         step, train = self.at.step, self.train
         if train.gc_steps and step % train.gc_steps == 0:
             gc.collect()

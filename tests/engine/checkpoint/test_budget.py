@@ -275,15 +275,15 @@ def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(folder):
 def test_what_is_no_number_is_never_the_best():
     judge = EarlyStopping(SaveBestConfig(metric="eval_loss"), EarlyStoppingConfig(patience=2))
     assert not judge.is_best({"eval_loss": float("nan")})
-    judge.hear({"eval_loss": float("nan")})
-    assert not judge.is_tired
+    judge.update({"eval_loss": float("nan")})
+    assert not judge.should_stop
     assert judge.is_best({"eval_loss": 9.0})
-    judge.hear({"eval_loss": 9.0})
+    judge.update({"eval_loss": 9.0})
     judge.best = {"step": 1, "eval_loss": 9.0}
     assert not judge.is_best({"eval_loss": float("nan")})
     for _ in range(2):
-        judge.hear({"eval_loss": float("nan")})
-    assert judge.is_tired
+        judge.update({"eval_loss": float("nan")})
+    assert judge.should_stop
 
 
 def test_another_machine_fetches_the_best_checkpoint_beside_the_newest(tmp_path):

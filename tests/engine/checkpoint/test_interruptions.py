@@ -124,7 +124,7 @@ def start(job, moment=None, signum=None):
     followed_in_vain()
     if moment:
         moment(signum)
-    facts = runs.train_here(job, StopRequest().listen())
+    facts = runs.train_here(job, StopRequest().install_handlers())
     return facts, saved(job)
 
 

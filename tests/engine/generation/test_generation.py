@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
 def greedily(job):
     how = SamplingParams(temperature=0, max_tokens=NEW)
     prompts = [
-        Prompt(ids, how, scored=True, likeliest=3, likeliest_drawn=2 + number)
+        Prompt(ids, how, scored=True, prompt_top_k=3, top_k=2 + number)
         for number, ids in enumerate(PROMPTS)
     ]
     return written(built_of(job), prompts)
@@ -92,7 +92,7 @@ def greedily(job):
 KEEPING = [name for name in FAMILIES if name != "by length"]
 
 
-def test_the_likeliest_tokens_are_those_of_transformers(folder):
+def test_the_top_k_tokens_are_those_of_transformers(folder):
     jobs = {name: job_of(folder, f"greedy {name}", name) for name in KEEPING}
     [found] = on_ranks(1, each, greedily, jobs)
     for name in KEEPING:
@@ -107,7 +107,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(folder):
             assert math.isnan(one["read"][0])
             torch.testing.assert_close(torch.tensor(one["read"][1:]), own, atol=ATOL, rtol=0)
             best = foretold.topk(3)
-            assert one["likeliest"] == [[-1] * 3, *best.indices.tolist()]
+            assert one["top_k_logprobs"] == [[-1] * 3, *best.indices.tolist()]
             theirs = torch.tensor(one["theirs"][1:]).reshape(-1, 3)
             torch.testing.assert_close(theirs, best.values, atol=ATOL, rtol=0)
             whole = log_probs_after(model, [*prompt, *one["tokens"][0]])
@@ -124,13 +124,13 @@ MANY = [
         SamplingParams(max_tokens=7, seed=2, temperature=0.7),
         count=2,
         scored=True,
-        likeliest_drawn=3,
+        top_k=3,
     ),
-    Prompt(PROMPTS[1], SamplingParams(max_tokens=19, seed=3, top_k=40), count=4, likeliest_drawn=2),
+    Prompt(PROMPTS[1], SamplingParams(max_tokens=19, seed=3, top_k=40), count=4, top_k=2),
+    Prompt(PROMPTS[3], SamplingParams(max_tokens=1, seed=4), count=2, prompt_top_k=2, top_k=1),
     Prompt(
-        PROMPTS[3], SamplingParams(max_tokens=1, seed=4), count=2, likeliest=2, likeliest_drawn=1
+        PROMPTS[3], SamplingParams(max_tokens=12, seed=5, top_p=0.8), scored=True, prompt_top_k=5
     ),
-    Prompt(PROMPTS[3], SamplingParams(max_tokens=12, seed=5, top_p=0.8), scored=True, likeliest=5),
     Prompt(PROMPTS[2], SamplingParams(max_tokens=26, seed=6, temperature=0)),
 ]
 LITTLE_ROOM = {
@@ -164,7 +164,7 @@ def test_what_is_kept_and_how_many_are_written_at_once_changes_nothing(folder, n
 def assert_same(found, wanted, case):
     """The same tokens, and log-probabilities but for rounding."""
     for one, other in zip(found, wanted, strict=True):
-        for name in ("tokens", "ended", "likeliest"):
+        for name in ("tokens", "ended", "top_k_logprobs"):
             assert one[name] == other[name], case
         for got, want in zip(one["log_probs"], other["log_probs"], strict=True):
             assert got == pytest.approx(want, abs=ATOL), case

@@ -65,23 +65,23 @@ def written(built: BuiltModel, prompts: Sequence[Prompt], **limits: Any) -> list
 
 def told(answered: GenerationOutput) -> Told:
     """In plain numbers."""
-    likeliest, theirs = ranked(answered.likeliest)
+    top_k_logprobs, theirs = ranked(answered.top_k_logprobs)
     return {
         "tokens": [one.tokens for one in answered.answers],
         "log_probs": [one.log_probs for one in answered.answers],
         "ended": [one.ended for one in answered.answers],
-        "drawn among": [ranked(one.likeliest) for one in answered.answers],
+        "drawn among": [ranked(one.top_k_logprobs) for one in answered.answers],
         "read": None if answered.log_probs_T is None else answered.log_probs_T.tolist(),
-        "likeliest": likeliest,
+        "top_k_logprobs": top_k_logprobs,
         "theirs": theirs,
     }
 
 
-def ranked(likeliest: TopKLogprobs | None) -> tuple[Any, Any]:
+def ranked(top_k_logprobs: TopKLogprobs | None) -> tuple[Any, Any]:
     """Tokens and log-probabilities."""
-    if likeliest is None:
+    if top_k_logprobs is None:
         return None, None
-    return likeliest.tokens_TK.tolist(), likeliest.log_probs_TK.tolist()
+    return top_k_logprobs.tokens_TK.tolist(), top_k_logprobs.log_probs_TK.tolist()
 
 
 @torch.no_grad()

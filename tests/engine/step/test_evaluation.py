@@ -274,14 +274,14 @@ class Killed(BaseException):
 def killed(job, step):
     """A start of the run that ends for good after the evaluation of that step was told."""
     loop = loop_of(job)
-    tell = loop._tell
+    tell = loop._log
 
     def then_end(record):
         tell(record)
         if record["step"] == step and "eval_loss" in record:
             raise Killed
 
-    loop._tell = then_end
+    loop._log = then_end
     try:
         loop.run()
     except Killed:

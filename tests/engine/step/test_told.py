@@ -173,23 +173,23 @@ def test_an_overflow_on_the_way_back_names_the_rows_of_the_step():
 def test_a_loss_stands_out_once_and_only_from_many():
     watch = LossWatch(6.0)
     usual = [2 + 0.01 * math.sin(i) for i in range(60)]
-    assert not any(map(watch.see, [50.0, *usual]))
-    spike = watch.see(3.0)
+    assert not any(map(watch.update, [50.0, *usual]))
+    spike = watch.update(3.0)
     assert spike
     assert spike.usual == pytest.approx(2, abs=0.02)
-    assert watch.see(3.1) is None  # the same one
-    assert watch.see(2.0) is None
-    assert watch.see(math.inf)
-    assert not any(map(watch.see, [2.0, 2.2]))
-    assert not any(map(LossWatch(0).see, [*usual, 1e9]))
+    assert watch.update(3.1) is None  # the same one
+    assert watch.update(2.0) is None
+    assert watch.update(math.inf)
+    assert not any(map(watch.update, [2.0, 2.2]))
+    assert not any(map(LossWatch(0).update, [*usual, 1e9]))
 
 
 def test_losses_that_are_nearly_zero_do_not_stand_out_for_being_many_times_their_median():
     watch = LossWatch(6.0)
     falling = [5.8 * 0.93**step for step in range(200)]
-    assert not any(map(watch.see, falling))
-    assert not any(map(watch.see, [0.01, 0.12, 0.01, 0.15, 0.01]))
-    assert watch.see(0.6)
+    assert not any(map(watch.update, falling))
+    assert not any(map(watch.update, [0.01, 0.12, 0.01, 0.15, 0.01]))
+    assert watch.update(0.6)
 
 
 def spike(rank_with_the_spike):
@@ -201,7 +201,7 @@ def spike(rank_with_the_spike):
     def see(loss, share):
         batch = MicroBatch(empty, empty, empty, (), 10, 10, ((10 + ranks.rank, 10),))
         result = StepResult(loss, 1.0, 20, 20, {}, {}, {}, {}, torch.tensor(share))
-        return watch.see(result, [batch])
+        return watch.update(result, [batch])
 
     assert not any(see(2.0 + i % 2 / 100, 1.0) for i in range(30))
     found = see(5.0, 4.0 if ranks.rank == rank_with_the_spike else 1.0)
@@ -263,16 +263,16 @@ def test_a_record_tells_passes_apart_and_the_rank_with_the_most_memory(folder):
 
 def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
     pulse, phases = Heartbeat(), Phases(torch.device("cpu"))
-    pulse.listen(phases.hear)
+    pulse.listen(phases.on_phase)
     began = time.perf_counter()
-    phases.take()
+    phases.pop_seconds()
     pulse.set_phase("reading rows")
     time.sleep(0.02)
     pulse.set_phase("update")
     time.sleep(0.01)
     with pulse.waiting():
         time.sleep(0.03)
-    found = phases.take()
+    found = phases.pop_seconds()
     passed = time.perf_counter() - began
     assert found["data"] >= 0.02
     assert found["optimizer"] >= 0.04
@@ -281,4 +281,4 @@ def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
     assert parts == pytest.approx(passed, abs=0.005)
     time.sleep(0.01)
     pulse.set_phase("saving")
-    assert phases.take()["between"] >= 0.01
+    assert phases.pop_seconds()["between"] >= 0.01

@@ -249,7 +249,7 @@ def test_owners_take_turns_at_having_bodies_decoded():
         go = asyncio.Event()
 
         async def turn(owner):
-            async with pool._turn(owner):
+            async with pool._acquire(owner):
                 order.append(owner)
                 await go.wait()
 

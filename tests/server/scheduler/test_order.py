@@ -221,7 +221,7 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
         queue.put(errand("m", seq))
     drain(queue)
     queue.put(errand("m", 6))
-    other.go_on_from("m", queue.left()["m"])
+    other.restore("m", queue.left()["m"])
     assert isinstance(other.put(errand("m", 4)), Done)
     assert isinstance(other.put(errand("m", 3)), Done)
     with pytest.raises(RequestError, match="the next is 5"):

@@ -323,12 +323,12 @@ def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeyp
     for name, seconds in (("never", 0), ("often", 0.1)):
         settings = {"report_interval": seconds, "log_format": "structured", "use_wandb": False}
         recorders[name] = MetricsRecorder(job_in(tmp_path / name, train=settings), done=0, total=9)
-        recorders[name].tell(record(1, 3.0))
+        recorders[name].log(record(1, 3.0))
         time.sleep(0.15)
-        recorders[name].tell(record(2, 2.0))
+        recorders[name].log(record(2, 2.0))
     file = tmp_path / "often" / "report.html"
     wait_for(file.is_file)
-    recorders["often"].tell(record(3, 1.5))
+    recorders["often"].log(record(3, 1.5))
     wait_for(lambda: "<dd>3</dd>" in file.read_text())
     assert '<p class="standing running">' in file.read_text()
     for each in recorders.values():

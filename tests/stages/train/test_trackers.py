@@ -40,7 +40,7 @@ class Notebook:
         self.id = memory["id"]
         return self
 
-    def tell(self, step, values, at):
+    def log(self, step, values, at):
         if self._fails:
             self._fails -= 1
             raise ConnectionError("nobody answers")
@@ -234,9 +234,9 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
     deadline = time.monotonic() + 30
     while not said:
         assert time.monotonic() < deadline
-        all_of_them.look()
+        all_of_them.poll()
         time.sleep(0.05)
-    all_of_them.look()
+    all_of_them.poll()
     assert len(said) == 1
     assert said[0].startswith("one follows this run no more: OSError: no route to host")
     assert str(tmp_path / "1.log") in said[0]
@@ -258,7 +258,7 @@ def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
     deadline = time.monotonic() + 30
     while not said:
         assert time.monotonic() < deadline
-        alone.look()
+        alone.poll()
         time.sleep(0.05)
     assert "it did not answer" in said[0]
     alone.close("stopped")
@@ -275,13 +275,13 @@ def test_a_disk_that_is_full_loses_no_record_and_stops_nobody(tmp_path, monkeypa
     recorder = MetricsRecorder(
         job_in(tmp_path, train={"log_format": "structured"}), done=0, total=9
     )
-    recorder.tell(record(1, 3.0))
+    recorder.log(record(1, 3.0))
     for step in (2, 3):
         with monkeypatch.context() as context:
             context.setattr(os, "pwrite", full)
-            recorder.tell(record(step, 2.0))
+            recorder.log(record(step, 2.0))
         assert written() == [1]
-    recorder.tell(record(4, 1.5))
+    recorder.log(record(4, 1.5))
     assert written() == [1, 2, 3, 4]
     recorder.close()
     said = capsys.readouterr().err

@@ -141,10 +141,10 @@ class Generator:
                 for each in passes:
                     each.remove_finished()
         of_prompts.all_reduce(self.ranks)
-        likeliest = of_answers.gather(growing, self.ranks)
+        top_k_logprobs = of_answers.gather(growing, self.ranks)
         answers: list[list[Completion]] = [[] for _ in prompts]
         for one in growing:
-            answers[one.prompt_number].append(one.to_completion(likeliest.get(one.number)))
+            answers[one.prompt_number].append(one.to_completion(top_k_logprobs.get(one.number)))
         return [GenerationOutput(its, *of_prompts.of(number)) for number, its in enumerate(answers)]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
@@ -166,10 +166,10 @@ class Generator:
             )
         if prompt.count < 1:
             raise ConfigError(f"{prompt.count} answers are asked to {name}. Ask for 1.")
-        for asked in (prompt.likeliest, prompt.likeliest_drawn):
+        for asked in (prompt.prompt_top_k, prompt.top_k):
             if not 0 <= asked <= size:
                 raise ConfigError(
-                    f"the {asked} likeliest tokens are asked of {name}, and the model's vocabulary "
+                    f"the top {asked} tokens are requested of {name}, and the model's vocabulary "
                     f"has {size}."
                 )
         if prompt.how.stop_texts and decode is None:
@@ -333,7 +333,7 @@ def build_generator(
         ranks,
         logits,
         tokens_multiple(train),
-        keeps_up_to=config.turned_alike_up_to if layout.context.supports_kv_cache else 0,
+        keeps_up_to=config.rope_invariant_up_to if layout.context.supports_kv_cache else 0,
         kept_bytes=numbers * getattr(torch, train.computes_in).itemsize,
     )
     if not train.enable_compile:

@@ -26,14 +26,14 @@ class TopLogprobs:
         """Record the top-k of fp32 logits from which the next tokens of these sequences are
         sampled.
         """
-        asked = [row for row, one in enumerate(after) if one.prompt.likeliest_drawn]
+        asked = [row for row, one in enumerate(after) if one.prompt.top_k]
         if not asked:
             return
-        width = max(after[row].prompt.likeliest_drawn for row in asked)
+        width = max(after[row].prompt.top_k for row in asked)
         best = logits_SV[asked].log_softmax(-1).topk(width, dim=-1)
         tokens_SK = best.indices.int()
         for place, row in enumerate(asked):
-            one, wanted = after[row], slice(after[row].prompt.likeliest_drawn)
+            one, wanted = after[row], slice(after[row].prompt.top_k)
             told = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
             self._found.setdefault(one.number, []).append(told)
 
@@ -41,10 +41,10 @@ class TopLogprobs:
         self, growing: Sequence[DecodingSequence], ranks: ProcessInfo
     ) -> dict[int, TopKLogprobs]:
         """Gather the requested top-k logprobs of finished sequences, by index. Collective."""
-        asked = [one for one in growing if one.prompt.likeliest_drawn]
+        asked = [one for one in growing if one.prompt.top_k]
         if not asked:
             return {}
-        sizes = [len(one.tokens) * one.prompt.likeliest_drawn for one in asked]
+        sizes = [len(one.tokens) * one.prompt.top_k for one in asked]
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         tokens_A = torch.full((sum(sizes),), -1, dtype=torch.int32, device=ranks.device)
         log_probs_A = torch.full((sum(sizes),), -torch.inf, device=ranks.device)
@@ -67,7 +67,7 @@ class TopLogprobs:
 
 def _table(told: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
     """[T, K] of one sequence. A sequence without requested tokens has no positions."""
-    return told.unflatten(0, (len(one.tokens), one.prompt.likeliest_drawn))[: one.most]
+    return told.unflatten(0, (len(one.tokens), one.prompt.top_k))[: one.most]
 
 
 class PromptLogprobs:
@@ -80,7 +80,7 @@ class PromptLogprobs:
         self._prompts = prompts
         read = [number for number, prompt in enumerate(prompts) if prompt.needs_logprobs]
         lengths = [len(prompts[number].tokens) for number in read]
-        widths = [prompts[number].likeliest for number in read]
+        widths = [prompts[number].prompt_top_k for number in read]
         ends = list(accumulate(lengths, initial=0))
         self._first = dict(zip(read, ends, strict=False))
         self._widest = max(widths, default=0)
@@ -95,8 +95,8 @@ class PromptLogprobs:
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)
         told = int(widths_P.sum())
-        self._likeliest_W = torch.full((told,), -1, dtype=torch.int32, device=device)
-        self._likeliest_log_probs_W = torch.full((told,), -torch.inf, device=device)
+        self._top_k_tokens_W = torch.full((told,), -1, dtype=torch.int32, device=device)
+        self._top_k_log_probs_W = torch.full((told,), -torch.inf, device=device)
 
     def places(self, prompt: int) -> range:
         """The positions of a prompt's tokens among the P, except the first, which has no
@@ -117,12 +117,12 @@ class PromptLogprobs:
         order_K = torch.arange(self._widest, device=places_S.device)
         asked_SK = order_K < self._widths_P[places_S][:, None]
         into = (self._starts_P[places_S][:, None] + order_K)[asked_SK]
-        self._likeliest_W[into] = best.indices[asked_SK].int()
-        self._likeliest_log_probs_W[into] = best.values[asked_SK]
+        self._top_k_tokens_W[into] = best.indices[asked_SK].int()
+        self._top_k_log_probs_W[into] = best.values[asked_SK]
 
     def all_reduce(self, ranks: ProcessInfo) -> None:
         """All-reduce the results, so that every rank has all of them. Collective."""
-        for found in (self._log_probs_P, self._likeliest_W, self._likeliest_log_probs_W):
+        for found in (self._log_probs_P, self._top_k_tokens_W, self._top_k_log_probs_W):
             if found.numel() and ranks.world_size > 1:
                 ranks.all_reduce_max(found)
 
@@ -133,17 +133,17 @@ class PromptLogprobs:
         prompt = self._prompts[number]
         if not prompt.needs_logprobs:
             return None, None
-        first, length, width = self._first[number], len(prompt.tokens), prompt.likeliest
-        log_probs_T = likeliest = None
+        first, length, width = self._first[number], len(prompt.tokens), prompt.prompt_top_k
+        log_probs_T = top_k_logprobs = None
         if prompt.scored:
             log_probs_T = self._log_probs_P[first : first + length].cpu()
             log_probs_T[0] = torch.nan
         if width:
             start = int(self._starts_P[first])
             some = slice(start, start + length * width)
-            likeliest = TopKLogprobs(
-                self._likeliest_W[some].cpu().unflatten(0, (length, width)),
-                self._likeliest_log_probs_W[some].cpu().unflatten(0, (length, width)),
+            top_k_logprobs = TopKLogprobs(
+                self._top_k_tokens_W[some].cpu().unflatten(0, (length, width)),
+                self._top_k_log_probs_W[some].cpu().unflatten(0, (length, width)),
             )
-            likeliest.tokens_TK[0], likeliest.log_probs_TK[0] = -1, torch.nan
-        return log_probs_T, likeliest
+            top_k_logprobs.tokens_TK[0], top_k_logprobs.log_probs_TK[0] = -1, torch.nan
+        return log_probs_T, top_k_logprobs

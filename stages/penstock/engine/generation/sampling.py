@@ -51,7 +51,7 @@ class SamplingParams:
             raise ConfigError(f"max_tokens is {self.max_tokens}. Write 0 or more.")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature is {self.temperature}. Write 0 for the likeliest tokens, or more."
+                f"temperature is {self.temperature}. Write 0 for greedy decoding, or more."
             )
         if self.top_k != ALL and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}. Write 1 or more, or {ALL} for all.")

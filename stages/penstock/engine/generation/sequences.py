@@ -27,15 +27,15 @@ class Prompt:
     """The number of completions, sampled independently."""
     scored: bool = False
     """Whether prompt logprobs are requested."""
-    likeliest: int = 0
+    prompt_top_k: int = 0
     """The number of top-k logprobs at each prompt position."""
-    likeliest_drawn: int = 0
+    top_k: int = 0
     """The number of top-k logprobs at each completion position."""
 
     @property
     def needs_logprobs(self) -> bool:
         """Whether prompt logprobs of any kind are requested."""
-        return self.scored or self.likeliest > 0
+        return self.scored or self.prompt_top_k > 0
 
 
 class TopKLogprobs(NamedTuple):
@@ -56,7 +56,7 @@ class Completion:
     log_probs: list[float]
     """The log-prob of each token under the model at temperature 1."""
     ended: Ending
-    likeliest: TopKLogprobs | None
+    top_k_logprobs: TopKLogprobs | None
     """At each position; None: not requested."""
 
 
@@ -67,7 +67,7 @@ class GenerationOutput:
     answers: list[Completion]
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
     """fp32 on the host, the first NaN; None: not requested."""
-    likeliest: TopKLogprobs | None
+    top_k_logprobs: TopKLogprobs | None
     """At each position; None: not requested."""
 
 
@@ -111,12 +111,12 @@ class DecodingSequence:
         elif len(self.tokens) >= self.most:
             self.ended = "length"
 
-    def to_completion(self, likeliest: TopKLogprobs | None) -> Completion:
+    def to_completion(self, top_k_logprobs: TopKLogprobs | None) -> Completion:
         """The finished completion."""
         assert self.ended
         # A prompt without requested tokens only passed through the model for its logprobs.
         tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
-        return Completion(tokens, log_probs, self.ended, likeliest)
+        return Completion(tokens, log_probs, self.ended, top_k_logprobs)
 
     def _hits_stop_string(self, decode: Decode | None) -> bool:
         texts = self.prompt.how.stop_texts

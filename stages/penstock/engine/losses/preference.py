@@ -67,7 +67,7 @@ class Preferences:
     how: PreferenceConfig
     sums: SequenceLogProbs
 
-    def begin(
+    def begin_step(
         self,
         batches: Sequence[MicroBatch],
         references: Sequence[torch.Tensor],

@@ -76,7 +76,7 @@ class SelfAttention(nn.Module):
     ) -> None:
         """Where `drop` drops anything, plain attention is computed instead of what is plugged."""
         super().__init__()
-        self.window = config.window_of(layer)
+        self.window = config.layer_window(layer)
         self.sinks = (
             nn.Parameter(torch.empty(config.num_attention_heads))
             if config.attention_sinks

@@ -124,22 +124,22 @@ class SchedulerClient:
             try:
                 message = await self._channel.receive()
             except PeerLostError:
-                self._lose()
+                self._on_peer_lost()
                 continue
             match message:
                 case Status():
-                    self._hear(message)
+                    self._on_message(message)
                 case Answer() | Failure():
                     end = self._waiting.get(message.id)
                     if end and not end.done():
                         end.set_result(message)
 
-    def _hear(self, status: Status) -> None:
+    def _on_message(self, status: Status) -> None:
         if self.status is None or self.status.workers != status.workers:
             LOG.info("engine: its workers are %s %s", status.workers, status.reason)
         self.status = status
 
-    def _lose(self) -> None:
+    def _on_peer_lost(self) -> None:
         if self.status is not None:
             LOG.warning("engine: lost, with %d asks under way", len(self._waiting))
         self.status = None

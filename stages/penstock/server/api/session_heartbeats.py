@@ -50,7 +50,7 @@ class SessionHeartbeats:
 
     def start(self) -> None:
         """Start forwarding heartbeats, until `stop`."""
-        self._task = asyncio.create_task(self._tell())
+        self._task = asyncio.create_task(self._forward())
 
     async def stop(self) -> None:
         """Stop forwarding."""
@@ -86,7 +86,7 @@ class SessionHeartbeats:
         assert isinstance(told, Gone)
         return told.sessions
 
-    async def _tell(self) -> None:
+    async def _forward(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
             untold, self._untold = self._untold, defaultdict(set)

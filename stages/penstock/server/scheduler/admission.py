@@ -128,7 +128,7 @@ class Admission:
             raise RequestError(
                 "busy", f"works of the model that was called {work.model} are still to end"
             )
-        self._queue.begin_anew(work.model)
+        self._queue.restart_sequence(work.model)
         self._queue.put(errand)
         self._coming[work.model] = errand
         return None

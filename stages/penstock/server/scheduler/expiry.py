@@ -48,7 +48,7 @@ class Expiry:
         self.interval = min(LONGEST_INTERVAL, self._timeout / 10)
         """Seconds between checks."""
 
-    def look(self) -> None:
+    def sweep(self) -> None:
         """Unload models of expired sessions, and end sessions that have no model left."""
         for session in self._sessions.open():
             if self._is_idle(session) and not self._open_models(session):

@@ -181,7 +181,7 @@ class ModelQueue:
         ]
         return QueueState(next=self._next, ended=tuple(ended))
 
-    def go_on_from(self, left: QueueState) -> None:
+    def restore(self, left: QueueState) -> None:
         """Restore the state left by another process; requests waiting there may be lost."""
         for each in left.ended:
             # Another version may have had other request types.

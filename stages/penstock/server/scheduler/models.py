@@ -126,7 +126,7 @@ class Models:
         self._live[record.model] = LoadedModelState(record.step)
         self._registry.keep_model(record)
 
-    def put_back(
+    def restored(
         self,
         record: ModelRecord,
         instance: str,

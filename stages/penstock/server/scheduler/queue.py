@@ -152,7 +152,7 @@ class Queue:
             if (errand := lane.overdue(now, self._gap)) is not None:
                 yield errand
 
-    def begin_anew(self, model: str) -> None:
+    def restart_sequence(self, model: str) -> None:
         """Restart the sequence numbers of this model. None of its requests may be waiting."""
         assert not self.pending(model)
         self._lanes[model] = ModelQueue(model)
@@ -166,9 +166,9 @@ class Queue:
         room = LEFT_BYTES // max(1, len(self._lanes))
         return {model: its.left(room) for model, its in self._lanes.items()}
 
-    def go_on_from(self, model: str, left: QueueState) -> None:
+    def restore(self, model: str, left: QueueState) -> None:
         """Restore the state of this model's queue."""
-        self._lane(model).go_on_from(left)
+        self._lane(model).restore(left)
 
     def forget(self, model: str) -> None:
         """Drop this model's queue once its requests have ended."""

@@ -89,7 +89,7 @@ class Recovery:
             if is_held:
                 await self._close(record.model)
             return
-        self._models.put_back(record, ready.instance, sizes, was_changing=was_changing)
+        self._models.restored(record, ready.instance, sizes, was_changing=was_changing)
         LOG.info("model %s is put back to step %d", record.model, record.step)
 
     async def _load(self, record: ModelRecord) -> None:

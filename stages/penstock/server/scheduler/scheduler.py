@@ -162,7 +162,7 @@ class Scheduler:
         left = self._registry.take_left()
         self._admission.untouched.update(left.untouched)
         for record in self._models.open():
-            self._queue.go_on_from(record.model, left.lanes.get(record.model, QueueState()))
+            self._queue.restore(record.model, left.lanes.get(record.model, QueueState()))
 
     def _leave(self) -> None:
         left = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
@@ -385,7 +385,7 @@ class Scheduler:
 
     def _retire(self) -> None:
         try:
-            self._retiring.look()
+            self._retiring.sweep()
         except Exception:
             # For example a full disk or a replaced folder: continue to serve.
             LOG.exception("what is over could not be looked for")

@@ -90,8 +90,8 @@ class Sampling:
             ),
             count=order.counts[number],
             scored=order.prompt_logprobs[number] if order.prompt_logprobs else False,
-            likeliest=order.topk[number] if order.topk else 0,
-            likeliest_drawn=order.topk_drawn[number] if order.topk_drawn else 0,
+            prompt_top_k=order.topk[number] if order.topk else 0,
+            top_k=order.topk_drawn[number] if order.topk_drawn else 0,
         )
 
     def _fill(self, folder: Path | None) -> None:
@@ -203,7 +203,7 @@ class Sampling:
 def _sampled(found: GenerationOutput) -> Sampled:
     """As a message."""
     log_probs_T = found.log_probs_T
-    tokens, log_probs = _ranked(found.likeliest)
+    tokens, log_probs = _ranked(found.top_k_logprobs)
     return Sampled(
         sequences=tuple(map(_drawn, found.answers)),
         prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
@@ -213,7 +213,7 @@ def _sampled(found: GenerationOutput) -> Sampled:
 
 
 def _drawn(answer: Completion) -> Drawn:
-    tokens, log_probs = _ranked(answer.likeliest)
+    tokens, log_probs = _ranked(answer.top_k_logprobs)
     return Drawn(
         stop_reason=answer.ended,
         tokens=Array.of(answer.tokens, "int32"),
@@ -223,8 +223,8 @@ def _drawn(answer: Completion) -> Drawn:
     )
 
 
-def _ranked(likeliest: TopKLogprobs | None) -> tuple[Array | None, Array | None]:
-    if likeliest is None:
+def _ranked(top_k_logprobs: TopKLogprobs | None) -> tuple[Array | None, Array | None]:
+    if top_k_logprobs is None:
         return None, None
-    tokens_TK, log_probs_TK = likeliest
+    tokens_TK, log_probs_TK = top_k_logprobs
     return Array.of(tokens_TK.numpy(), "int32"), Array.of(log_probs_TK.numpy(), "float32")

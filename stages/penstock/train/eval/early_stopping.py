@@ -55,7 +55,7 @@ class EarlyStopping:
             return not math.isnan(value)
         return sign * value > sign * self.best[metric]
 
-    def hear(self, record: Mapping[str, Any]) -> None:
+    def update(self, record: Mapping[str, Any]) -> None:
         """Update the early-stopping state with an evaluation."""
         if not self.until.patience or (value := record.get(self.until.metric)) is None:
             return
@@ -67,7 +67,7 @@ class EarlyStopping:
             self._waited += 1
 
     @property
-    def is_tired(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the number of evaluations without improvement exceeds the patience."""
         return bool(self.until.patience) and self._waited >= self.until.patience
 

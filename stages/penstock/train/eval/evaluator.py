@@ -34,15 +34,15 @@ class EvalMetric(Protocol):
         """The keys of `record`."""
         ...
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the accumulated values."""
         ...
 
-    def see(self, batches: Sequence[MicroBatch]) -> None:
+    def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches. Collective."""
         ...
 
-    def record(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics. Collective."""
         ...
 
@@ -81,7 +81,7 @@ class Evaluator:
         """The keys of `evaluate`."""
         return self._teller.names
 
-    def rehearse(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
+    def sanity_check(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
         """Evaluate `batches` batches of the most expensive rows without logging, as a memory and
         sanity check.
 
@@ -104,7 +104,7 @@ class Evaluator:
         None if any rank is asked to stop before the end. Evaluates at most `most_rows`, the most
         expensive ones; by default all. Collective; all ranks get the same result.
         """
-        self._teller.begin()
+        self._teller.reset()
         # Sort by cost, so that replicas compute rows of similar cost at the same time.
         by_cost = np.argsort(-self._costs[self._chosen], kind="stable")
         dearest_first = self._chosen[by_cost][:most_rows]
@@ -114,8 +114,8 @@ class Evaluator:
                 return None
             self._ranks.pulse.set_phase("evaluating")
             mine = self._mine(dearest_first[start : start + at_once])
-            self._teller.see(read(self._rows, mine, self._reading))
-        return self._teller.record()
+            self._teller.update(read(self._rows, mine, self._reading))
+        return self._teller.compute()
 
     def _mine(self, rows: Integers) -> Groups:
         """The rows that this rank's replica evaluates."""

@@ -25,16 +25,16 @@ class PreferenceMetrics:
         names = ("loss", *NAMES, MARGINS)
         return [f"{PREFIX}{name}" for name in names if name not in left_out]
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the accumulated values."""
         self._seen = []
 
-    def see(self, batches: Sequence[MicroBatch]) -> None:
+    def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
         references = self._references.of(batches) if self._references else ()
         self._seen += self._preferences.forward_only(batches, references)
 
-    def record(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
         loss, found = self._preferences.compute_loss(self._seen)
         return {

@@ -106,7 +106,7 @@ class SyncedRefModel(References):
         numbers: set[int] = set()
         for _ in range(self._every):
             numbers.update(self._batches.rows(cursor).tolist())
-            cursor = self._batches.after(cursor)
+            cursor = self._batches.advance(cursor)
         return each_once((self._rows.row(number) for number in sorted(numbers)), ())
 
 

@@ -23,7 +23,7 @@ class TokenMetrics:
         self._rows, self._built, self._ranks = rows, built, ranks
         self._sources = Sources.read(rows.folder)
         self._first_documents = np.cumsum(rows.documents()) - rows.documents()
-        self.begin()
+        self.reset()
 
     @property
     def names(self) -> list[str]:
@@ -31,19 +31,19 @@ class TokenMetrics:
         labels = self._sources.labels if self._sources else ()
         return [LOSS, PERPLEXITY, ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Reset the accumulated values."""
         self._num_kinds = len(self._sources.labels) if self._sources else 1
         self._found = torch.zeros(
             self._num_kinds, 3, dtype=torch.float64, device=self._ranks.device
         )
 
-    def see(self, batches: Sequence[MicroBatch]) -> None:
+    def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
         kinds = [*map(self._kinds, batches)]
         self._found += self._built.onlooker.counts(batches, kinds, self._num_kinds)
 
-    def record(self) -> dict[str, float]:
+    def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._found).tolist()
         loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))

@@ -46,7 +46,7 @@ class HangWatchdog:
         up. Raises StageError if no rank has started far enough to dump its stack.
         """
         last = beats(self._pulses)
-        self._note(last)
+        self._record_progress(last)
         limit = self._limit or DEFAULT_TIMEOUT_SECONDS
         if time.monotonic() - self._since < limit:
             return self._after_a_timeout(last)
@@ -67,7 +67,7 @@ class HangWatchdog:
                 _kill(beat)
         return self.report
 
-    def _note(self, last: Sequence[RankStatus]) -> None:
+    def _record_progress(self, last: Sequence[RankStatus]) -> None:
         """Record progress since the last poll."""
         pids = [beat.pid for beat in last]
         if pids != self._pids:

@@ -26,16 +26,16 @@ class StopRequest:
         self._file = folder / STOP_FILE if folder else None
         self._is_written, self._looked = False, float("-inf")
 
-    def listen(self) -> "StopRequest":
+    def install_handlers(self) -> "StopRequest":
         """Install the handlers; must be called in the main thread."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(signum, self._note)
         return self
 
     def __bool__(self) -> bool:
-        return self.signum is not None or self._look()
+        return self.signum is not None or self._file_exists()
 
-    def _look(self) -> bool:
+    def _file_exists(self) -> bool:
         """Whether the file exists, or existed at an earlier check."""
         now = time.monotonic()
         if self._file and not self._is_written and now - self._looked >= LOOK_SECONDS:

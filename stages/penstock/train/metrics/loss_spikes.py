@@ -62,7 +62,7 @@ class LossWatch:
         self._start: float | None = None
         self._is_up = False
 
-    def see(self, loss: float) -> Spike | None:
+    def update(self, loss: float) -> Spike | None:
         """The spike that starts with this loss; None if the loss is normal, or as high as the
         previous one."""
         seen = self._seen
@@ -119,9 +119,9 @@ class SpikeWatch:
         """`threshold` as in `LossWatch`."""
         self._losses, self._ranks = LossWatch(threshold), ranks
 
-    def see(self, result: StepResult, batches: Sequence[MicroBatch]) -> Traced | None:
+    def update(self, result: StepResult, batches: Sequence[MicroBatch]) -> Traced | None:
         """The warning after a step over this rank's `batches`; the same on all ranks."""
-        spike = self._losses.see(result.loss)
+        spike = self._losses.update(result.loss)
         if spike is None:
             return None
         trained = sum(batch.num_trained for batch in batches)

@@ -35,7 +35,7 @@ class Phases:
         self._phase, self._waits = BETWEEN, False
         self._marks: list[tuple[str, bool, Any]] = [(BETWEEN, False, self._clock.mark())]
 
-    def hear(self, beat: RankStatus) -> None:
+    def on_phase(self, beat: RankStatus) -> None:
         """Record the time if a phase begins."""
         phase, waits = NAMES.get(beat.phase, beat.phase.replace(" ", "_")), beat.waiting
         if (phase, waits) == (self._phase, self._waits):
@@ -44,7 +44,7 @@ class Phases:
         if not waits or self._clock.sees_waiting:
             self._marks.append((phase, waits, self._clock.mark()))
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last call. The device must be synchronized."""
         last = self._clock.mark()
         self._clock.settle(last)

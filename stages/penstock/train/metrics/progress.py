@@ -75,7 +75,7 @@ class _Bar:
             if told := _evaluated(record):
                 self.say(f"train: step {record['step']}: {told}")
             return
-        left = self._pace.after(record["step"])
+        left = self._pace.eta(record["step"])
         if record["step"] % self._every == 0 or record["step"] == self._total:
             self._bar.set_postfix_str("  ".join(_in_brief(record, left)), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
@@ -100,7 +100,7 @@ class _Lines:
         more: dict[str, Any] = {"total_steps": self._total}
         if "loss" in record:
             step = record["step"]
-            more["eta_seconds"] = round(self._pace.after(step), 1)
+            more["eta_seconds"] = round(self._pace.eta(step), 1)
             if step % self._every and step != self._total:
                 return
         sys.stderr.write(f"{self._line_of({**record, **more})}\n")
@@ -121,7 +121,7 @@ class _Pace:
         self._total = total
         self._seen: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=RECENT)
 
-    def after(self, step: int) -> float:
+    def eta(self, step: int) -> float:
         """Remaining seconds after `step` steps."""
         now = time.monotonic()
         first, then = self._seen[0]

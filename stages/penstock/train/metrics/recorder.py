@@ -45,15 +45,15 @@ class MetricsRecorder:
         for name in names:
             self._start(KNOWN[name].title, "penstock.train.trackers", name)
 
-    def tell(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: Mapping[str, Any]) -> None:
         """Write a step record, with its `loss`, or an evaluation record."""
         self._keep({**record, "time": round(time.time(), 3)})
         self._display.show(record)
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
-            self._couriers.look()
-            self._follow_with_a_page(now)
+            self._couriers.poll()
+            self._start_live_report(now)
 
     def warn(self, step: int, text: str, **details: Any) -> None:
         """Log a warning at step `step` (from 1); `details` are stored for the report."""
@@ -82,7 +82,7 @@ class MetricsRecorder:
             )
         self._is_behind = fault is not None
 
-    def _follow_with_a_page(self, now: float) -> None:
+    def _start_live_report(self, now: float) -> None:
         """Start the live report once the run has lasted long enough to justify a process."""
         if self._report_after is None or now < self._report_after:
             return

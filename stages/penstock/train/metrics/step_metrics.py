@@ -66,13 +66,13 @@ class StepMetrics:
         self._recovers = False
         self._tells_recovery = train.log_recovery_timing
         if self._phases:
-            ranks.pulse.listen(self._phases.hear)
+            ranks.pulse.listen(self._phases.on_phase)
 
-    def goes_on(self) -> None:
+    def on_resume(self) -> None:
         """The next step is the first one after resuming."""
         self._recovers = self._tells_recovery
 
-    def of_step(
+    def step_fields(
         self, result: StepResult, batches: Sequence[MicroBatch], rows: Integers, seconds: float
     ) -> dict[str, Any]:
         """Additional values of rank 0's step record; `batches` are this rank's micro-batches, and
@@ -81,7 +81,7 @@ class StepMetrics:
         `tflops` are model FLOP/s per device, without padding and recomputation; `mfu` is their
         fraction of the device's peak, None if the peak is unknown.
         """
-        if traced := self._spikes.see(result, batches):
+        if traced := self._spikes.update(result, batches):
             self._warn(traced.text, spike=traced.spike.as_json())
         if not self._phases:
             return {}
@@ -90,7 +90,7 @@ class StepMetrics:
         return {
             "tflops": round(per_second / 1e12, 5),
             "mfu": round(per_second / self._peak, 5) if self._peak else None,
-            "phases": self._phases.take(),
+            "phases": self._phases.pop_seconds(),
             **self._recovery(),
         }
 
@@ -100,13 +100,13 @@ class StepMetrics:
         self._recovers = False
         return {"recovery_seconds": recovery_times(self._ranks.pulse.beginnings, time.time())}
 
-    def memory_here(self) -> int:
+    def peak_memory(self) -> int:
         """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
         with the rank in one number, so that one max-reduction gives both."""
         world = self._ranks.world_size
         return self._memory() * world + world - 1 - self._ranks.rank
 
-    def of_memory(self, most: int) -> dict[str, Any]:
+    def memory_fields(self, most: int) -> dict[str, Any]:
         """The memory fields of a record from the highest `memory_here`, and its rank if there are
         several."""
         world = self._ranks.world_size

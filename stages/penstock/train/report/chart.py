@@ -145,7 +145,7 @@ def bar_chart(
     width = 100 / len(counts)
     bars = [
         Bar(
-            f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.at(count)) * SIDE / 100:.1f}"
+            f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.position(count)) * SIDE / 100:.1f}"
             f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z",
             f"{name}: {count:,}",
         )
@@ -162,7 +162,9 @@ def bar_chart(
             for at, (short, name, _) in enumerate(counts)
             if not at % every
         ],
-        y_ticks=[Tick(100 - up.at(mark), label(mark)) for mark in marks if mark == round(mark)],
+        y_ticks=[
+            Tick(100 - up.position(mark), label(mark)) for mark in marks if mark == round(mark)
+        ],
         bars=bars,
     )
 
@@ -221,7 +223,7 @@ def _drawn(series: Series, across: Axis, up: Axis, label: Callable[[float], str]
         if not math.isfinite(value):
             return None
         # A smoothed value at a non-finite one may lie outside the axis range.
-        return across.at(steps[index]), min(100.0, max(0.0, 100 - up.at(value)))
+        return across.position(steps[index]), min(100.0, max(0.0, 100 - up.position(value)))
 
     raw = _path([place(i, v) for i, v in extremes(values)])
     smooth, dots = "", ""

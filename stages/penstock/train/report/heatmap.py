@@ -104,7 +104,7 @@ def _map(
     for x, column in enumerate(table):
         for y, value in enumerate(column):
             if math.isfinite(value):
-                shade = min(SHADES - 1, int(axis.at(value) * SHADES / 100))
+                shade = min(SHADES - 1, int(axis.position(value) * SHADES / 100))
                 paths[shade] += (
                     f"M{x * width:.1f} {y * height:.1f}h{width + OVERLAP:.1f}"
                     f"v{height + OVERLAP:.1f}h-{width + OVERLAP:.1f}z"

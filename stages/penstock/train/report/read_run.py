@@ -103,7 +103,7 @@ class RunRecord:
         return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
 
     @property
-    def look(self) -> str:
+    def css_class(self) -> str:
         """The CSS class of the status line: a finished run with too few steps is marked."""
         names = {each["name"] for each in self.around.get("findings", [])}
         doubtful = self.state == "finished" and bool(names & {"few_steps"})

@@ -30,7 +30,7 @@ class Axis:
         if self._low == self._high:
             self._low, self._high = self._low - 0.5, self._high + 0.5
 
-    def at(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Position in per cent between the low and the high end."""
         return 100 * (self._bent(value) - self._low) / (self._high - self._low)
 
@@ -52,16 +52,16 @@ def upright(
     bend: Bend = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
     marks = log_marks(low, high) if bend == "log" else round_marks(low, high, about)
     axis = Axis(min(low, marks[0]), max(high, marks[-1]), bend)
-    return axis, [Tick(100 - axis.at(mark), label(mark)) for mark in marks]
+    return axis, [Tick(100 - axis.position(mark), label(mark)) for mark in marks]
 
 
 def of_steps(axis: Axis) -> list[Tick]:
     """Round step numbers; the first one with the axis name if there is room."""
     first, last = round(axis.low), round(axis.high)
     marks = [m for m in round_marks(first, last, 5) if first < m <= last and m == round(m)]
-    ticks = [Tick(axis.at(mark), f"{mark:,.0f}") for mark in marks]
+    ticks = [Tick(axis.position(mark), f"{mark:,.0f}") for mark in marks]
     if not ticks or ticks[0].at > ROOM_FOR_NAME:
-        ticks.insert(0, Tick(axis.at(first), f"step {first:,}"))
+        ticks.insert(0, Tick(axis.position(first), f"step {first:,}"))
     return ticks
 
 

@@ -51,7 +51,7 @@ class _Run:
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client, self._id = client, run_id
 
-    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         time = int(at * 1000)
         found = [Metric(_named(name), value, time, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=found)

@@ -36,7 +36,7 @@ class TrackerProcess:
             )
         self._is_told = False
 
-    def fault(self) -> str | None:
+    def poll_failure(self) -> str | None:
         """Why it exited early; returned once."""
         status = self._process.poll()
         if not status or self._is_told:
@@ -44,7 +44,7 @@ class TrackerProcess:
         self._is_told = True
         return self._last_words(status)
 
-    def let_go(self, ending: Ending) -> None:
+    def signal_end(self, ending: Ending) -> None:
         """Signal the end of the run: `finished` or `stopped`."""
         stdin = self._process.stdin
         if stdin:
@@ -65,7 +65,7 @@ class TrackerProcess:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(KILLED_SECONDS)
             return "it did not take the last records in time"
-        return self.fault()
+        return self.poll_failure()
 
     def _last_words(self, status: int) -> str:
         with suppress(OSError, ValueError):
@@ -90,17 +90,17 @@ class TrackerSupervisor:
         except OSError as error:
             self._notify(f"{title} does not follow this run: {error}")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report processes that failed since the last check."""
         for courier in self._all:
-            if fault := courier.fault():
+            if fault := courier.poll_failure():
                 self._tell(courier, fault)
 
     def close(self, ending: Ending) -> None:
         """Let all of them finish within PARTING_SECONDS."""
         until = time.monotonic() + PARTING_SECONDS
         for courier in self._all:
-            courier.let_go(ending)
+            courier.signal_end(ending)
         for courier in self._all:
             if fault := courier.wait(until):
                 self._tell(courier, fault)

@@ -29,7 +29,7 @@ class _Events:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=begins_after + 1, session_log=start))
 
-    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=found)))
         self._writer.flush()

@@ -65,11 +65,11 @@ def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
     noted = time.monotonic()
     for record in follow_lines(folder / METRICS, end.has_come):
         if record is not None:
-            told.consider(record)
+            told.upload(record)
         if time.monotonic() - noted > REMEMBER_SECONDS:
             write_json(file, memory)
             noted = time.monotonic()
-    told.the_last()
+    told.upload_last()
     write_json(file, memory)
     _patiently(lambda: tracker.close(end.ending))
 
@@ -82,7 +82,7 @@ class UploadState:
         self._until: dict[str, int] = memory.setdefault("told", {})
         self._left_out: Mapping[str, Any] | None = None
 
-    def consider(self, record: Mapping[str, Any]) -> None:
+    def upload(self, record: Mapping[str, Any]) -> None:
         """Upload a record, unless it was uploaded before or its step is not on the logging
         interval."""
         kind = record_kind(record)
@@ -93,14 +93,14 @@ class UploadState:
             return
         self._tell(kind, record)
 
-    def the_last(self) -> None:
+    def upload_last(self) -> None:
         """Upload the last step if it was skipped."""
         if self._left_out and self._left_out["step"] > self._until.get("train", -1):
             self._tell("train", self._left_out)
 
     def _tell(self, kind: str, record: Mapping[str, Any]) -> None:
         step, values = record["step"], record_values(record)
-        _patiently(lambda: self._tracker.tell(step, values, record.get("time", time.time())))
+        _patiently(lambda: self._tracker.log(step, values, record.get("time", time.time())))
         self._until[kind] = step
 
 

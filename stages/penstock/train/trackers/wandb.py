@@ -37,7 +37,7 @@ class _Run:
     def __init__(self, run: wandb.Run) -> None:
         self._run = run
 
-    def tell(self, step: int, values: Mapping[str, float], at: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         self._run.log({**values, "_timestamp": at}, step=step)
 
     def close(self, ending: Ending) -> None:

@@ -88,12 +88,12 @@ class CodecPool:
 
         Raises ApiError: 413 if it exceeds the memory or time limit, 503 if no process starts.
         """
-        async with self._turn(owner):
+        async with self._acquire(owner):
             yield await self._ask(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
         """Encode a result. Raises ApiError as above."""
-        async with self._turn(owner):
+        async with self._acquire(owner):
             # Encoded only now, so that queued results of one owner hold no extra copies.
             encoded = msgspec.msgpack.encode(result)
             reply, written = await self._ask(job, (encoded,))
@@ -107,7 +107,7 @@ class CodecPool:
             return await process.ask(job, parts)
 
     @asynccontextmanager
-    async def _turn(self, owner: str) -> AsyncGenerator[None]:
+    async def _acquire(self, owner: str) -> AsyncGenerator[None]:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._next()
@@ -119,15 +119,15 @@ class CodecPool:
         try:
             yield
         finally:
-            self._end_turn(owner)
+            self._release(owner)
 
-    def _end_turn(self, owner: str) -> None:
+    def _release(self, owner: str) -> None:
         self._busy.discard(owner)
         self._next()
 
     def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
         if turn.done():
-            self._end_turn(owner)
+            self._release(owner)
             return
         self._waiting[owner].remove(turn)
         if not self._waiting[owner]:
