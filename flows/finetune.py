@@ -25,8 +25,6 @@ env.default(
         "PREFECT_CLIENT_MAX_RETRIES": "20",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-        # What preparing warns of in the flow's process; without a run there is nobody to tell.
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "penstock.prepare",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "RAY_USAGE_STATS_ENABLED": "0",
         "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "warning",
@@ -52,7 +50,7 @@ from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
 from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
-from prefect_artifacts import log_notice, noticed, show, training_shown
+from prefect_artifacts import log_notice, noticed, prepare_logged, show, training_shown
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
 for script in (
@@ -87,7 +85,8 @@ def realise(planned: Plan, name: StageName, wishes: RebuildOptions) -> State[Sta
     """Bring one stage up in the store, and say whether it was there already."""
     step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
-        with training_shown(step.path, called, logger) if name == "train" else nullcontext():
+        shown = training_shown(step.path, called, logger) if name == "train" else nullcontext()
+        with shown, prepare_logged(logger):
             outcome = execute_stage(step, planned.run, wishes, noticed(name, called, logger))
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
@@ -129,7 +128,8 @@ def chain(
 
     def bring(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
         if runner and name == "prepare":
-            spread(planned, runner, num_shares(run))
+            with prepare_logged(logger):
+                spread(planned, runner, num_shares(run))
         return brought(planned, name, wishes)
 
     with overview_shown(planned, chat, logger) as outcomes:

@@ -79,6 +79,33 @@ def log_notice(line: str, logger: Logger) -> None:
     logger.log(logging.WARNING if WARNING.match(line) else logging.INFO, "%s", line)
 
 
+class _RunLogHandler(logging.Handler):
+    """Passes records on to the log of a run."""
+
+    def __init__(self, run_logger: Logger) -> None:
+        super().__init__()
+        self._run_logger = run_logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._run_logger.log(record.levelno, "%s", record.getMessage())
+
+
+@contextmanager
+def prepare_logged(run_logger: Logger) -> Generator[None]:
+    """While the block runs, what preparing data logs is in the log of a run, and there alone.
+
+    Prefect's PREFECT_LOGGING_EXTRA_LOGGERS is read before the script of a deployed flow.
+    """
+    logger, handler = logging.getLogger("penstock.prepare"), _RunLogHandler(run_logger)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = True
+
+
 @contextmanager
 def offered(what: str, logger: Logger) -> Generator[None]:
     """Around showing something that a stage does not wait for long, and that may be missed."""

@@ -20,6 +20,7 @@ from penstock.core.cache.in_use import keys_in_use
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.plan import RebuildOptions, plan
+from penstock.prepare import process_warnings
 from penstock.prepare.stage import ShareDone
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
@@ -287,22 +288,17 @@ def test_ranks_that_are_started_again_are_told_with_the_step_that_training_is_ba
     assert lines_of(training_log, [*records[:3], *records[:3]], tmp_path) == lines[:3]
 
 
-def test_what_stages_warn_of_outside_of_any_run_is_no_fault():
-    import finetune
+def test_what_preparing_warns_of_is_in_the_log_of_the_run_once_and_only_while_it_runs(caplog):
+    import prefect_artifacts
 
-    assert finetune.realise  # since then Prefect listens to some of our loggers
-    for name in ("penstock.prepare", "penstock.server.api.scheduler_client"):
-        logging.getLogger(name).warning("heard by nobody")
-
-
-def test_what_preparing_warns_of_goes_to_the_log_of_the_task():
-    from prefect.logging.handlers import APILogHandler
-
-    import finetune
-    from penstock.prepare import process_warnings
-
-    assert finetune.realise  # since then Prefect listens to some of our loggers
-    assert any(isinstance(each, APILogHandler) for each in process_warnings.log.handlers)
+    said, log = Said(), process_warnings.log
+    with prefect_artifacts.prepare_logged(said.logger):
+        log.warning("%s%% of it is odd", 3)
+        log.info("usual")
+    log.warning("later")
+    assert said.lines == ["WARNING 3% of it is odd"]
+    assert [record.getMessage() for record in caplog.records][-1] == "later"
+    assert not log.handlers
 
 
 def test_a_share_that_a_worker_prepares_brings_its_warnings_home_once_each():
