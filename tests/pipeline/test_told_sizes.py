@@ -44,7 +44,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, 
 """Settings of data, of its one source and of training; what is found, and what is to be changed."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name == "a step of more rows than there are"
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in RUNS
+    ],
+)
 def test_what_does_not_suit_is_told_everywhere_with_the_setting_to_change(name, tmp_path):
     data, source, train, expected = RUNS[name]
     lengths = [25, 25, 25, 25, 25, 25, 60 if "truncation_mode" in data else 25]

@@ -76,7 +76,8 @@ def test_the_whole_run_of_local_training_trains_by_the_printed_command(model, tm
     losses_in(tmp_path / "out")
 
 
-@pytest.mark.parametrize("stage", [pytest.param("SFT", marks=pytest.mark.exhaustive), "DPO"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", ["SFT", "DPO"])
 def test_a_file_in_the_documented_words_of_erniekit_trains(stage, model, tmp_path):
     records, keys = [], {}
     for n in (*range(20), *range(20)):

@@ -164,6 +164,7 @@ def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(tmp_
         server.stop()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_a_client_of_the_sdk_that_tries_again_goes_on_over_a_stop(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
