@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.core.process.byte_stream import ByteStream
+if TYPE_CHECKING:  # a finished run imports this file and starts nothing
+    from penstock.core.process.byte_stream import ByteStream
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Signals that request a stop: from users, schedulers, and a deadline."""
@@ -33,7 +35,7 @@ def run_ranks(
     arguments: Sequence[str],
     *,
     environment: Mapping[str, str],
-    sink: ByteStream,
+    sink: "ByteStream",
     deaths: Path,
     patience: float,
     watch: Callable[[], str | None] = lambda: None,
@@ -63,7 +65,7 @@ def run_ranks(
 
 def _copy(
     child: "subprocess.Popen[bytes]",
-    sink: ByteStream,
+    sink: "ByteStream",
     watch: Callable[[], str | None],
 ) -> None:
     """Copy the child's output until it closes the pipe, with the text from `watch` in between."""
@@ -84,7 +86,7 @@ def _copy(
                     _say(sink, f"train: {said}\n".encode())
 
 
-def _say(sink: ByteStream, text: bytes) -> None:
+def _say(sink: "ByteStream", text: bytes) -> None:
     """Raises SystemExit on a closed pipe: the reader is gone, and retrying does not help."""
     try:
         sink.write(text)
@@ -93,7 +95,7 @@ def _say(sink: ByteStream, text: bytes) -> None:
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-def _end(child: "subprocess.Popen[bytes]", sink: ByteStream, seconds: float) -> None:
+def _end(child: "subprocess.Popen[bytes]", sink: "ByteStream", seconds: float) -> None:
     """Send one SIGTERM, wait, then SIGKILL; the child's pipe is drained meanwhile."""
     with _deaf():
         child.send_signal(signal.SIGTERM)

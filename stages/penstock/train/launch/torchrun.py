@@ -12,7 +12,6 @@ from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.process.allowed_env import Purpose
-from penstock.core.process.byte_stream import byte_stream
 from penstock.core.process.rendezvous import (
     PORT,
     interface_towards,
@@ -47,7 +46,9 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
     With `launch.timeout`, hung ranks are killed, and restarted or given up. Raises StageError if no
     rank starts, and ConfigError if the rendezvous with the other nodes fails.
     """
-    from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415 - not needed for a finished run
+    # Not needed for a finished run.
+    from penstock.core.process.byte_stream import byte_stream  # noqa: PLC0415
+    from penstock.train.launch.hang_watchdog import HangWatchdog  # noqa: PLC0415
 
     launch = job.config.launch
     address = (
