@@ -19,8 +19,9 @@ from penstock.cli.main import main as penstock
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.process.rendezvous import is_loopback_host
 from penstock.server.__main__ import main
-from penstock.server.launch.addresses import free_port, is_loopback, tcp, workers_address
+from penstock.server.launch.addresses import free_port, tcp, workers_address
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import ServerJob
 from penstock.server.launch.multi_node import First, Other
@@ -341,7 +342,7 @@ def test_other_machines_are_let_in_only_with_keys(tmp_path, monkeypatch):
     [("localhost", True), ("127.0.0.3", True), ("::1", True), ("0.0.0.0", False), ("a.b", False)],
 )
 def test_hosts_of_this_machine_alone_are_told_from_others(host, answer):
-    assert is_loopback(host) == answer
+    assert is_loopback_host(host) == answer
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path):

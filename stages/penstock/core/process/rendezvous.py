@@ -77,7 +77,7 @@ def listening_address(host: str) -> str:
     except OSError:
         return ""
     is_loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
-    return "" if is_loopback and not _means_loopback(host) else str(address)
+    return "" if is_loopback and not is_loopback_host(host) else str(address)
 
 
 def interface_towards(host: str) -> str | None:
@@ -90,7 +90,7 @@ def interface_towards(host: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, PORT))  # Connecting a datagram socket sends nothing.
         own = asking.getsockname()[0]
-        if ipaddress.ip_address(own).is_loopback and not _means_loopback(host):
+        if ipaddress.ip_address(own).is_loopback and not is_loopback_host(host):
             return None
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # The interface has no address.
@@ -100,8 +100,8 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def _means_loopback(host: str) -> bool:
-    """Whether the host is loopback on every machine."""
+def is_loopback_host(host: str) -> bool:
+    """Whether the host is loopback on every machine: only this one can reach it."""
     if host == "localhost":
         return True
     try:

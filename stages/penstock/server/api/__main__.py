@@ -15,12 +15,12 @@ import uvicorn
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
+from penstock.core.process.rendezvous import is_loopback_host
 from penstock.server.api.app import create_app
 from penstock.server.api.context import AppState
 from penstock.server.api.http_protocol import Connection, room_for_connections
 from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
-from penstock.server.launch.addresses import is_loopback
 from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.envelopes import FromEngine
 from penstock.server.protocol.zmq_channel import connecting
@@ -45,7 +45,7 @@ def main(job_path: Path) -> None:
 
 async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     """Serve the API of this job."""
-    if not keys and not is_loopback(job.api_host):
+    if not keys and not is_loopback_host(job.api_host):
         raise ConfigError(
             f"api_host is {job.api_host}, which other machines reach, and there are no keys.\n"
             f"  Name api_keys_file, or set {env.SERVER_KEYS}; or serve on 127.0.0.1."

@@ -1,6 +1,5 @@
 """Bind and connect addresses of the server's processes."""
 
-import ipaddress
 import socket
 
 from penstock.config.server.config import ServerConfig
@@ -9,16 +8,6 @@ from penstock.core.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = {"0.0.0.0": LOOPBACK, "::": "::1", "*": LOOPBACK}
 """Wildcard hosts, and the local address that reaches them."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def near(host: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.process.rendezvous import is_loopback_host
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import pin_config, pin_model, pin_tokenizer
@@ -18,7 +19,6 @@ from penstock.server.launch.addresses import (
     EVERYWHERE,
     LOOPBACK,
     free_port,
-    is_loopback,
     parse_host,
     parse_port,
     tcp,
@@ -176,7 +176,7 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
             raise ConfigError(f"{path} has a key with a comma.\n  Write one key on each line.")
         if not keys:
             raise ConfigError(f"{path} has no keys.\n  Write one on each line.")
-    if not keys and not is_loopback(config.api_host):
+    if not keys and not is_loopback_host(config.api_host):
         raise ConfigError(
             f"api_host is {config.api_host}, which other machines reach, and there are no keys.\n"
             f"  Write api_keys_file, or set {env.SERVER_KEYS}; or leave api_host at {LOOPBACK}."
