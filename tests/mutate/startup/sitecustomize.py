@@ -1,9 +1,9 @@
 """Runs at the start of every Python process of a mutation check: one config field is ignored.
 
 `MUTATION_FILE` names a file with the mutant as JSON: `classes` that declare the field, its `name`,
-what is read instead (`value`; without it the field's default), and whether validation ignores it
-too (`validation`). An empty file is no mutant. Forks read it again, so that a preloaded server of
-processes serves many mutants.
+what is read instead (`value`; without it the field's default), and whether validation and the
+identity of stages ignore it too (`validation`, `identity`). An empty file is no mutant. Forks read
+it again, so that a preloaded server of processes serves many mutants.
 """
 
 import importlib.machinery
@@ -65,7 +65,7 @@ def _patch_sections(module: ModuleType) -> None:
     def dump(self: Any, **options: Any) -> dict[str, Any]:
         written = super(base, self).model_dump(**options)
         name = mutant.get("name", "")
-        if name in written and _applies(type(self), name):
+        if name in written and mutant["identity"] and _applies(type(self), name):
             written[name] = _constant(type(self))
         return written
 
