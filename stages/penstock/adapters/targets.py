@@ -53,11 +53,6 @@ def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
         ConfigError: a target that names none, or a head or an embedding that are tied.
     """
     layers = targetable_layers(whole)
-    chosen = chosen_names(
-        targets, layers, _routers(whole), is_tied=whole.config.tie_word_embeddings
-    )
+    routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
+    chosen = chosen_names(targets, layers, routers, is_tied=whole.config.tie_word_embeddings)
     return [hf for hf in layers if hf in chosen]
-
-
-def _routers(model: Decoder) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, Router)]

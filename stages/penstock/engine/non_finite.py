@@ -3,6 +3,7 @@
 The weights are still those of the last good step, so each micro-batch's loss can be computed again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def locate_non_finite(
     `loss_of` recomputes one micro-batch's loss, without gradients.
     """
     losses = [loss_of(batch) for batch in batches]
-    bad = [not _is_finite(loss) for loss in losses]
+    bad = [not math.isfinite(loss) for loss in losses]
     mine = NonFiniteReport(
         rows=tuple(
             row
@@ -100,7 +101,3 @@ def first_not_finite(trained: Sequence[LocalParam]) -> str | None:
         if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
             return one.name
     return None
-
-
-def _is_finite(loss: float) -> bool:
-    return loss - loss == 0

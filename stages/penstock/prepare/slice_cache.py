@@ -117,7 +117,9 @@ def prunable(
     latest = time.time() - max(older_than, DAY)
     for key, paths in sorted(by_key.items()):
         is_linked = any(
-            path.stat().st_nlink > 1 + loose[_inode(path)] for path in paths if _is_slice(path)
+            path.stat().st_nlink > 1 + loose[_inode(path)]
+            for path in paths
+            if path.suffix == ".arrow"
         )
         if key in used or is_linked or any(path.stat().st_mtime > latest for path in paths):
             continue
@@ -133,10 +135,6 @@ def _inode(path: Path) -> tuple[int, int]:
 
 def _files_of(item: Slice) -> Files:
     return f"{item.content}.arrow", f"{item.content}.json"
-
-
-def _is_slice(path: Path) -> bool:
-    return path.suffix == ".arrow"
 
 
 def _note_of(path: Path) -> Note | None:

@@ -77,7 +77,11 @@ class DatasetTarget:
                 f"{self.hub.repo} is a public data set, and prepared data goes to private ones.\n"
                 f"  Make it private on the hub, or name another in {FIELD}."
             )
-        if not self.holds(info) and _data_of_its_own(info) and not _configs(self._card(info)):
+        if (
+            not self.holds(info)
+            and any(map(detect_file_kind, _names(info)))
+            and not _configs(self._card(info))
+        ):
             raise CapabilityError(
                 f"{self.hub.repo} holds data that its card names in no configuration, and adding "
                 f"one would hide it.\n  Name a data set of its own in {FIELD}."
@@ -185,10 +189,6 @@ def _add_config(card: DatasetCard, config: str, sent: list[Sent]) -> None:
 
 def _names(info: DatasetInfo) -> set[str]:
     return {each.rfilename for each in info.siblings or []}
-
-
-def _data_of_its_own(info: DatasetInfo) -> bool:
-    return any(detect_file_kind(name) for name in _names(info))
 
 
 def _record_of(prepared: Artifact) -> bytes:

@@ -176,7 +176,9 @@ class RemoteEntry(Entry):
             if name not in self.sizes:
                 faults.append(f"{called}: missing")
             elif self.sizes[name] != file["bytes"]:
-                faults.append(_other_size(called, self.sizes[name], file))
+                faults.append(
+                    f"{called}: {self.sizes[name]} bytes, {file['bytes']} in the manifest"
+                )
             elif _sha256_behind((self.place / name).url) != file["sha256"]:
                 faults.append(f"{called}: content differs from the manifest")
         return faults
@@ -228,10 +230,6 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
             hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
             if child.is_dir() and not child.is_symlink() and not hidden:
                 yield from _folders(child, depth - 1)
-
-
-def _other_size(called: str, have: int, file: dict[str, Any]) -> str:
-    return f"{called}: {have} bytes, {file['bytes']} in the manifest"
 
 
 def _sha256_behind(url: str) -> str:

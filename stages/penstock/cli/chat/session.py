@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,7 +193,7 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
 def _converse(talk: Chat) -> dict[str, Any]:
     options = talk.options
     if options.prompts or not sys.stdin.isatty() or talk.console.as_json:
-        asked = options.prompts or _lines_of_stdin()
+        asked = options.prompts or (line.strip() for line in sys.stdin if line.strip())
         answers = [(prompt, talk.ask(prompt)) for prompt in asked]
         return {"answers": [_plain(talk, prompt, replies) for prompt, replies in answers]}
     with suppress(ImportError):
@@ -221,10 +221,6 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             sys.stdout.write("\n")
-
-
-def _lines_of_stdin() -> Iterator[str]:
-    return (line.strip() for line in sys.stdin if line.strip())
 
 
 def _plain(talk: Chat, prompt: str, replies: "Sequence[Reply]") -> dict[str, Any]:

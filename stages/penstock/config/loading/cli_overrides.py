@@ -116,7 +116,7 @@ def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
     for depth, step in enumerate(path):
         above = ".".join(map(str, path[:depth]))
         last = depth == len(path) - 1
-        empty: Any = value if last else _room_for(path[depth + 1])
+        empty: Any = value if last else [] if isinstance(path[depth + 1], int) else {}
         if isinstance(at, list):
             entries = cast("list[Any]", at)
             if not isinstance(step, int):
@@ -137,7 +137,3 @@ def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
         else:
             return f"{above} is a single value and has no {step}"
     return None
-
-
-def _room_for(step: str | int) -> dict[str, Any] | list[Any]:
-    return [] if isinstance(step, int) else {}

@@ -60,7 +60,9 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
     Nothing is judged: values that no run can have are told when the translation is read.
     """
     flat = dict(_flat(dialect.prepare(values), dialect.keys))
-    written = {key: value for key, value in flat.items() if _says(dialect, key, value)}
+    written = {
+        key: value for key, value in flat.items() if value is not None or key in dialect.nulls
+    }
     defaults = {**dialect.defaults, **dialect.inferred(written)}
     draft = Draft(written, defaults)
     for key, value in flat.items():
@@ -82,10 +84,6 @@ def as_it_is(values: Mapping[str, Any], devices: Devices) -> Translation:
     """A file of our own, which says all there is to say."""
     lines = [Line(key, value, "maps", names=[key]) for key, value in _flat(values, set())]
     return Translation(NATIVE, "Penstock", values, lines, devices.ranks)
-
-
-def _says(dialect: Dialect, key: str, value: Any) -> bool:
-    return value is not None or key in dialect.nulls
 
 
 def _flat(values: Mapping[str, Any], keys: set[str], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -245,7 +245,7 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
             f"{path} holds no file that ends in {', '.join(_endings(ds_type))}.\n"
             f"  It holds {some(top(names))}; name files with data_files and ds_type."
         )
-    splits = {frozenset(_splits_in(Path(name))) for name in data}
+    splits = {frozenset(_words(Path(name)) & SPLIT_WORDS) for name in data}
     if splits == {frozenset()} or (split is None and len(splits) == 1):
         return data
     wanted = split or "train"
@@ -323,10 +323,6 @@ def refuse_other_split(path: str, names: Sequence[str], split: str | None) -> No
 
 def _words(path: Path) -> set[str]:
     return {word for word in re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()) if word}
-
-
-def _splits_in(path: Path) -> set[str]:
-    return _words(path) & SPLIT_WORDS
 
 
 def some(names: Sequence[str]) -> str:

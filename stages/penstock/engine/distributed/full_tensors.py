@@ -53,7 +53,10 @@ class FullTensorGather:
     def __init__(self, held: Iterable[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
         self._here: dict[_Box, tuple[TensorShard, nn.Parameter]] = {
-            _box(piece, one.parameter): (piece, one.parameter)
+            _Box(piece.tensor, piece.whole, piece.offsets, piece.sizes, one.parameter.dtype): (
+                piece,
+                one.parameter,
+            )
             for one in held
             for piece in one.pieces
         }
@@ -147,10 +150,6 @@ class FullTensorGather:
         """This rank's shard of a tensor, on the device of the process group."""
         piece, parameter = self._here[box]
         return piece.of(local(parameter.detach())).to(self._ranks.device)
-
-
-def _box(piece: TensorShard, parameter: nn.Parameter) -> _Box:
-    return _Box(piece.tensor, piece.whole, piece.offsets, piece.sizes, parameter.dtype)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

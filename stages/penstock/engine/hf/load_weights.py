@@ -76,7 +76,7 @@ def load_weights(
         with SafetensorsFolder(weights) as folder:
             _read(_boxes(stored), seen(folder), ranks)
         return
-    receiving = [one for one in stored if _is_first(one.copying)]
+    receiving = [one for one in stored if one.copying is None or dist.get_rank(one.copying) == 0]
     # A separate group: P2P messages must not be counted among the collectives of all ranks.
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -86,10 +86,6 @@ def load_weights(
     for one in stored:
         if one.copying is not None:
             _copy(local(one.parameter), one.copying, ranks.device)
-
-
-def _is_first(copying: dist.ProcessGroup | None) -> bool:
-    return copying is None or dist.get_rank(copying) == 0
 
 
 def _is_adapter(held: LocalParam) -> bool:

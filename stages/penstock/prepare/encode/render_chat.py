@@ -194,7 +194,9 @@ class Renderer:
 
         if True not in conversation.trained:
             return Document("", ())
-        text, found = rendered_by_turn(render, conversation, self._has_special)
+        text, found = rendered_by_turn(
+            render, conversation, lambda text: self._special.search(text) is not None
+        )
         if self._its.chat_template == "auto" and not self.by_turn:
             log.warning(
                 "The chat template shows answers differently once others follow. Such "
@@ -240,9 +242,6 @@ class Renderer:
         filled = [[_without_nulls(message) for message in messages] for messages in conversations]
         found: Any = render_jinja_template(filled, chat_template=template, **options, **self._names)
         return found
-
-    def _has_special(self, text: str) -> bool:
-        return self._special.search(text) is not None
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         last = start

@@ -17,11 +17,10 @@ def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPla
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = range(0, len(sizes), group_size)
-    return join([_group(sizes[at : at + group_size], capacity, at) for at in starts] or [_none()])
-
-
-def _none() -> PackingPlan:
-    return PackingPlan(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    return join(
+        [_group(sizes[at : at + group_size], capacity, at) for at in starts]
+        or [PackingPlan(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
+    )
 
 
 def _group(sizes: npt.NDArray[np.int64], capacity: int, first: int) -> PackingPlan:
