@@ -1,9 +1,8 @@
-"""DoRA: an adapted weight is given the norms that are trained beside its factors.
+"""DoRA (Liu et al. 2024, sections 4.1 and 4.3): LoRA with a trained magnitude per output row.
 
-W is [out, in], with A [r, in], B [out, r] and magnitudes m [out]; the layer computes with
-(m / |W + s B A|) (W + s B A), the norm of each row, through which no gradient flows (Liu et al.
-2024, sections 4.1 and 4.3). For an embedding norms are those of columns. The norm and its formula
-are PEFT's.
+W is [out, in], A [r, in], B [out, r] and the magnitudes m [out]. The layer's weight is m / |W + s B
+A| * (W + s B A). |.| is the norm of each row; no gradient flows through it. For an embedding the
+norms are those of columns. The norms and the formula are PEFT's.
 """
 
 from collections.abc import Callable
@@ -14,26 +13,27 @@ import torch
 from penstock.adapters.weight_delta import LoraDelta
 
 Normed = Literal["plain", "dora"]
-"""Whether adapted weights have magnitudes."""
+"""Whether adapted weights have DoRA magnitudes."""
 
 STRETCH = 32 << 20
-"""Bytes of the weight's rows, in fp32, that are held at a time."""
+"""Bytes of fp32 weight rows that are computed at a time."""
 
 Rows = Callable[[int, int], torch.Tensor]
-"""The rows of a weight from one number to another."""
+"""Returns the rows [start, end) of a weight."""
 
 SumSquares = Callable[[torch.Tensor], torch.Tensor]
-"""From sums of squares over what of each row or column is here to those over all of it."""
+"""Turns sums of squares over the local part of each row or column into sums over all of it (an
+all-reduce under tensor parallelism)."""
 
 
 def all_here(squares: torch.Tensor) -> torch.Tensor:
-    """Where whole rows and columns are here."""
+    """The `SumSquares` for rows and columns that are not sharded."""
     return squares
 
 
 @torch.no_grad()
 def row_norms(rows: Rows, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
-    """The norm of each row of the sum of a weight and a product, fp32."""
+    """The norm of each row of `weight + delta`, fp32."""
     device = product.left.device
     with torch.autocast(device.type, enabled=False):
         count, columns = product.shape
@@ -47,7 +47,7 @@ def row_norms(rows: Rows, product: LoraDelta, sum_squares: SumSquares) -> torch.
 
 @torch.no_grad()
 def column_norms(weight: torch.Tensor, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
-    """The norm of each column of the sum of weight and product, fp32."""
+    """The norm of each column of `weight + delta`, fp32."""
     with torch.autocast(weight.device.type, enabled=False):
         found = weight.new_zeros(weight.shape[1], dtype=torch.float32)
         for start in range(0, len(weight), stride := _rows_at_once(weight.shape[1])):
@@ -61,8 +61,9 @@ def _rows_at_once(columns: int) -> int:
 
 
 def dora_scale(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """What rows or columns are multiplied by.
+    """The factor `magnitude / norm` of each row or column.
 
-    Norms are rounded as magnitudes are, so that what starts at the norm starts at 1.
+    Norms are cast to the dtype of the magnitudes, so that magnitudes initialized from the norms
+    give exactly 1.
     """
     return magnitude / norms.to(magnitude.dtype)

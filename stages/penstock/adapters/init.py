@@ -1,4 +1,4 @@
-"""Where an adapter's tensors start."""
+"""Initialization of LoRA parameters."""
 
 import math
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from penstock.models.initialize import generator_for
 
 
 def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0) -> torch.Tensor:
-    """The start of the factor with this native name, fp32 on the CPU.
+    """The initial value of the LoRA parameter with this native name, fp32 on the CPU.
 
-    A is uniform in ±1/sqrt(in) (kaiming_uniform with a = sqrt 5, as PEFT has it), B is zeros, so
-    that training starts at the base model. Of an embedding, as in PEFT, A is zeros and B normal.
-    The generator is seeded by the checkpoint's name of the layer: fused or not, a layer starts
-    alike. Those of experts [E, r, in] follow one another. After so many `merges` of what was learnt
-    into the weights it is another start.
+    A is uniform in ±1/sqrt(in) (kaiming_uniform with a = sqrt 5, as in PEFT). B is zeros, so
+    training starts at the base model. For an embedding, as in PEFT, A is zeros and B is normal. The
+    generator is seeded by the layer's checkpoint name, so a layer gets the same values fused or
+    not. Those of experts [E, r, in] are drawn one expert after another. `merges` counts the ReLoRA
+    merges so far; each draws other values.
     """
     factor = parse_factor(name)
     assert factor is not None, f"{name} is not the name of a low-rank factor"
@@ -37,7 +37,8 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0)
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """Give every factor of the model, none of them on the meta device, its start, in place."""
+    """Initialize all LoRA and DoRA parameters of the model in place. None may be on the meta
+    device."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             factor = parse_factor(name)

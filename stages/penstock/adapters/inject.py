@@ -1,4 +1,4 @@
-"""Putting low-rank factors onto a model's layers, and onto the experts of its mixtures."""
+"""Injects LoRA into a model's layers and MoE experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,47 +22,48 @@ from penstock.models.layers.experts import Matrix
 from penstock.models.layers.moe import MoE
 
 FIELDS: Mapping[Form, str] = {"shared": "moe_shared_lora", "hybrid": "moe_hybrid_shared_lora"}
-"""Where a run says that experts have factors in common."""
+"""The config field for each form of sharing LoRA parameters between experts."""
 
 WITHOUT_EXPERTS = "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """What is adapted, and how strongly."""
+    """The LoRA configuration."""
 
     rank: int
     alpha: float
     targets: Sequence[str] | None = None
-    """As `targets.chosen_layers` takes them; None for the family's own."""
+    """See `targets.chosen_layers`; None: the family's default targets."""
     seed: int = 0
     dropout: float = 0.0
-    """The rate at which features of an adapter's input are dropped."""
+    """Dropout probability of an adapter's input."""
     experts: Form = "each"
-    """Which factors the experts of a layer have in common."""
+    """Which LoRA parameters the experts of a layer share."""
     scaling: Scaling = "rank"
     normed: Normed = "plain"
     bias: Bias = "none"
-    """Which biases of the model are trained as well."""
+    """Which biases of the base model are trained as well."""
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, self.scaling)
 
 
 def inject(
     model: Decoder, spec: LoraSpec, *, default_targets: Sequence[str] = LINEAR_PARTS
 ) -> tuple[str, ...]:
-    """Adapt the targeted layers in place and freeze all else; return their names in a checkpoint.
+    """Add LoRA to the targeted layers in place, freeze the rest, and return the layers' checkpoint
+    names.
 
-    A decoder that is a part of itself is adapted as the whole one would be, so a target may name
-    what is in another part. An adapter on a model that has memory is filled with its start. On the
-    meta device it stays unfilled, for `start.fill` or `start.initial_lora` once there is memory.
+    A pipeline stage gets the same adapters as the whole model would, so a target may name layers of
+    another stage. If no parameter is on the meta device, the adapters are initialized. Otherwise
+    they stay uninitialized until `init.fill` or `init.initial_lora` is called.
 
     Raises:
-        ConfigError: a rank below 1, a target that names no layer or one that cannot be adapted, or
-            what experts cannot have.
+        ConfigError: a rank below 1, a target that matches no layer or one that cannot be adapted,
+            or an option that experts do not support.
     """
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
@@ -96,7 +97,7 @@ def inject(
 
 
 def _adapted(model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec) -> nn.Module:
-    """The module with factors beside it."""
+    """The module with LoRA added."""
     base = model.get_submodule(native)
     if isinstance(base, nn.Embedding):
         return LoraEmbedding(base, rank=spec.rank, scale=spec.scale, normed=spec.normed)
@@ -120,7 +121,7 @@ def _mixtures(model: Decoder) -> list[tuple[str, MoE]]:
 
 
 def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> None:
-    """Refuse what experts cannot have."""
+    """Raise ConfigError for options that adapters of experts do not support."""
     of_experts = [name for name in chosen if is_of_experts(name)]
     for field, value, neutral in (
         ("lora_dropout", f"{spec.dropout:g}" if spec.dropout else "", "0"),
@@ -142,7 +143,7 @@ def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> Non
 
 
 def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: Decoder) -> None:
-    """Refuse what no adapter's folder can say of biases."""
+    """Raise ConfigError for trained biases that the PEFT format cannot store."""
     if spec.bias == "none":
         return
     names = [name for name, _ in whole.named_parameters()]

@@ -1,8 +1,9 @@
-"""Low-rank adaptation: a frozen linear layer plus a trained product of two narrow matrices.
+"""LoRA on a linear layer: a frozen weight plus the trained product of two low-rank matrices.
 
-T tokens; A is [r, in], B is [out, r]; y = W x + s B A dropout(x), with s = alpha / r or as
-`scale.scale_of` has it (Hu et al. 2021, section 4; each adapted part drops for itself, as in PEFT).
-With magnitudes (`dora.py`) each row of what is multiplied with x is given a norm as well.
+T tokens; A is [r, in], B is [out, r]; y = W x + s B A dropout(x). s is alpha / r, or as
+`scaling.lora_scaling` computes it (Hu et al. 2021, section 4). Each adapted part has its own
+dropout, as in PEFT. With DoRA (`dora.py`) the rows of the resulting weight are also rescaled to
+trained magnitudes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +19,16 @@ from penstock.models.layers.linear_terms import LinearTerms, ScaledProducts, Wei
 from penstock.models.layers.quantized_linear import affine, dequantize_rows, get_weight, put_weight
 
 Affine = Callable[..., torch.Tensor]
-"""`x W^T + b` of x, W and b, of which the last may be left out."""
+"""`x W^T + b` of x, W and an optional b."""
 
 
 class LoraLinear(nn.Linear, LinearTerms):
-    """A linear layer whose own weight is frozen, with one pair of factors per adapted part.
+    """A linear layer with a frozen weight and one pair of LoRA matrices per adapted part.
 
-    It takes the base layer's parameters as they are, under the same names. A fused projection has
-    several parts, of which only some may be adapted; a plain layer is its own single part.
-    `sum_squares` is a socket for whoever lets only some of the inputs arrive, and `affine` one for
-    whoever multiplies with the weight otherwise.
+    It takes over the base layer's parameters under the same names. A fused projection has several
+    parts, of which only some may be adapted; any other layer is one part. `sum_squares` is a hook
+    for tensor parallelism (only a shard of the inputs is local), and `affine` a hook that replaces
+    the product with the frozen weight.
     """
 
     def __init__(
@@ -41,10 +42,9 @@ class LoraLinear(nn.Linear, LinearTerms):
         dropout: Mapping[str, Dropout],
         normed: Normed = "plain",
     ) -> None:
-        """`parts`: output features of each part, in the order of the weight's rows; `scale`: what
-        products are multiplied by; `dropout`: what each adapted part's first factor is given, with
-        the layer's input; `normed`: whether each has magnitudes.
-        """
+        """`parts`: output features of each part, in the order of the weight's rows; `scale`: the
+        factor of B A; `dropout`: applied to the input of each adapted part's A; `normed`: whether
+        the parts have DoRA magnitudes."""
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
@@ -65,7 +65,8 @@ class LoraLinear(nn.Linear, LinearTerms):
         self.lora_dropout = nn.ModuleDict(dropout)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The base layer's output plus each adapted part's product, in the base output's dtype."""
+        """The base layer's output plus each adapted part's `s B A x`, in the dtype of the base
+        output."""
         if self.lora_magnitude:
             return self._normed(input)
         y = self.affine(input, self.weight, self.bias)
@@ -78,7 +79,8 @@ class LoraLinear(nn.Linear, LinearTerms):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
-        """The weight's, and the adapter's second: of a layer with one part and nothing else."""
+        """The terms of the weight and of B, for a layer with one part and without bias and
+        magnitudes; otherwise None."""
         [part, *others] = self.parts
         if others or self.lora_magnitude or self.bias is not None:
             return None
@@ -88,7 +90,7 @@ class LoraLinear(nn.Linear, LinearTerms):
         return found
 
     def scaled_products(self, x: torch.Tensor) -> list[ScaledProducts] | None:
-        """As `products`, and of a layer with magnitudes too; see `_normed_part`."""
+        """Like `products`, also for a layer with DoRA magnitudes; see `_normed_part`."""
         [part, *others] = self.parts
         if part not in self.lora_magnitude:
             plain = self.products(x)
@@ -103,8 +105,8 @@ class LoraLinear(nn.Linear, LinearTerms):
         return [(None, [(x, self.weight)]), (by - 1, [(dropped, self.weight)]), (by, [more])]
 
     def _product(self, x: torch.Tensor, part: str) -> torch.Tensor:
-        """In the factors' dtype unless autocast says otherwise: fp32 factors beside a bf16 weight
-        keep their precision."""
+        """B A x, in the dtype of A and B unless autocast is on: fp32 LoRA parameters beside a bf16
+        weight keep their precision."""
         return F.linear(self._low(x, part), self.lora_B[part])
 
     def _low(self, x: torch.Tensor, part: str) -> torch.Tensor:
@@ -122,7 +124,7 @@ class LoraLinear(nn.Linear, LinearTerms):
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Start magnitudes, if there are any, at the norms there are now."""
+        """Initialize the DoRA magnitudes, if any, with the current norms."""
         for part, magnitude in self.lora_magnitude.items():
             magnitude.copy_(self._norms(part))
 
@@ -136,9 +138,9 @@ class LoraLinear(nn.Linear, LinearTerms):
         return row_norms(rows, LoraDelta(b, a, self.scale), self.sum_squares)
 
     def _normed_part(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
-        """What becomes of a part's base output `y`.
+        """The DoRA output of a part with base output `y`.
 
-        As in PEFT, what is dropped for the product is dropped for all but the base output as well.
+        As in PEFT, dropout applies to everything except the base output.
         """
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
         more = self._product(x, part) * self.scale
@@ -150,7 +152,7 @@ class LoraLinear(nn.Linear, LinearTerms):
         return (y + (by - 1) * F.linear(dropped, weight) + by * more).to(y.dtype)
 
     def first_row(self, part: str) -> int:
-        """The row of the weight at which a part begins."""
+        """The first row of a part in the weight."""
         names = list(self.parts)
         return sum(self.parts[name] for name in names[: names.index(part)])
 
@@ -164,7 +166,7 @@ class LoraLinear(nn.Linear, LinearTerms):
 def empty_lora_params(
     shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> nn.ParameterDict:
-    """Tensors of an adapter by the parts that they are for, fp32."""
+    """Uninitialized fp32 parameters by part."""
     return nn.ParameterDict(
         {
             part: nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))

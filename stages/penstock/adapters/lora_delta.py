@@ -1,7 +1,7 @@
-"""Which products are added to which rows of a model's weights, for whoever merges them.
+"""The LoRA deltas of a model's weights, for merging.
 
-E experts. Weights are as modules have them, those of experts as one matrix: the rows of each
-expert's, one expert after another.
+E experts. Weights are in the modules' layout. Those of experts count as one matrix: the rows of
+each expert, one expert after another.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,22 +20,21 @@ from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.quantized_linear import QuantisedMatrix
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
-"""A factor, rows of which may lie elsewhere, to all of it. Called for every factor in one order,
-whoever has which."""
+"""Returns the full tensor of a LoRA parameter that may be sharded by rows. It is called for all
+parameters in the same order on every rank, so it may be a collective."""
 
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """A weight that bears factors, and what these come to now."""
+    """A weight that has adapters, and their current deltas."""
 
     weight: torch.Tensor | QuantisedMatrix
     products: Sequence[tuple[int, LoraDelta]]
-    """Each with the first of the weight's rows that it is added to."""
+    """(first row of the weight, delta to add from there)."""
 
 
 def adapted_in(model: nn.Module, whole: Whole) -> Iterator[LoraWeight]:
-    """The weights that bear factors, in the model's order. Norms that are trained beside factors
-    are not in what is given."""
+    """The adapted weights, in the model's order. DoRA magnitudes are not included."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             products = [
@@ -61,7 +60,7 @@ def _of_experts(
     name: Literal["gate_up_proj", "down_proj"],
     whole: Whole,
 ) -> list[tuple[int, LoraDelta]]:
-    """Those of one of the two tensors."""
+    """The deltas of one of the two tensors of the experts."""
     is_turned = isinstance(experts, ClampedExperts)
     within: list[Matrix] = [
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
@@ -81,5 +80,5 @@ def _of_experts(
 
 
 def _of_each(factor: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[E, …], of a factor that may be one for all."""
+    """[E, …], of a parameter that the experts may share."""
     return factor.expand(num_experts, *factor.shape[-2:])

@@ -1,7 +1,8 @@
-"""Low-rank adaptation of an embedding.
+"""LoRA on an embedding.
 
-T tokens, V vocabulary, D model width. A is [r, V] and B [D, r], as in PEFT: the row of a token is
-that of its table plus s B A's column, and under DoRA columns of the sum are given norms.
+T tokens, V vocabulary, D model width. A is [r, V] and B [D, r], as in PEFT: a token's embedding is
+its row of the table plus its column of s B A. With DoRA the columns of the sum are rescaled to
+trained magnitudes.
 """
 
 from collections.abc import Callable
@@ -15,17 +16,16 @@ from penstock.adapters.lora import empty_lora_params
 from penstock.adapters.weight_delta import LoraDelta
 
 LookUp = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Token ids [T] and a table [V, F] to rows [T, F]."""
+"""Maps token ids [T] and a table [V, F] to rows [T, F]."""
 
 PART = "embed_tokens"
 
 
 class LoraEmbedding(nn.Embedding):
-    """An embedding whose own table is frozen, with one pair of factors.
+    """An embedding with a frozen table and one pair of LoRA matrices.
 
-    It takes the base layer's Parameter as it is, under the same name. For whoever has only some
-    tokens' rows here, `look_up` is a socket, as are `leave`, through which embeddings go out, and
-    `sum_squares`.
+    It takes over the base layer's Parameter under the same name. Three hooks serve
+    vocabulary-parallel embeddings: `look_up`, `leave` (applied to the output) and `sum_squares`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoraEmbedding(nn.Embedding):
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Start magnitudes, if there are any, at the norms there are now."""
+        """Initialize the DoRA magnitudes, if any, with the current norms."""
         for magnitude in self.lora_magnitude.values():
             magnitude.copy_(self._norms())
 

@@ -1,8 +1,8 @@
-"""Low-rank adaptation of a layer's experts, all at once.
+"""LoRA on all experts of a layer at once.
 
-R rows, E experts. Beside each expert's matrix [N, K] are a first factor [r, K] and a second one
-[N, r], as tensors [E, r, K] and [E, N, r], or without E where all experts share one. What a row
-gains is (alpha / r) B A x by the factors of its own expert.
+R rows, E experts. Each expert's matrix [N, K] has A [r, K] and B [N, r], stored as tensors [E, r,
+K] and [E, N, r], or without E where all experts share one. (alpha / r) B A x of a row's own expert
+is added to the row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +19,22 @@ from penstock.models.layers.moe import MoE
 from penstock_kernels.group_gemm import group_gemm
 
 Form = Literal["each", "shared", "hybrid"]
-"""Whose factors are whose: `each` expert has its own; one pair is `shared` by all; or the factor on
-the side of the model's width is (`hybrid`): the first one of gate and up, the second one of down.
-"""
+"""Which LoRA parameters experts share. `each`: every expert has its own pair; `shared`: all experts
+share one pair; `hybrid`: all share the matrix on the hidden-size side (A of gate and up, B of
+down)."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Shapes = Mapping[tuple[Side, Matrix], tuple[int, ...]]
 
 
 def is_shared(form: Form, side: Side, matrix: Matrix) -> bool:
-    """Whether all experts of a layer have this factor in common."""
+    """Whether all experts of a layer share this parameter."""
     outer: Side = "lora_B" if matrix == "down_proj" else "lora_A"
     return form == "shared" or (form == "hybrid" and side == outer)
 
 
 class Factors(nn.Module):
-    """Some of the factors of a layer's experts, unfilled, fp32."""
+    """Some of the LoRA parameters of a layer's experts, uninitialized, fp32."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
@@ -42,12 +42,13 @@ class Factors(nn.Module):
         self.lora_B = _unfilled(shapes, "lora_B", device)
 
     def get(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
-        """The factor, if it is one of these."""
+        """The parameter, or None if it is not one of these."""
         return (self.lora_A if side == "lora_A" else self.lora_B).get(matrix)
 
 
 class ExpertAdapter(Factors):
-    """What is added to the products with experts' matrices, and the factors that each has alone."""
+    """Computes the LoRA output of the experts' matrices, and holds the parameters that experts do
+    not share."""
 
     def __init__(
         self,
@@ -58,22 +59,23 @@ class ExpertAdapter(Factors):
         scale: float,
         multiply: Multiply,
     ) -> None:
-        """`shared`: the others; `multiply`: a grouped product that takes any rank."""
+        """`shared`: the shared parameters; `multiply`: a grouped GEMM that supports any rank."""
         super().__init__(shapes, device)
-        # Not a child: experts may lie on some ranks each, and what they share is on all.
+        # In a tuple, so that it is not a submodule: experts may be sharded over ranks, while their
+        # shared parameters are replicated.
         self._shared = (shared,)
         self.scale, self.multiply = scale, multiply
 
     def forward(
         self, matrix: Matrix, x_RK: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor | None:
-        """[R, N], or None for a matrix that is not adapted. `counts_E` rows of each expert lie in
-        order."""
+        """[R, N], or None for a matrix without an adapter. Rows are sorted by expert; `counts_E` is
+        the number of rows of each."""
         a, b = self.factor("lora_A", matrix), self.factor("lora_B", matrix)
         if a is None or b is None:
             return None
-        # In the factors' dtype unless autocast, which does not know grouped products, says
-        # otherwise: fp32 factors beside a bf16 weight keep their precision.
+        # In the dtype of A and B unless autocast is on (it does not cover grouped GEMMs): fp32 LoRA
+        # parameters beside a bf16 weight keep their precision.
         device = x_RK.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else a.dtype
@@ -81,7 +83,7 @@ class ExpertAdapter(Factors):
         return self._product(inner_Rr, b.to(dtype), counts_E) * self.scale
 
     def factor(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
-        """The factor of each expert or of all, [E, r, K] or [E, N, r], or without E."""
+        """The parameter of each expert or of all, [E, r, K] or [E, N, r], or without E."""
         own = self.get(side, matrix)
         return self._shared[0].get(side, matrix) if own is None else own
 
@@ -98,8 +100,8 @@ class ExpertAdapter(Factors):
 
 
 def expert_layers(model: Decoder, name: str, experts: Experts) -> dict[str, str]:
-    """A checkpoint's linear layers that the experts called `name` are, with `*` for the number of
-    one, and what the model calls each."""
+    """Maps checkpoint names of the linear layers of the experts called `name`, with `*` for the
+    expert's number, to native names."""
     config = model.config.experts
     assert config is not None
     names = config.names
@@ -113,7 +115,7 @@ def expert_layers(model: Decoder, name: str, experts: Experts) -> dict[str, str]
 def adapt_experts(
     mixture: MoE, matrices: Sequence[Matrix], *, rank: int, scale: float, form: Form
 ) -> None:
-    """Put unfilled factors beside these matrices of every expert, in place."""
+    """Add uninitialized LoRA parameters to these matrices of every expert, in place."""
     experts = mixture.experts
     own: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
     shared: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
@@ -132,7 +134,7 @@ def adapt_experts(
     in_common = Factors(shared, device)
     if shared:
         mixture.add_module(ADAPTER, in_common)
-    # The kernel that was chosen for the experts may not take products as narrow as a rank.
+    # The kernel selected for the experts may not support dimensions as small as a LoRA rank.
     is_plain = experts.operations.group_gemm is group_gemm.reference
     experts.adapter = ExpertAdapter(
         own,

@@ -1,5 +1,5 @@
-"""Which layers the names written for adapters mean, told from names and shapes. No torch: plans ask
-how much learns, too."""
+"""Matches `lora_target_modules` to layers by names and shapes. No torch, because `penstock plan`
+counts trainable parameters with it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock.models.names import EMBEDDING_WEIGHT
 from penstock.models.weights import LAYERS, WeightMap
 
 ALL_LINEAR = "all-linear"
-"""Stands for every linear layer but the head, as in PEFT."""
+"""Every linear layer except the head, as in PEFT."""
 
 HEAD = "lm_head"
 ROUTER = "mlp.gate"
@@ -22,34 +22,34 @@ ROUTER = "mlp.gate"
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a checkpoint, or that of every expert of a layer."""
+    """A linear layer of a checkpoint, or the same layer of every expert."""
 
     name: str
-    """In the checkpoint; for experts with `*` for their number."""
+    """Name in the checkpoint; `*` stands for an expert's number."""
     native: str
-    """What the model calls it."""
+    """Name in the model."""
     outputs: int
     inputs: int
     experts: int = 0
-    """How many there are of it; 0: it is no expert's."""
+    """Number of experts that have it; 0: not an expert's layer."""
     of: str = ""
-    """The native parameter that it is rows of."""
+    """The native parameter that contains its rows."""
 
 
 def matches(target: str, layer: str) -> bool:
-    """Whether `target` is this layer's name, or an end of it that begins with a part; or a pattern
-    of such in which `*` stands for anything and `[0-3]` for a character; or ALL_LINEAR."""
+    """Whether `target` selects this layer: it is ALL_LINEAR, the layer's name, a suffix of the name
+    that starts at a dot, or a glob pattern (`*`, `?`, `[0-3]`) for either."""
     if target == ALL_LINEAR:
         return layer not in (HEAD, EMBEDDING)
     if layer == target or layer.endswith(f".{target}"):
         return True
-    # A layer of experts has a star in its own name, which a star in a pattern stands for as well.
+    # Names of expert layers contain a `*` themselves, which a `*` in the pattern also matches.
     is_pattern = any(sign in target for sign in "*?[")
     return is_pattern and (fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}"))
 
 
 def match_targets(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
-    """The layers that any of the targets means, by either of their names."""
+    """The layers that any of the targets selects, by checkpoint name or native name."""
     targets = tuple(targets)
     return [
         layer
@@ -65,11 +65,11 @@ def chosen_names(
     *,
     is_tied: bool,
 ) -> set[str]:
-    """The layers, by their names in a checkpoint, that any of the targets means. `layers` maps
-    these names to the model's own; `is_tied`: embedding and head are one weight.
+    """The checkpoint names of the layers that any target selects. `layers` maps checkpoint names to
+    native names; `is_tied`: the embedding and the head share one weight.
 
     Raises:
-        ConfigError: a target that names none, or a head or an embedding that are tied.
+        ConfigError: a target that selects nothing, or a tied head or embedding.
     """
     chosen: set[str] = set()
     faults: list[str] = []
@@ -95,7 +95,7 @@ def chosen_names(
 
 
 def require_layers(targets: Iterable[str], names: WeightMap) -> None:
-    """Raise ConfigError for targets that name no layer of the model with these tensors."""
+    """Raise ConfigError for targets that select no layer of this model."""
     layers = {layer.name: layer.native for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
     routers = sorted(module for module in modules if module.endswith(ROUTER))
@@ -103,7 +103,7 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
 
 
 def require_adaptable(config: DecoderConfig) -> None:
-    """Raise CapabilityError for a model that bears no adapters."""
+    """Raise CapabilityError for a model that does not support adapters."""
     if config.names != TensorNames():
         raise CapabilityError(
             "lora.enable_lora is true, and adapters take their names from layers that this model's"
@@ -113,7 +113,7 @@ def require_adaptable(config: DecoderConfig) -> None:
 
 
 def linear_layers(names: WeightMap) -> Iterator[Linear]:
-    """What may bear an adapter, in the model's order: all but routers."""
+    """The layers that can have an adapter, in the model's order: all except routers."""
     shapes = names.hf_shapes()
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")

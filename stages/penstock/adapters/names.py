@@ -1,14 +1,15 @@
-"""The names of an adapter's tensors: ours, and the layer of the base model each belongs to.
+"""Names of LoRA parameters, and the base layer that each belongs to.
 
-Ours are `<module>.lora_A.<part>` and `<module>.lora_B.<part>`, the two low-rank factors, and under
-DoRA `<module>.lora_magnitude.<part>`, on the module that bears the base weight; `part` is the last
-name of the layer in a checkpoint. The two differ for fused projections,
-`…self_attn.qkv_proj.lora_A.q_proj` belongs to `…self_attn.q_proj`, and for experts.
+Native names are `<module>.lora_A.<part>` and `<module>.lora_B.<part>` for the low-rank matrices and
+`<module>.lora_magnitude.<part>` for DoRA, where `<module>` has the base weight and `<part>` is the
+last component of the layer's checkpoint name. Module and layer differ for fused projections
+(`…self_attn.qkv_proj.lora_A.q_proj` belongs to `…self_attn.q_proj`) and for experts.
 
-The experts of a layer share one tensor for each of their matrices, and so do their factors. Those
-that each expert has for itself are in `…mlp.experts.adapter`, one that all share is in
-`…mlp.adapter`, and both belong to `…mlp.experts.*.gate_proj`, whatever the family calls these. In a
-training checkpoint either is `…mlp.experts.lora_A.gate_proj`: [E, r, in], or [r, in] if shared.
+The experts of a layer have one tensor for each of their matrices, and one for each LoRA parameter.
+A parameter that is separate for each expert is in `…mlp.experts.adapter`, and one that all experts
+share is in `…mlp.adapter`. Both belong to `…mlp.experts.*.gate_proj`, whatever the family's names
+are. In a training checkpoint either is `…mlp.experts.lora_A.gate_proj`: [E, r, in], or [r, in] if
+shared.
 """
 
 from typing import Literal, NamedTuple, cast
@@ -17,7 +18,7 @@ from penstock.models.weights import FUSED
 
 Side = Literal["lora_A", "lora_B", "lora_magnitude"]
 SIDES: tuple[Side, Side] = ("lora_A", "lora_B")
-"""The two whose product is added to a weight."""
+"""The two matrices whose product is added to a weight."""
 MAGNITUDE: Side = "lora_magnitude"
 
 EMBEDDING = "model.embed_tokens"
@@ -29,10 +30,10 @@ EACH = f"{EXPERTS}.*"
 
 
 class Factor(NamedTuple):
-    """The name of one of an adapter's tensors, taken apart."""
+    """A parsed name of a LoRA parameter."""
 
     module: str
-    """The native module that bears the base weight."""
+    """The native module that has the base weight."""
     side: Side
     part: str
 
@@ -48,7 +49,8 @@ class Factor(NamedTuple):
 
     @property
     def hf_module(self) -> str:
-        """The layer in a checkpoint of the base model; for experts, all of them at once."""
+        """The layer's checkpoint name in the base model; for experts, with `*` for the expert's
+        number."""
         if self._mixture is not None:
             return f"{self._mixture}.{EACH}.{self.part}"
         return f"{self.module.rpartition('.')[0]}.{self.part}".removeprefix(".")
@@ -60,7 +62,7 @@ class Factor(NamedTuple):
 
 
 def parse_factor(name: str) -> Factor | None:
-    """What of an adapter this native parameter is, or None for a parameter of the base model."""
+    """Parse a native parameter name; None for a parameter of the base model."""
     module, _, rest = name.rpartition(".lora_")
     side, _, part = f"lora_{rest}".partition(".")
     if not module or side not in (*SIDES, MAGNITUDE) or not part or "." in part:
@@ -69,10 +71,10 @@ def parse_factor(name: str) -> Factor | None:
 
 
 def native_name(hf_module: str, side: Side, fused_parts: frozenset[str] = frozenset()) -> str:
-    """The native name of a factor of the checkpoint's linear layer `hf_module`; with nothing fused,
-    the name it has in training checkpoints.
+    """The native name of a LoRA parameter of the checkpoint layer `hf_module`; if nothing is fused,
+    this is also its name in training checkpoints.
 
-    `fused_parts` are the last names of the layers that the model keeps in one (`q_proj`, …).
+    `fused_parts` are the last name components of the layers that the model fuses (`q_proj`, …).
     """
     parent, _, part = hf_module.rpartition(".")
     if parent.endswith(EACH):

@@ -1,4 +1,4 @@
-"""Our adapters in the form the PEFT library reads and writes."""
+"""Converts adapters to and from the PEFT library's format."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ PREFIX = "base_model.model."
 LINEAR = ("lora_A.weight", "lora_B.weight")
 EMBEDDED = ("lora_embedding_A", "lora_embedding_B")
 NORMS = "lora_magnitude_vector"
-"""What PEFT calls the two factors of a linear layer and of an embedding, and the magnitudes of
-either, after the layer's name."""
+"""PEFT's name suffixes: A and B of a linear layer, A and B of an embedding, and DoRA magnitudes of
+either."""
 
 Bias = Literal["none", "all", "lora_only"]
-"""Which biases of the model are trained as well: all it has, or those of adapted layers."""
+"""Which biases of the base model are trained as well: all, or those of adapted layers."""
 
 
 FUSED_EXPERTS = ("gate_up_proj", "down_proj")
-"""What transformers keeps the experts of a layer in."""
+"""The tensors in which transformers stores the experts of a layer."""
 
 
 @dataclass(frozen=True)
 class AdaptedExperts:
-    """Which experts of a model bear adapters. Those of a layer do so all, and on each matrix."""
+    """Which experts of a model have adapters: in each layer either all or none, on every matrix."""
 
     parts: Collection[str]
-    """The last names of an expert's linear layers in a checkpoint."""
+    """The last components of an expert's linear layers in a checkpoint."""
     modules: Sequence[str]
-    """Those that do, by the names that the experts of a layer have in transformers' model."""
+    """Modules of experts with adapters, by transformers' names."""
     untouched: Sequence[str]
-    """Those that do not."""
+    """Modules of experts without adapters."""
     fused: Sequence[str]
-    """Tensors of all of a layer's experts that bear a pair for each."""
+    """Fused tensors of a layer's experts that have one pair of LoRA matrices per expert."""
 
 
 NO_EXPERTS = AdaptedExperts((), (), (), ())
@@ -44,7 +44,7 @@ NO_EXPERTS = AdaptedExperts((), (), (), ())
 
 @dataclass(frozen=True)
 class LoraScaling:
-    """How strongly an adapter counts, and what else a folder says of how it was trained."""
+    """The scaling of an adapter, and the other hyperparameters in `adapter_config.json`."""
 
     rank: int
     alpha: float
@@ -55,12 +55,12 @@ class LoraScaling:
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, self.scaling)
 
 
 def peft_name(native: str) -> str:
-    """The name in `adapter_model.safetensors` of the adapter's tensor with this native name."""
+    """The name in `adapter_model.safetensors` of the LoRA parameter with this native name."""
     factor = parse_factor(native)
     assert factor is not None, f"{native} is no part of an adapter"
     at = f"{PREFIX}{factor.hf_module}"
@@ -71,7 +71,8 @@ def peft_name(native: str) -> str:
 
 
 def peft_bias(name: str, adapted: Collection[str]) -> str:
-    """The name there of a bias of the base model. PEFT wraps the layers that bear adapters."""
+    """The name in `adapter_model.safetensors` of a bias of the base model. PEFT inserts
+    `base_layer` into the names of adapted layers."""
     layer, _, leaf = name.rpartition(".")
     return f"{PREFIX}{layer}{'.base_layer' * (layer in adapted)}.{leaf}"
 
@@ -79,11 +80,11 @@ def peft_bias(name: str, adapted: Collection[str]) -> str:
 def fused_factors(
     pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]], num_experts: int
 ) -> dict[str, torch.Tensor]:
-    """PEFT's tensors for the pairs A [E, r, in] and B [E, out, r], or without E where all experts
-    share them, of what transformers keeps a layer's experts in; by its name.
+    """PEFT's tensors for A [E, r, in] and B [E, out, r] (without E where all experts share them) of
+    transformers' fused expert tensors, by PEFT name.
 
-    PEFT has the rows of A by expert and rank, and the columns of B by rank and expert. It wraps
-    what it adapts of one module again and again, the last in the order of FUSED_EXPERTS outermost.
+    PEFT orders the rows of A by (expert, rank) and the columns of B by (rank, expert). It wraps a
+    module once per adapted tensor, in the order of FUSED_EXPERTS; the last one is outermost.
     """
     found: dict[str, torch.Tensor] = {}
     for name, (lora_A, lora_B) in pairs.items():
@@ -100,7 +101,7 @@ def fused_factors(
 def separate_factors(
     lora_A: torch.Tensor, lora_B: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [E, r, in] and B [E, out, r] of what `fused_factors` makes of them."""
+    """The inverse of `fused_factors`: A [E, r, in] and B [E, out, r]."""
     a = lora_A.unflatten(0, (num_experts, -1))
     return a, lora_B.unflatten(1, (-1, num_experts)).permute(2, 0, 1).contiguous()
 
@@ -116,15 +117,15 @@ def adapter_config(
 ) -> dict[str, Any]:
     """The content of `adapter_config.json`.
 
-    `adapted` are the adapted layers' names in a checkpoint, and `linear_layers` all that it has,
-    both without those of `experts`: a last name (`q_proj`) stands for its layers where all of them
-    are adapted, and they are listed one by one where only some are.
+    `adapted` are the checkpoint names of the adapted layers and `linear_layers` those of all linear
+    layers, both without `experts`. A last component (`q_proj`) is written where all layers with it
+    are adapted; otherwise the adapted layers are listed by full name.
     """
     chosen = set(adapted)
     rank, alpha, dropout = strength.rank, strength.alpha, strength.dropout
     scaling = strength.scaling
     if scaling != "rank" and (experts.modules or experts.fused):
-        # PEFT brings factors of experts together as if alpha were always divided by the rank.
+        # PEFT merges LoRA parameters of experts as if alpha were always divided by the rank.
         alpha, scaling = strength.scale * rank, "rank"
     untouched = {name.rpartition(".")[2] for name in linear_layers if name not in chosen}
     targets = {
@@ -132,15 +133,16 @@ def adapter_config(
         for name in adapted
         if (last := name.rpartition(".")[2]) not in experts.parts
     }
-    # In a model with experts PEFT takes a module by the name of one of theirs for all of them. So
-    # other networks, and experts of which some bear none, are told as parameters.
+    # In a MoE model PEFT takes a target with the name of an expert's layer for all experts. So dense
+    # layers of these names, and experts if only some MoE layers are adapted, are target_parameters.
     parameters = [f"{name}.weight" for name in adapted if name.rpartition(".")[2] in experts.parts]
     patterns: dict[str, Any] = {}
     if experts.modules and not experts.untouched:
         targets |= set(experts.parts)
     elif experts.modules:
         parameters += [f"{module}.{name}" for module in experts.modules for name in FUSED_EXPERTS]
-        # Gate and up are one parameter there, whose factors are theirs side by side.
+        # PEFT has gate and up as one parameter, so their LoRA matrices are concatenated: twice the
+        # rank.
         patterns = {
             "rank_pattern": {FUSED_EXPERTS[0]: 2 * rank},
             "alpha_pattern": {FUSED_EXPERTS[0]: 2 * alpha},
@@ -148,7 +150,8 @@ def adapter_config(
     parameters += experts.fused
     if parameters:
         patterns["target_parameters"] = sorted(parameters)
-        # PEFT drops nothing of what goes into parameters, and refuses to load what says it does.
+        # PEFT does not support dropout with `target_parameters` and refuses to load a nonzero
+        # value.
         dropout = 0.0
     return {
         "peft_type": "LORA",

@@ -1,13 +1,13 @@
-"""How much a low-rank product counts."""
+"""LoRA scaling."""
 
 import math
 from typing import Literal
 
 Scaling = Literal["rank", "root"]
-"""What alpha is divided by: the rank, or its root (Kalajdzievski 2023, "rsLoRA"), which keeps
-adapters of a large rank from learning too slowly."""
+"""The divisor of alpha: the rank, or its square root (rsLoRA, Kalajdzievski 2023), which keeps
+adapters of high rank from training too slowly."""
 
 
 def lora_scaling(rank: int, alpha: float, scaling: Scaling) -> float:
-    """What the product B A is multiplied by."""
+    """The factor of the product B A."""
     return alpha / (rank if scaling == "rank" else math.sqrt(rank))

@@ -1,6 +1,6 @@
-"""What an adapter makes of one tensor of its base model, a stretch of rows at a time.
+"""Applies an adapter to a tensor of its base model, a range of rows at a time.
 
-Everything is computed in fp32 and rounded once, to the dtype of the tensor.
+Everything is computed in fp32 and rounded once, to the tensor's dtype.
 """
 
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ class LoraDelta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix that it is added to."""
+        """The shape of the matrix that it is added to."""
         return self.left.shape[0], self.right.shape[1]
 
     def turned(self) -> "LoraDelta":
-        """What is added to the same matrix stored the other way round."""
+        """The delta of the transposed matrix."""
         return LoraDelta(self.right.T.contiguous(), self.left.T.contiguous(), self.scale)
 
     def added_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
-        """The sum with rows of the tensor, the first of which is its row `start`; fp32."""
+        """`weight` plus the delta, fp32; `weight` is the rows of the matrix from `start` on."""
         left = self.left[start : start + len(weight)]
         return torch.addmm(weight.float(), left, self.right, alpha=self.scale)
 
     def added_alike(self, weight: torch.Tensor, start: int) -> torch.Tensor:
-        """The same, with bits that do not depend on which rows and columns are computed together.
+        """Like `added_to`, but bitwise identical for any split into rows and columns.
 
-        Products of two fp32 numbers are exact in fp64, and here they are added in one order: so it
-        does not matter either whether a device rounds between multiplying and adding.
+        Products of two fp32 numbers are exact in fp64, and they are summed in a fixed order. So it
+        does not matter whether a device uses fused multiply-add.
         """
         left = self.left[start : start + len(weight)].double()
         total = torch.zeros_like(weight, dtype=torch.float64)
@@ -45,18 +45,19 @@ class LoraDelta:
 
 @dataclass(frozen=True)
 class BatchedDelta:
-    """Products for matrices of one shape that lie one after another, as the experts of a layer."""
+    """Deltas of consecutive matrices of one shape, such as the experts of a layer."""
 
     products: tuple[LoraDelta, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of all the matrices as one."""
+        """The shape of all the matrices concatenated by rows."""
         rows, columns = self.products[0].shape
         return len(self.products) * rows, columns
 
     def added_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
-        """The sums for whole matrices, the first of which begins at row `start`; fp32."""
+        """`weight` plus the deltas, fp32; `weight` is whole matrices, the first of which starts at
+        row `start`."""
         rows = self.products[0].shape[0]
         first = start // rows
         return torch.cat(
@@ -69,21 +70,22 @@ class BatchedDelta:
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """What becomes of a matrix: a product is added, and then rows or columns are scaled anew."""
+    """The change of a matrix: a delta is added, then rows or columns are rescaled if there are
+    magnitudes."""
 
     product: LoraDelta | BatchedDelta
     magnitude: torch.Tensor | None = None
-    """The norm that each row is given once the product is added (Liu et al. 2024, "DoRA"), or each
-    column where `of_columns`; fp32."""
+    """The norm to which each row is rescaled after the addition (DoRA, Liu et al. 2024), or each
+    column if `of_columns`; fp32."""
     of_columns: bool = False
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether rows cannot be computed apart from each other."""
+        """Whether rows cannot be computed independently."""
         return self.magnitude is not None and self.of_columns
 
     def made_of(self, weight: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """What becomes of these rows, the first of which is row `start` of the matrix."""
+        """The new values of `weight`, the rows of the matrix from `start` on."""
         made = self.product.added_to(weight, start)
         if self.magnitude is not None and self.of_columns:
             made *= self.magnitude / torch.linalg.vector_norm(made, dim=0)
