@@ -133,8 +133,8 @@ def adapter_config(
         for name in adapted
         if (last := name.rpartition(".")[2]) not in experts.parts
     }
-    # In a MoE model PEFT takes a target with the name of an expert's layer for all experts. So dense
-    # layers of these names, and experts if only some MoE layers are adapted, are target_parameters.
+    # In a MoE model PEFT takes a target with the name of an expert's layer for all experts. Dense
+    # layers of that name, and experts if only some MoE layers are adapted, are target_parameters.
     parameters = [f"{name}.weight" for name in adapted if name.rpartition(".")[2] in experts.parts]
     patterns: dict[str, Any] = {}
     if experts.modules and not experts.untouched:

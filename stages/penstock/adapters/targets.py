@@ -1,4 +1,4 @@
-"""Which layers of a model bear adapters, by the names that were written for them."""
+"""Finds a model's layers that `lora_target_modules` selects."""
 
 from collections.abc import Iterable
 
@@ -14,9 +14,10 @@ from penstock.models.weights import FUSED
 
 
 def targetable_layers(model: Decoder) -> dict[str, str]:
-    """What may bear an adapter by the names in a checkpoint, and the native modules that are them.
+    """Maps the checkpoint names of all layers that can have an adapter to native module names.
 
-    Those of all of a layer's experts are one, and bear the name that the module would have.
+    The same layer of all experts of a MoE layer is one entry; its native name is the module's name
+    plus the matrix.
     """
     found: dict[str, str] = {}
     for native, module in model.named_modules():
@@ -30,7 +31,7 @@ def targetable_layers(model: Decoder) -> dict[str, str]:
 
 
 def layers_in(model: Decoder, native: str) -> dict[str, int]:
-    """A checkpoint's linear layers that the native module is, and their output features."""
+    """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
     if last == FUSED:
         return {f"{parent}.{part}": rows for part, rows in model.config.qkv_parts.items()}
@@ -40,17 +41,17 @@ def layers_in(model: Decoder, native: str) -> dict[str, int]:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether this layer, or native module, is of experts."""
+    """Whether this layer, or native module, belongs to experts."""
     return name.rpartition(".")[0].endswith((".experts", f".{EACH}"))
 
 
 def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
-    """The layers that a target names, by their names in a checkpoint, in the model's order.
+    """The checkpoint names of the layers that any target selects, in the model's order.
 
-    A target is taken as `matching.means` says, of a layer's name in a checkpoint or in the model.
+    Targets are matched by `match_targets.matches` against checkpoint names and native names.
 
     Raises:
-        ConfigError: a target that names none, or a head or an embedding that are tied.
+        ConfigError: a target that selects nothing, or a tied head or embedding.
     """
     layers = targetable_layers(whole)
     routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
