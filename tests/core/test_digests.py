@@ -11,15 +11,6 @@ from penstock.core.cache.digests import derived, digest_files, links_made, remem
 
 
 @pytest.fixture
-def read(monkeypatch):
-    """The names of the files that are read."""
-    names = []
-    real = digests.sha256_file
-    monkeypatch.setattr(digests, "sha256_file", lambda path: names.append(path.name) or real(path))
-    return names
-
-
-@pytest.fixture
 def file(tmp_path):
     """A file that was written a while ago."""
     path = tmp_path / "a"

@@ -21,15 +21,6 @@ from tests.corruption import flip
 LONG_AGO = (1_000_000, 1_000_000)
 
 
-@pytest.fixture
-def read(monkeypatch):
-    """The names of the files that are read."""
-    names = []
-    real = digests.sha256_file
-    monkeypatch.setattr(digests, "sha256_file", lambda path: names.append(path.name) or real(path))
-    return names
-
-
 def built(root, **settings):
     """A sealed result whose files are old enough to be remembered."""
     step = step_of(Letters(LettersSettings(**settings)), root)

@@ -57,9 +57,6 @@ class Watched(SyncCopier):
             self.events.append("back")
         return super().to_device(data)
 
-    def bytes_left(self):
-        return sum(data.nbytes for data in self.left)
-
     def still_here(self):
         """The numbers of those that left whose memory is not given away."""
         return [at for at, source in enumerate(self.sources) if source() is not None]

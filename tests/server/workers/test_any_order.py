@@ -20,18 +20,12 @@ from tests.server.workers.orders import (
     saved,
     saving,
     stepping,
-    write_model,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 RANKS = {"a": 1, "b": 8, "c": 16}
 ORDERS = 50
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
 
 
 def any_orders(seed: int, out: Path) -> list[tuple[str, Order]]:
