@@ -67,7 +67,7 @@ def parallelize_tensor(
         if not cuts.is_in_mixture(name):
             _keep(model, name, cuts.shard(name, parameter.detach()), parameter.requires_grad)
     if model.is_tied:
-        model.tie()
+        model.tie_weights()
     for name, module in model.named_modules():
         _tell(module, name, cuts, group)
     if (table := model.model.embed_tokens) is not None:
