@@ -1,7 +1,7 @@
-"""Rows of samples, and the plans that keep the samples' order. No files, no tensors.
+"""Packing plans, and the packing algorithms that keep sample order. No files, no tensors.
 
-A plan is `(samples, ends)`: the sample indices row after row, and where each row ends in them; row
-i holds `samples[ends[i - 1]:ends[i]]`. Both are int64. Plans that fill rows better are made in
+A plan is `(samples, ends)`: the sample indices row by row, and the end of each row in them; row i
+is `samples[ends[i - 1]:ends[i]]`. Both are int64. Algorithms that fill rows better are in
 `penstock.rows.packing`.
 """
 
@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
 Sizes = npt.NDArray[np.integer[Any]]
-"""Whole numbers of any width."""
+"""Integers of any width."""
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Rows of samples: `samples` has one entry per sample, `ends` one per row."""
+    """Assignment of samples to rows: `samples` has one entry per sample, `ends` one per row."""
 
     samples: Indices
     ends: Indices
@@ -27,12 +27,12 @@ class PackingPlan:
         return len(self.ends)
 
     def row(self, index: int) -> Indices:
-        """The samples in one row."""
+        """Sample indices of one row."""
         start = int(self.ends[index - 1]) if index else 0
         return self.samples[start : int(self.ends[index])]
 
     def sizes(self) -> Indices:
-        """How many samples each row holds."""
+        """Number of samples of each row."""
         return np.diff(self.ends, prepend=0)
 
     def tolist(self) -> list[list[int]]:
@@ -41,7 +41,7 @@ class PackingPlan:
 
 
 def join(parts: list[PackingPlan]) -> PackingPlan:
-    """The rows of all parts, one part after another; samples keep their numbers."""
+    """Concatenate the rows of all parts; sample indices are unchanged."""
     if len(parts) == 1:
         return parts[0]
     samples = [part.samples for part in parts]
@@ -52,23 +52,23 @@ def join(parts: list[PackingPlan]) -> PackingPlan:
 
 
 def alone(num_samples: int) -> PackingPlan:
-    """One sample a row."""
+    """One sample per row."""
     return PackingPlan(np.arange(num_samples, dtype=np.int64), np.arange(1, num_samples + 1))
 
 
 def sequential(lengths: npt.ArrayLike, capacity: int) -> PackingPlan:
     """Next fit: fill rows in the order given; a sample that does not fit opens the next row.
 
-    A sample longer than `capacity` has a row of its own.
+    A sample longer than `capacity` gets its own row.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     return PackingPlan(np.arange(len(sizes), dtype=np.int64), next_fit(sizes, capacity))
 
 
 def next_fit(sizes: Sizes, capacity: int) -> Indices:
-    """Where the rows end when they are filled in the order given."""
-    # Where a row would end is found for every sample it could start with, at once, which is cheaper
-    # than one search for each row.
+    """The end of each row if rows are filled in the order given."""
+    # One vectorized search for the row end of every possible first sample is cheaper than one
+    # search per row.
     totals = np.cumsum(sizes, dtype=np.int64)
     reach = totals - sizes
     reach += capacity

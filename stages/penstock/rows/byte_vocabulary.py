@@ -1,4 +1,4 @@
-"""The built-in vocabulary: raw UTF-8 bytes and the marks of ChatML turns. No transformers."""
+"""The built-in byte-level vocabulary with ChatML special tokens. Does not import transformers."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -7,14 +7,14 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
 BYTES_VOCAB_SIZE = 259
-"""256 bytes (the id of a byte is its value), then end of text, turn start, turn end."""
+"""256 bytes (the token id of a byte is its value), then end of text, turn start, turn end."""
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that the alphabet of byte-level tokenizers spells as the character of the same number."""
+"""Bytes that byte-level BPE represents by the character with the same code point."""
 
 
 def byte_library_tokenizer() -> Tokenizer:
-    """A tokenizer of raw bytes with ChatML's marks, as the package `tokenizers` knows it."""
+    """Build the byte-level tokenizer with ChatML special tokens, as a `tokenizers.Tokenizer`."""
     others = (byte for byte in range(256) if byte not in _PRINTED)
     spelled = {byte: chr(byte) for byte in _PRINTED}
     spelled.update((byte, chr(256 + place)) for place, byte in enumerate(others))

@@ -1,4 +1,4 @@
-"""Packed rows to micro-batches of tensors. T tokens in a micro-batch, padding included."""
+"""Collate packed rows into micro-batches of tensors. T tokens per micro-batch, with padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,19 +13,19 @@ from penstock.rows.schema import IGNORED
 from penstock.rows.shared_prefix import PrefixSharing, Span
 
 PADDING = 1024
-"""Tokens of a document of padding, at most."""
+"""Maximum tokens of a padding document."""
 
 PadTo = int | Literal["own", "longest"]
-"""How long a micro-batch is: as long as itself, as the longest one of its step, or so many tokens;
-rounded up to a multiple."""
+"""Length of a micro-batch: its own, that of the longest one in its step, or a number of tokens;
+always rounded up to a multiple."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Documents one after another, with no batch dimension.
+    """Packed documents without a batch dimension.
 
-    `lengths` say where documents end and sum to T; padding is last, in documents of its own.
-    `labels_T` are shifted already and -100 where nothing is trained, in all of the padding too.
+    `lengths` are the document lengths and sum to T; padding comes last, in separate documents.
+    `labels_T` are already shifted, and -100 at untrained positions and in the padding.
     """
 
     input_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
@@ -33,16 +33,16 @@ class MicroBatch:
     position_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     lengths: tuple[int, ...]
     num_tokens: int
-    """Tokens without padding."""
+    """Number of tokens without padding."""
     num_trained: int
     rows: tuple[tuple[int, int], ...]
-    """Number and tokens of each row, in order."""
+    """(row number, number of tokens) of each row, in order."""
     branching: PrefixSharing | None = None
-    """Of all documents but the padding; None where they are plain ones, or there are none."""
+    """Prefix sharing of all documents except padding; None for SFT data or without rows."""
 
     def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """The branch that each token is of, of all T, numbered over the micro-batch; -1 for what
-        branches share, and for padding. int64, of the whole micro-batch."""
+        """Branch index of each token, int64 [T], numbered across the micro-batch; -1 for shared
+        prefix tokens and padding. Covers the whole micro-batch."""
         branch = np.full(sum(self.lengths), -1, dtype=np.int64)
         if self.branching:
             found = self.branching.branch_of_tokens()
@@ -50,12 +50,12 @@ class MicroBatch:
         return torch.from_numpy(branch)
 
     def prompt_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Labels of prompts, which are not among `labels_T`: each prompt token is the target of the
-        one before it, once per sample. int64, of the whole micro-batch.
+        """Labels of prompt tokens, which are masked in `labels_T`: each prompt token is the target
+        of the preceding position, once per sample. int64 [T] each, of the whole micro-batch.
 
         Returns:
-            labels_T: -100 outside of prompts.
-            sample_T: the number of each such label's sample; -1 elsewhere.
+            labels_T: shifted prompt labels; -100 outside of prompts.
+            sample_T: sample index of each label; -1 elsewhere.
         """
         labels, sample = (np.full(sum(self.lengths), fill, np.int64) for fill in (IGNORED, -1))
         if self.branching:
@@ -66,16 +66,15 @@ class MicroBatch:
         return torch.from_numpy(labels), torch.from_numpy(sample)
 
     def spans(self) -> list[Span] | None:
-        """Which tokens later ones see how long; None where all see what is before them in their
-        documents."""
+        """Visibility spans of the attention mask; None if attention is causal within documents."""
         if not (self.branching and self.branching.is_shared):
             return None
         ends = list(accumulate(self.lengths))[len(self.branching.prompts) - 1 :]
         return self.branching.spans() + [Span(*pair, pair[1]) for pair in pairwise(ends)]
 
     def places(self) -> torch.Tensor:
-        """Which token of the packed rows each is, of all T: number of its row in the high half,
-        place in the row in the low one; -1 for padding. int64, of the whole micro-batch."""
+        """Position of each token in the packed rows, int64 [T]: row number in the high 32 bits,
+        index in the row in the low 32 bits; -1 for padding. Covers the whole micro-batch."""
         places = np.full(sum(self.lengths), -1, dtype=np.int64)
         start = 0
         for number, size in self.rows:
@@ -86,7 +85,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a micro-batch is besides tensors."""
+    """The fields of a micro-batch that are not tensors."""
 
     lengths: tuple[int, ...]
     num_tokens: int
@@ -97,16 +96,16 @@ class _Part:
 
 @dataclass(frozen=True)
 class CollatedStep:
-    """The micro-batches of a step in one piece of memory: [3, T of all], int64.
+    """The micro-batches of a step in one tensor: [3, sum of T], int64.
 
-    One piece passes between processes, and is pinned, at the cost of one.
+    A single tensor is cheaper to send between processes and to pin.
     """
 
     values: torch.Tensor
     parts: tuple[_Part, ...]
 
     def pin_memory(self) -> "CollatedStep":
-        """The same in page-locked memory, from which a GPU copies while it computes."""
+        """A copy in pinned memory, for asynchronous copies to the GPU."""
         return replace(self, values=self.values.pin_memory())
 
     def micro_batches(self) -> list[MicroBatch]:
@@ -128,15 +127,15 @@ def collate(
     pad_to: PadTo = "own",
     pad_token_id: int = 0,
 ) -> CollatedStep:
-    """One micro-batch of each group of rows: laid end to end and padded.
+    """Concatenate and pad each group of rows to one micro-batch.
 
-    No rows give nothing but padding, one whole multiple at least. Labels are taken as they are,
-    never shifted again. Documents keep their true lengths here and on disk: an attention that needs
-    them aligned pads them after this, and one packed artifact serves every layout.
+    A group without rows becomes padding only, at least one multiple. Labels are already shifted and
+    are copied unchanged. Documents are not aligned here or on disk: attention that needs alignment
+    (context parallelism) pads them later, so one packed artifact serves every parallel layout.
 
     Raises:
-        ValueError: for rows whose documents are not all of their tokens, or that are longer than
-            the number `pad_to`.
+        ValueError: if the document lengths of a row do not sum to its tokens, or the rows are
+            longer than the number `pad_to`.
     """
     documents = [_documents(rows) for rows in groups]
     totals = _totals([sum(lengths) for lengths in documents], pad_to_multiple_of, pad_to)
@@ -172,7 +171,7 @@ def collate(
 
 
 def _documents(rows: Sequence[Row]) -> list[int]:
-    """The length of every document."""
+    """Length of every document."""
     lengths = [length for row in rows for length in row.lengths.tolist()]
     used, held = sum(lengths), sum(len(row.input_ids) for row in rows)
     if held != used:
@@ -181,13 +180,13 @@ def _documents(rows: Sequence[Row]) -> list[int]:
 
 
 def _documents_of_padding(tokens: int) -> list[int]:
-    """Short ones: attention is quadratic in a document's length, and what is padded is not used."""
+    """Lengths of padding documents. Short, because attention is quadratic in document length."""
     whole, rest = divmod(tokens, PADDING)
     return [PADDING] * whole + [rest] * (rest > 0)
 
 
 def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
-    """Tokens of each micro-batch, padding included."""
+    """Number of tokens of each micro-batch, with padding."""
     longest = max(used, default=0)
     if isinstance(pad_to, int):
         if longest > pad_to:

@@ -1,7 +1,7 @@
-"""Token ids as text for people: special tokens are kept, and no id is passed over in silence.
+"""Decode token ids for display: special tokens are kept, and unknown ids are shown.
 
-It stands on the package `tokenizers` alone where the tokenizer's files allow that: transformers
-takes seconds to import.
+Uses only the `tokenizers` package where the tokenizer's files allow it, because importing
+transformers takes seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from penstock.rows.byte_vocabulary import byte_library_tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 REACH = 16
-"""Tokens on either side that may decide how a token reads: its bytes may be part of a character,
-and a blank before it may depend on what stands there."""
+"""Context in tokens that can change how a token decodes: a UTF-8 character may be split over
+several tokens, and a leading space may depend on the preceding token."""
 
 
 class Decoder:
-    """One vocabulary, from ids to text."""
+    """Decodes token ids of one vocabulary to text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -33,11 +33,11 @@ class Decoder:
         self._special = frozenset(number for number, token in added.items() if token.special)
 
     def is_special(self, token: int) -> bool:
-        """Whether it is a mark of the format, such as the end of a turn, or unknown."""
+        """Whether the token is special, such as the end of a turn, or not in the vocabulary."""
         return token in self._special or not self._knows(token)
 
     def text(self, ids: Sequence[int]) -> str:
-        """All of it. An id that is not in the vocabulary reads `<unknown 151700>`."""
+        """Decode all ids. An id that is not in the vocabulary becomes `<unknown 151700>`."""
         parts: list[str] = []
         for known, run in groupby(ids, self._knows):
             if known:
@@ -47,23 +47,24 @@ class Decoder:
         return "".join(parts)
 
     def pieces(self, ids: Sequence[int], ends: Sequence[int]) -> Iterator[str]:
-        """The text of consecutive runs of tokens; `ends` rises to `len(ids)`.
+        """Yield the text of consecutive token spans; `ends` are increasing up to `len(ids)`.
 
-        Together they read as all of it does. A character whose bytes lie in two runs is the latter
-        one's.
+        The concatenation equals `text(ids)`. A character whose bytes lie in two spans belongs to
+        the later one.
         """
-        low = told = 0  # what precedes token `low` is told, and so many characters from there on
+        low = told = 0  # decoding starts at token `low`; `told` characters of it are yielded
         for end in ends:
             text = self._settled(ids, low, end)
             yield text[told:]
             told = max(told, len(text))
             later = end - REACH
-            # What is told need not be decoded again, if the text can be read from there on.
+            # Move `low` forward to avoid decoding all earlier tokens again, if the text from there
+            # is the same.
             if later > low and told == len(text) and text.endswith(self.text(ids[later:end])):
                 low, told = later, len(self.text(ids[later:end]))
 
     def _settled(self, ids: Sequence[int], low: int, at: int) -> str:
-        """The text of tokens `low` to `at`, as far as those after it leave it as it is."""
+        """Decode tokens `low` to `at`, up to the first character that later tokens change."""
         here = self.text(ids[low:at])
         if at == len(ids):
             return here
@@ -76,8 +77,10 @@ class Decoder:
 
 
 def decoder_of(typed: str, tokenizer: Source) -> Decoder:
-    """The vocabulary of the tokenizer that the user typed, as it is pinned; raises what
-    `load_decoder` does."""
+    """Load the decoder of a tokenizer at its pinned revision. Raises as `load_decoder`.
+
+    `typed` is the path or hub id as the user wrote it.
+    """
     path = resolve_folder(typed, tokenizer)
     if tokenizer.pin["kind"] == "hub":
         return load_decoder(path, local_folder(typed, tokenizer, TOKENIZER_FILES))
@@ -85,16 +88,16 @@ def decoder_of(typed: str, tokenizer: Source) -> Decoder:
 
 
 def load_decoder(path: str, files: Path) -> Decoder:
-    """The vocabulary of the tokenizer that `load_tokenizer` finds at `path`; `files` is the folder
-    on this machine with its files, for one that is not built in.
+    """Load the decoder of the tokenizer that `load_tokenizer` loads from `path`.
 
-    Raises ConfigError when they cannot be used, CapabilityError when they cannot be fetched.
+    `files` is the local folder with its files; unused for a built-in tokenizer. Raises ConfigError
+    if the files cannot be used, CapabilityError if they cannot be fetched.
     """
     if path.startswith("builtin:"):
         return Decoder(byte_library_tokenizer())
     tokenizer = _library_tokenizer(files)
     if tokenizer is None:
-        # It takes seconds to import, which most tokenizers are spared.
+        # Importing transformers takes seconds, and most tokenizers do not need it.
         from penstock.rows.tokenizer import load_tokenizer  # noqa: PLC0415
 
         loaded: Any = load_tokenizer(path)
@@ -103,7 +106,7 @@ def load_decoder(path: str, files: Path) -> Decoder:
 
 
 def _library_tokenizer(folder: Path) -> Tokenizer | None:
-    """What `tokenizers` makes of the folder; None where transformers would make more of it."""
+    """Load the folder with `tokenizers` alone; None if transformers would add tokens to it."""
     vocabulary, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not vocabulary.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Rows with some of their samples alone."""
+"""Select some of the samples of packed preference rows."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 
 
 def each_once(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
-    """The rows with those of their preferences that are not known, and stand in no row before."""
+    """Yield the rows with only the samples that are not in `known` and in no earlier row."""
     seen = set(known)
     for row in rows:
         assert row.branching is not None
@@ -21,7 +21,7 @@ def each_once(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
 
 
 def with_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
-    """The row with those of its preferences that are wanted; None where there is none."""
+    """The row with only its `wanted` samples; None if it has none of them."""
     whole = row.branching
     assert whole is not None
     chosen = [place for place, sample in enumerate(whole.samples) if sample in wanted]

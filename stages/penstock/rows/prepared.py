@@ -1,4 +1,4 @@
-"""Prepared samples on disk: the files of one split as one sequence, mapped into memory."""
+"""Prepared samples on disk: the memory-mapped files of one split as one sequence."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ SIDES: dict[Kind, tuple[str, ...]] = {
     "preference": ("chosen_", "rejected_"),
     "kto": ("",),
 }
-"""What stands before `input_ids` and `labels` in the names of a sample's columns, by its kind."""
+"""Prefixes of the columns `input_ids` and `labels`, by kind of data."""
 
 
 class Stored(NamedTuple):
-    """Token lists of consecutive samples: views of the file. List k of each is at
+    """Token lists of consecutive samples, as views of the file. Sample k is
     `offsets[k]:offsets[k + 1]`."""
 
     input_ids: Tokens
@@ -40,26 +40,26 @@ class Sample:
     """One prepared sample and where it comes from."""
 
     dataset: int
-    """Its data set's place in the settings."""
+    """Index of its data set in the config."""
     source: str
-    """What people call the data set."""
+    """Label of the data set."""
     slice: str
-    """The key of its slice, 16 digits."""
+    """Cache key of its slice, 16 digits."""
     row: int
-    """The record's place in the slice, from 0."""
+    """Index of the record in the slice, from 0."""
     sides: dict[str, tuple[Tokens, Tokens]]
-    """(input_ids, unshifted labels): of "chosen" and "rejected" for a pair, else of "" alone."""
+    """(input_ids, unshifted labels) by side: "chosen" and "rejected" for a pair, else only ""."""
     desirable: bool | None
-    """Whether a judged answer is good; None for other kinds."""
+    """KTO label: whether the completion is desirable; None for other kinds."""
     score_gap: float | None
-    """By how much a pair's chosen answer is scored higher; None where answers have no scores."""
+    """Score of the chosen completion minus that of the rejected one; None without scores."""
 
 
 class PreparedSamples:
-    """The samples of one split, numbered through its files as plan.json lists them."""
+    """The samples of one split, numbered across its files in the order of plan.json."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        """Map the split of the prepared artifact in `folder`; a split without files is empty.
+        """Memory-map the split of the prepared artifact in `folder`; without files it is empty.
 
         Raises ArtifactError for a damaged file.
         """
@@ -83,45 +83,45 @@ class PreparedSamples:
             side.removesuffix("_"): [_stored(batch, side) for batch in self._batches]
             for side in sides
         }
-        """The token lists of every batch, for each side of the samples."""
+        """Token lists of every record batch, by side."""
         sizes = [batch.num_rows for batch in self._batches]
         self.starts: Indices = np.cumsum([0, *sizes], dtype=np.int64)
-        """The number of each batch's first sample, and at the end how many samples there are."""
+        """Index of the first sample of each record batch, then the number of samples."""
         self._starts: list[int] = self.starts.tolist()
 
     def __len__(self) -> int:
         return int(self.starts[-1])
 
     def lengths(self) -> Indices:
-        """Tokens of every sample; a pair is as long as its longer side."""
+        """Number of tokens of every sample; for a pair, that of its longer side."""
         return np.max([self.lengths_of(side) for side in self.stored], axis=0)
 
     def lengths_of(self, side: str) -> Indices:
-        """Tokens of one side of every sample."""
+        """Number of tokens of one side of every sample."""
         return self._joined([np.diff(stored.offsets) for stored in self.stored[side]])
 
     def heads(self, side: str) -> Indices:
-        """Tokens of one side of every sample before its first label."""
+        """Number of tokens before the first label, of one side of every sample."""
         stored = self.stored[side]
         return self._joined([untrained_heads(some.labels, some.offsets) for some in stored])
 
     def desirable(self) -> npt.NDArray[np.bool_]:
-        """Whether every judged answer is good."""
+        """KTO labels: whether the completion of each sample is desirable."""
         parts = [batch.column("desirable").to_pylist() for batch in self._batches]
         return np.array([each for part in parts for each in part], dtype=np.bool_)
 
     def table(self) -> pa.Table:
-        """All columns of all samples, mapped (`rows.schema.PREPARED_OF` says which)."""
+        """All columns of all samples, memory-mapped (`rows.schema.PREPARED_OF` lists them)."""
         schema = self._batches[0].schema if self._batches else PREPARED_OF[self.kind]
         return pa.Table.from_batches(self._batches, schema)
 
     @property
     def is_scored(self) -> bool:
-        """Whether pairs say by how much the chosen answer is scored higher."""
+        """Whether pairs have a `score_gap` column."""
         return any("score_gap" in batch.schema.names for batch in self._batches[:1])
 
     def score_gaps(self) -> npt.NDArray[np.float32]:
-        """By how much every pair's chosen answer is scored higher."""
+        """Chosen score minus rejected score of every pair."""
         parts = [batch.column("score_gap").to_pylist() for batch in self._batches]
         return np.array([each for part in parts for each in part], dtype=np.float32)
 
@@ -131,8 +131,10 @@ class PreparedSamples:
         return _at(self.stored[side][number], place)
 
     def trained(self) -> Indices:
-        """Trained tokens of every sample, of both sides of a pair. The first token of a list is the
-        target of none, so never trained."""
+        """Number of trained tokens of every sample; for a pair, of both sides together.
+
+        The first token of a list is never trained: no position predicts it.
+        """
         sides = [
             self._joined([trained_tokens(stored.labels, stored.offsets) for stored in side])
             for side in self.stored.values()
@@ -140,12 +142,12 @@ class PreparedSamples:
         return np.sum(sides, axis=0)
 
     def datasets(self) -> Indices:
-        """Of which data set (its place in the settings) every sample is."""
+        """Data set index (its place in the config) of every sample."""
         of = np.array([part["dataset"] for part in self._parts], dtype=np.int64)
         return np.repeat(of, [part["rows"] for part in self._parts])
 
     def labels(self) -> dict[int, str]:
-        """What people call the data sets that there are samples of, by their places."""
+        """Labels of the data sets that have samples, by data set index."""
         numbers, firsts = np.unique(self.datasets(), return_index=True)
         return {
             number: self.sample(first).source
@@ -153,8 +155,11 @@ class PreparedSamples:
         }
 
     def epochs(self) -> list[Indices]:
-        """The samples of every planned epoch in order; one array serves all epochs unless sources
-        are drawn at random. Validation is used as it is stored."""
+        """Sample indices of every planned epoch, in order.
+
+        One array serves all epochs, except with `mix_strategy: random`. Validation keeps the
+        stored order.
+        """
         if self.split != "train":
             return [np.arange(len(self), dtype=np.int64)]
         counts = np.bincount(self.datasets(), minlength=len(self._mixing.weights))
@@ -180,7 +185,7 @@ class PreparedSamples:
         )
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The batch that a sample is in, and its place there."""
+        """Index of the record batch of a sample, and the sample's index in it."""
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 
@@ -190,7 +195,7 @@ class PreparedSamples:
 
 
 def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
-    """How many labels of each list are trained; the first one of a list never is."""
+    """Number of trained labels of each list; the first label of a list is never trained."""
     is_trained = labels != IGNORED
     is_trained[offsets[:-1][np.diff(offsets) > 0]] = False
     before = np.concatenate([[0], np.cumsum(is_trained, dtype=np.int64)])
@@ -198,7 +203,7 @@ def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
 
 
 def untrained_heads(labels: Tokens, offsets: Tokens | Indices) -> Indices:
-    """How many labels of each list come before its first trained one; all where none is."""
+    """Number of labels before the first trained one, per list; all of them if none is trained."""
     trained = np.flatnonzero(labels != IGNORED)
     following = np.append(trained, len(labels))[np.searchsorted(trained, offsets[:-1])]
     return (np.minimum(following, offsets[1:]) - offsets[:-1]).astype(np.int64, copy=False)

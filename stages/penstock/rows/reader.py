@@ -1,4 +1,4 @@
-"""Packed rows on disk: memory-mapped Arrow shards, any row at once, nothing copied."""
+"""Packed rows on disk: memory-mapped Arrow shards with random access, without copies."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
@@ -20,22 +20,22 @@ SHARDS = "rows-*.arrow"
 
 @dataclass(frozen=True)
 class Row:
-    """One packed row: T tokens in len(lengths) documents. Views of the file; do not write."""
+    """One packed row: T tokens in len(lengths) documents. Read-only views of the file."""
 
     input_ids: Tokens
     labels: Tokens
     lengths: Tokens
     number: int
-    """Its own among the packed rows, from 0."""
+    """Index among the packed rows, from 0."""
     branching: PrefixSharing | None = None
-    """Of all its documents; None where they are plain ones."""
+    """Prefix sharing of all its documents; None for SFT data."""
 
 
 class PackedRows:
     """The packed rows in a folder (`data/<split>` of a packed artifact), in stored order."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the shards. Raises ArtifactError when there is none or one cannot be read."""
+        """Memory-map the shards. Raises ArtifactError if there is none or one cannot be read."""
         shards = sorted(folder.glob(SHARDS))
         if not shards:
             raise ArtifactError(f"{folder} holds no packed rows.\n  Run the pack stage first.")
@@ -52,7 +52,7 @@ class PackedRows:
                 starts.append(starts[-1] + batch.num_rows)
         self._starts = starts
         self.kind: Kind = _kind_of(self._batches[0].schema if self._batches else PACKED)
-        """What the rows are for."""
+        """Kind of data: SFT, preference or KTO."""
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -68,40 +68,40 @@ class PackedRows:
         return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching)
 
     def table(self) -> pa.Table:
-        """All columns of all rows, mapped (`rows.schema.PACKED_OF` says which)."""
+        """All columns of all rows, memory-mapped (`rows.schema.PACKED_OF` lists them)."""
         schema = self._batches[0].schema if self._batches else PACKED_OF[self.kind]
         return pa.Table.from_batches(self._batches, schema)
 
     def samples(self) -> list[bytes]:
-        """The digests of all samples, row after row; of rows of plain documents none."""
+        """Digests of all samples, row by row; empty for SFT data."""
         if self.kind == "sft":
             return []
         parts = (batch.column("samples").flatten().to_pylist() for batch in self._batches)
         return [sample for part in parts for sample in part]
 
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The number of tokens of every row."""
+        """Number of tokens of every row."""
         parts = [np.diff(ids.offsets).astype(np.int64) for ids, _, _ in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def documents(self) -> npt.NDArray[np.int64]:
-        """The number of documents of every row."""
+        """Number of documents of every row."""
         parts = [np.diff(lengths.offsets).astype(np.int64) for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def document_lengths(self) -> npt.NDArray[np.int64]:
-        """The number of tokens of every document, row after row."""
+        """Number of tokens of every document, row by row."""
         parts = [lengths.used().astype(np.int64) for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
     def squares(self) -> npt.NDArray[np.int64]:
-        """The sum of the squared lengths of every row's documents."""
+        """Sum of squared document lengths of every row."""
         parts = [lengths.sums_of_squares() for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 class UnmaskedRows(PackedRows):
-    """The same rows, of which each is one document: what is packed into one sees what is before."""
+    """The same rows, each as a single document: attention is not masked between its samples."""
 
     def row(self, index: int) -> Row:
         """The row at `index`, from 0. Raises IndexError outside of the folder's rows."""
@@ -109,11 +109,11 @@ class UnmaskedRows(PackedRows):
         return replace(row, lengths=row.lengths.sum(keepdims=True, dtype=np.int32))
 
     def documents(self) -> npt.NDArray[np.int64]:
-        """One in every row."""
+        """1 for every row."""
         return np.ones(len(self), np.int64)
 
     def squares(self) -> npt.NDArray[np.int64]:
-        """The squared length of every row."""
+        """Squared length of every row."""
         return self.lengths() ** 2
 
 
@@ -144,7 +144,7 @@ class _Lists:
 
 
 def _kind_of(schema: pa.Schema) -> Kind:
-    # Each kind has the columns of the one before it, and more.
+    # Each kind has the columns of the previous one and more, so the last match is the kind.
     held = {*schema.names}
     found: list[Kind] = [kind for kind, its in PACKED_OF.items() if held.issuperset(its.names)]
     return found[-1]
@@ -161,8 +161,8 @@ def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
 
 
 def _viewed(numbers: pa.Array) -> Tokens:
-    """Int32 without nulls, as Arrow's own `to_numpy` has them; that one imports pandas, a second
-    that every rank and every process that loads rows would wait."""
+    """View an int32 array without nulls. Arrow's own `to_numpy` imports pandas, which would cost
+    every rank and every data loader process a second."""
     assert numbers.type == pa.int32()
     assert not numbers.null_count
     _, buffer = numbers.buffers()
@@ -172,9 +172,9 @@ def _viewed(numbers: pa.Array) -> Tokens:
 
 
 def map_batches(path: Path) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow IPC file, mapped into memory.
+    """The record batches of an Arrow IPC file, memory-mapped.
 
-    Raises ArtifactError when the file is cut short or is not one.
+    Raises ArtifactError if the file is truncated or is not an Arrow IPC file.
     """
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))

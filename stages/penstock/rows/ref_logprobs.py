@@ -1,6 +1,6 @@
-"""What a model makes of answers, by the content of their samples: files that any run can read.
+"""Reference log-probs of completions on disk, keyed by sample content, so that runs can share them.
 
-D samples, A answers of each.
+D samples, A completions of each.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ SCHEMA = pa.schema(
         pa.field("log_probs", pa.list_(pa.float64(), PER_SAMPLE), nullable=False),
     ]
 )
-"""One sample a row: its digest, and the summed log-probability of each of its answers."""
+"""One sample per row: its digest, and the summed log-probability of each of its completions."""
 
 
 class AnswerScores:
-    """The scores in all files of a folder."""
+    """The log-probs in all files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read them. A folder that is not there holds none. Raises ArtifactError for a file that
-        cannot be read, or is damaged."""
+        """Read all files. A missing folder has no log-probs. Raises ArtifactError for a file that
+        cannot be read or is damaged."""
         self._at: dict[bytes, int] = {}
         parts: list[Scores] = [np.empty((0, PER_SAMPLE))]
         count = 0
@@ -48,11 +48,11 @@ class AnswerScores:
         self._folder = folder
 
     def missing(self, samples: Iterable[bytes]) -> list[bytes]:
-        """Those without scores, each once, in the order in which they come."""
+        """The samples without log-probs, without duplicates, in the order given."""
         return [sample for sample in dict.fromkeys(samples) if sample not in self._at]
 
     def of(self, samples: Sequence[bytes]) -> Scores:
-        """Their scores, [D, A]. Raises ArtifactError for a sample that has none."""
+        """Log-probs of the samples, [D, A]. Raises ArtifactError if a sample has none."""
         try:
             places = [self._at[sample] for sample in samples]
         except KeyError as error:
@@ -64,8 +64,8 @@ class AnswerScores:
 
 
 def read_scores(file: Path) -> tuple[list[bytes], Scores]:
-    """The samples in a file and their scores [D, A]. Raises ArtifactError for one that cannot be
-    read, or whose bytes are not those that its name says."""
+    """Read the samples of a file and their log-probs [D, A]. Raises ArtifactError if the file
+    cannot be read or its bytes do not match the digest in its name."""
     _, _, digest = file.stem.removeprefix("scores-").partition("-")
     if digest and digest != _short_digest(file.read_bytes()):
         raise ArtifactError(
@@ -79,15 +79,17 @@ def read_scores(file: Path) -> tuple[list[bytes], Scores]:
 
 
 def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
-    """Add a file of these samples' scores [D, A] to the folder, whole or not at all. Its name says
-    which samples they are, so that whoever finds the same writes the same file."""
+    """Write the samples' log-probs [D, A] to a file in the folder, atomically.
+
+    The file name is a digest of the samples, so the same samples always give the same file.
+    """
     with atomic_write(folder / f"scores-{_of_samples(samples)}.arrow") as part:
         part.write_bytes(_content(samples, scores))
 
 
 def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
-    """The same for a folder that no manifest vouches for: the name says what bytes there are, too,
-    so that damage is found when they are read."""
+    """Like `write_scores`, for a folder without a manifest: the file name also contains a digest of
+    the bytes, so that `read_scores` detects damage."""
     content = _content(samples, scores)
     name = f"scores-{_of_samples(samples)}-{_short_digest(content)}.arrow"
     with atomic_write(folder / name) as part:
@@ -95,7 +97,7 @@ def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
 
 
 def drop_damaged(folder: Path) -> list[Path]:
-    """Delete the files of scores that are damaged, which can be computed again, and name them."""
+    """Delete damaged files, whose log-probs can be recomputed, and return their paths."""
     dropped: list[Path] = []
     for file in sorted(folder.glob(FILES)):
         try:
@@ -107,7 +109,7 @@ def drop_damaged(folder: Path) -> list[Path]:
 
 
 def _content(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
-    """A file, as bytes."""
+    """The content of an Arrow IPC file."""
     flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
     columns = [
         pa.array(samples, type=SCHEMA.field("sample").type),
@@ -128,7 +130,7 @@ def _short_digest(content: bytes | pa.Buffer) -> str:
 
 
 def _viewed(scores: pa.Array) -> Scores:
-    """[D, A]. Arrow's own `to_numpy` imports pandas."""
+    """View the column as [D, A]. Arrow's own `to_numpy` imports pandas, which is slow."""
     assert isinstance(scores, pa.FixedSizeListArray)
     flat = scores.flatten()
     _, buffer = flat.buffers()

@@ -1,7 +1,6 @@
-"""The length of packed rows where the configuration does not say it: chosen from the samples.
+"""The default length of packed rows (without `data.sample_packing_sequence_len`).
 
-A pure function of counts that prepared data carries, so that the same data always gives the same
-rows, whoever asks and whenever.
+A pure function of counts recorded in prepared data, so the same data always gives the same rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,28 +8,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 WANTED_ROWS = 512
-"""Rows of an epoch, at least, where the longest sample allows it: with fewer, batches of usual
-sizes leave too few optimizer steps."""
+"""Minimum rows per epoch, if the longest sample allows it: with fewer, usual batch sizes leave too
+few optimizer steps."""
 
 SHORTEST = 128
-"""Rows are padded to a multiple of this when they are loaded, unless `data.pad_to_multiple_of` says
-another, so shorter ones save nothing."""
+"""Default multiple to which rows are padded when they are loaded (`data.pad_to_multiple_of`);
+shorter rows would save nothing."""
 
 RowLength = Literal["written", "fitted"]
 
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """How large the samples of prepared data are."""
+    """Sample sizes of prepared data."""
 
     longest: int
-    """Tokens that no sample exceeds in a row, a power of two."""
+    """Upper bound on a sample's tokens in a row, from a power-of-two histogram."""
     tokens: int
-    """Tokens of one epoch."""
+    """Number of tokens of one epoch."""
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> "SampleSizes":
-        """From the facts of the prepare stage."""
+        """Build from the facts of the prepare stage."""
         rows, tokens = facts["rows"]["train"], facts["tokens"]["train"]
         drawn = facts.get("samples_per_epoch") or rows
         lengths = [upper for of_split in facts["lengths"].values() for upper in of_split]
@@ -38,7 +37,7 @@ class SampleSizes:
 
     @classmethod
     def of_plan(cls, plan: Mapping[str, Any]) -> "SampleSizes":
-        """From plan.json, which says the same of the same data."""
+        """Build from plan.json; the same data gives the same sizes as `of_facts`."""
         train = plan["splits"]["train"]
         rows, tokens = (sum(entry[name] for entry in train) for name in ("rows", "tokens"))
         sources = plan.get("sources", [])
@@ -49,15 +48,15 @@ class SampleSizes:
 
 
 def fitted_row_length(sizes: SampleSizes, most: int, multiple: int = SHORTEST) -> int:
-    """Tokens of a row: a power of two that holds the longest sample and gives an epoch at least
-    `WANTED_ROWS` rows, if the longest sample is not in the way; rounded up to a `multiple`, which
-    rows are padded to; never over `most`."""
+    """Row length in tokens: a power of two that fits the longest sample and, if possible, gives an
+    epoch at least `WANTED_ROWS` rows. Rounded up to a `multiple`, to which rows are padded; at most
+    `most`."""
     for_rows = 1 << max(0, (sizes.tokens // WANTED_ROWS).bit_length() - 1)
     length = max(SHORTEST, sizes.longest, for_rows)
     return min(most, -(-length // multiple) * multiple)
 
 
 def _longest(uppers: Iterable[str], kind: str) -> int:
-    """The largest upper bound of a histogram of lengths. In a row a pair of answers takes up to
-    twice what its longer side takes."""
+    """The largest upper bound of a length histogram; doubled for preference data, because a pair
+    takes up to twice the tokens of its longer side."""
     return max(map(int, uppers), default=1) * (1 if kind == "sft" else 2)

@@ -1,8 +1,8 @@
-"""The order and the mix of samples: pure functions of sizes, weights, switches and a seed.
+"""Shuffling and mixing of data sets: pure functions of sizes, weights, options and a seed.
 
-Prepared slices keep the order of their source. Shuffling and mixing are this plan on top, so that
-another seed or weight costs no tokenising. Every function takes time and memory proportional to the
-samples it plans.
+Prepared slices keep the order of their source; shuffling and mixing only reorder indices, so a new
+seed or weight needs no tokenization. Every function takes time and memory proportional to the
+number of samples it plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,44 +17,44 @@ Indices = npt.NDArray[np.int64]
 Strategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
 _BEFORE_MERGING, _MERGED, _ROWS, _STREAM, _DRAWS = 1, 2, 4, 5, 6
-"""One stream of random numbers per purpose, so that a switch leaves the others' draws alone."""
+"""One random stream per purpose, so that changing one option does not change the other draws."""
 
 
 @dataclass(frozen=True)
 class DatasetMixer:
-    """How the samples of several data sets become the epochs that are trained on."""
+    """How the samples of several data sets are mixed into epochs."""
 
     seed: int
     strategy: Strategy = "concat"
     weights: tuple[float, ...] = (1.0,)
-    """Of every data set, relative to the others."""
+    """Relative weight of every data set."""
     samples_per_epoch: int | None = None
-    """`random`: samples in an epoch; None: as many as there are."""
+    """With `random`: samples per epoch; None: the number of all samples."""
     epochs: int = 1
-    """`random`: how many are planned."""
+    """With `random`: number of planned epochs."""
     shuffle_before_merging_datasets: bool = True
-    """Shuffle each data set by itself; under `concat` it has no effect on a single one."""
+    """Shuffle each data set separately; no effect with `concat` and a single data set."""
     shuffle_merged_datasets: bool = True
     """Shuffle all samples of an epoch together."""
 
     @classmethod
     def of_plan(cls, plan: Mapping[str, Any]) -> "DatasetMixer":
-        """The mixing recorded in a prepared artifact's plan.json."""
+        """Build from a prepared artifact's plan.json."""
         return cls(**{**plan["mix"], "weights": tuple(plan["mix"]["weights"])})
 
     @property
     def shares(self) -> npt.NDArray[np.float64]:
-        """The share of every data set in what is drawn; all of them sum to 1."""
+        """Sampling probability of every data set; they sum to 1."""
         weights = np.array(self.weights, dtype=np.float64)
         return weights / weights.sum()
 
 
 def epoch_orders(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
-    """The samples of every epoch in order, as indices into the data sets' concatenation.
+    """Sample indices of every epoch, in order, into the concatenation of the data sets.
 
-    `num_rows[d]` samples are there of data set d. Under `random` there is one array for each of
-    `mixing.epochs`, and a sample may come again; otherwise the one array serves every epoch. A data
-    set with a weight needs samples, except under `concat`.
+    Data set d has `num_rows[d]` samples. With `random` there is one array for each of
+    `mixing.epochs`, and samples may repeat; otherwise one array serves every epoch. A data set with
+    a weight above 0 needs samples, except with `concat`.
     """
     if not sum(num_rows):
         return [np.empty(0, dtype=np.int64)]
@@ -72,7 +72,7 @@ def epoch_orders(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]
 
 
 def drawn(num_rows: Sequence[int], mixing: DatasetMixer) -> list[int]:
-    """How many samples each data set gives to one epoch."""
+    """Number of samples of each data set in one epoch."""
     if not sum(num_rows) or mixing.strategy == "concat":
         return list(num_rows)
     if mixing.strategy == "random":
@@ -81,8 +81,8 @@ def drawn(num_rows: Sequence[int], mixing: DatasetMixer) -> list[int]:
 
 
 def quotas(shares: npt.NDArray[np.float64], total: int) -> list[int]:
-    """`total` divided by shares that sum to 1, exactly: what rounding down leaves over goes to the
-    largest remainders, the first of equal ones."""
+    """Split `total` by shares that sum to 1, by the largest remainder method; of equal remainders
+    the first one is rounded up."""
     exact = shares * total
     whole = np.floor(exact).astype(np.int64)
     by_remainder = np.argsort(whole - exact, kind="stable")
@@ -91,7 +91,7 @@ def quotas(shares: npt.NDArray[np.float64], total: int) -> list[int]:
 
 
 def expected_draws(num_rows: Sequence[int], mixing: DatasetMixer) -> list[float]:
-    """Under `interleave_*`: for every data set, the draws after which it has probably run out."""
+    """With `interleave_*`: expected number of draws until each data set is exhausted."""
     pairs = zip(num_rows, mixing.shares.tolist(), strict=True)
     return [rows / share if share else 0.0 for rows, share in pairs]
 
@@ -102,9 +102,9 @@ def draws_until(
     ends: Literal["first", "last"],
     random: np.random.Generator,
 ) -> Indices:
-    """Data sets drawn by their shares until the first, or the last, of them has run out.
+    """Draw data sets by their shares until the first, or the last, of them is exhausted.
 
-    The draw that takes the last sample is the final one. Data sets without a share are never drawn.
+    The draw that takes its last sample is the final one. Data sets with share 0 are never drawn.
     """
     drawable = [of for of, share in enumerate(shares) if share]
     expected = [num_rows[of] / shares[of] for of in drawable]
@@ -127,12 +127,12 @@ def draws_until(
 
 
 def rows_generator(seed: int, epoch: int) -> np.random.Generator:
-    """The random numbers that decide which samples of an epoch share a row."""
+    """Random generator for packing the samples of an epoch into rows."""
     return generator(seed, _ROWS, epoch)
 
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
-    """Random numbers that depend on the seed and the stream alone, on every machine."""
+    """Random generator that depends only on the seed and the stream, on every machine."""
     return np.random.Generator(np.random.PCG64([seed, *stream]))
 
 
@@ -145,7 +145,7 @@ def _concatenated(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
 
 
 def _random(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
-    """Every epoch takes its quota of each data set's stream, from where the last one stopped."""
+    """Each epoch takes its quota of each data set's stream, where the previous epoch stopped."""
     wanted = drawn(num_rows, mixing)
     streams = [
         _stream(of, start, size, quota * mixing.epochs, mixing)
@@ -179,8 +179,10 @@ def _draws(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
 
 
 def _stream(dataset: int, start: int, size: int, count: int, mixing: DatasetMixer) -> Indices:
-    """The first `count` samples of a data set without end: pass after pass over its `size` samples,
-    each shuffled anew if data sets are shuffled by themselves."""
+    """The first `count` samples of an endless stream of passes over the data set's `size` samples.
+
+    Each pass is reshuffled with `shuffle_before_merging_datasets`.
+    """
     passes: list[Indices] = [np.empty(0, dtype=np.int64)]
     for number in range(-(-count // size) if count else 0):
         one = np.arange(start, start + size, dtype=np.int64)

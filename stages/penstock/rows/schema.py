@@ -1,4 +1,4 @@
-"""The Arrow schemas of prepared samples and of packed rows, shared by all who use them."""
+"""The Arrow schemas of prepared samples and packed rows."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,7 +7,7 @@ import pyarrow as pa
 from penstock.config.schema.dataset import Kind
 
 IGNORED = -100
-"""The label of a position that is not trained."""
+"""Label of a position that is not trained (ignore_index)."""
 
 _TOKENS = pa.list_(pa.int32())
 _ORIGIN = [
@@ -22,8 +22,8 @@ PREPARED = pa.schema(
         *_ORIGIN,
     ]
 )
-"""One sample a row. Labels are unshifted (label t belongs to token t) and -100 where masked.
-`source` is the label of the data set, `row` the record's place in its slice, from 0."""
+"""SFT: one sample per row. Labels are unshifted (label t belongs to token t) and -100 where masked.
+`source` is the label of the data set, `row` the index of the record in its slice, from 0."""
 
 PREPARED_PAIRS = pa.schema(
     [
@@ -34,8 +34,8 @@ PREPARED_PAIRS = pa.schema(
         *_ORIGIN,
     ]
 )
-"""One preference a row: each side is the prompt and an answer, with the answer's tokens as labels.
-The two begin with the same prompt, which ends where the first label is."""
+"""Preference pairs: one pair per row. Each side is the prompt and a completion; labels are the
+completion's tokens. Both sides start with the same prompt, which ends at the first label."""
 
 PREPARED_JUDGED = pa.schema(
     [
@@ -45,7 +45,7 @@ PREPARED_JUDGED = pa.schema(
         *_ORIGIN,
     ]
 )
-"""One judged answer a row."""
+"""KTO: one completion per row, desirable or not."""
 
 PREPARED_SCORED = pa.schema(
     [
@@ -54,18 +54,18 @@ PREPARED_SCORED = pa.schema(
         *_ORIGIN,
     ]
 )
-"""The same of scored answers: by how much the chosen one is scored higher, at least 0."""
+"""Preference pairs with `score_gap`: chosen score minus rejected score, at least 0."""
 
 PREPARED_OF: dict[Kind, pa.Schema] = {
     "sft": PREPARED,
     "preference": PREPARED_PAIRS,
     "kto": PREPARED_JUDGED,
 }
-"""The columns of prepared data, by what it is for."""
+"""Schema of prepared data by kind."""
 
 
 def prepared_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
-    """The columns of prepared data of a kind, which for pairs may be scored."""
+    """Schema of prepared data of a kind; preference pairs may have scores."""
     return PREPARED_SCORED if is_scored else PREPARED_OF[kind]
 
 
@@ -76,11 +76,12 @@ PACKED = pa.schema(
         pa.field("lengths", pa.list_(pa.int32()), nullable=False),
     ]
 )
-"""One packed row a row, without padding: `lengths` sum to the number of tokens. Labels are shifted
-once (label t is the target of position t) and -100 at the last position of every document."""
+"""SFT: one packed sequence per row, without padding. `lengths` are document lengths and sum to the
+number of tokens. Labels are shifted once (label t is the target of position t) and -100 at the last
+position of every document."""
 
 DIGEST_BYTES = 16
-"""Of what names a sample by its content."""
+"""Size of the digest that identifies a sample by its content."""
 
 PACKED_PAIRS = pa.schema(
     [
@@ -90,27 +91,27 @@ PACKED_PAIRS = pa.schema(
         pa.field("samples", pa.list_(pa.binary(DIGEST_BYTES)), nullable=False),
     ]
 )
-"""One packed row a row, of documents that branch: two answers to a prompt, with labels also at the
-last position of each. `prompts` are the shared tokens of every document, `branches` the tokens of
-every branch (see `rows.branching`), `samples` a digest of every two."""
+"""Preference pairs: one packed sequence per row, with prefix sharing (see `rows.shared_prefix`).
+The last position of each branch also has a label. `prompts` are the numbers of shared tokens per
+document, `branches` the tokens per branch, `samples` the digest of each pair."""
 
 PACKED_JUDGED = pa.schema([*PACKED_PAIRS, pa.field("desirable", pa.list_(pa.bool_()), False)])
-"""The same for judged answers: the first branch is the answer, which is `desirable` or not, and the
-second one another prompt's answer."""
+"""KTO: of each two branches the first is the completion, which is `desirable` or not, and the
+second a mismatched completion (of another prompt) for the KL baseline."""
 
 PACKED_SCORED = pa.schema([*PACKED_PAIRS, pa.field("score_gaps", pa.list_(pa.float32()), False)])
-"""Pairs and by how much the first answer of each is scored higher."""
+"""Preference pairs with the score gap of each."""
 
 PACKED_OF: dict[Kind, pa.Schema] = {
     "sft": PACKED,
     "preference": PACKED_PAIRS,
     "kto": PACKED_JUDGED,
 }
-"""The columns of packed rows, by what they are for."""
+"""Schema of packed rows by kind."""
 
 
 def packed_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
-    """The columns of packed rows of a kind, which for pairs may be scored."""
+    """Schema of packed rows of a kind; preference pairs may have scores."""
     return PACKED_SCORED if is_scored else PACKED_OF[kind]
 
 
@@ -118,7 +119,7 @@ SPLITS = ("train", "validation")
 
 
 def histogram(lengths: npt.ArrayLike) -> dict[str, int]:
-    """How many lengths lie in each power-of-two bucket, keyed by its upper end (inclusive)."""
+    """Number of lengths in each power-of-two bucket, keyed by its inclusive upper bound."""
     sizes = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
     exponents = np.ceil(np.log2(sizes)).astype(np.int64)
     found, counts = np.unique(exponents, return_counts=True)

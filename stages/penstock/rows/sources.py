@@ -1,4 +1,4 @@
-"""Of which data set each document of packed rows is, in a file beside them."""
+"""Source data set of each document of packed rows, stored in a file beside the rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ FILE = "sources.json"
 
 @dataclass(frozen=True)
 class Sources:
-    """The data sets of a split's documents, in the order in which these are stored."""
+    """The data set of each document of a split, in stored order."""
 
     labels: tuple[str, ...]
-    """What people call the data sets; all differ."""
+    """Labels of the data sets, all distinct."""
     of_documents: Indices
-    """Number of the label of each document."""
+    """Index into `labels` for each document."""
 
     def write(self, folder: Path) -> None:
-        """Publish the file in a split's folder."""
+        """Write the file to a split's folder."""
         found = {"labels": self.labels, "documents": self.of_documents.tolist()}
         write_json(folder / FILE, found)
 
     @classmethod
     def read(cls, folder: Path) -> "Sources | None":
-        """What the split's folder says; None where all documents are of one data set."""
+        """Read the file of a split's folder; None if there is none (a single data set)."""
         if not (folder / FILE).is_file():
             return None
         found = read_json(folder / FILE)
@@ -36,9 +36,9 @@ class Sources:
 
     @classmethod
     def of(cls, datasets: Indices, labels: Mapping[int, str]) -> "Sources":
-        """From the data set of each document; `labels[d]` is what people call data set d.
+        """Build from the data set index of each document; `labels[d]` is the label of data set d.
 
-        Where several are called the same, their numbers tell them apart.
+        Duplicate labels get the data set index as a suffix (`label#3`).
         """
         numbers, of_documents = np.unique(datasets, return_inverse=True)
         named = [labels[number] for number in numbers.tolist()]

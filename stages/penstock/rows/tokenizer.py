@@ -27,13 +27,14 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}
 {%- endif -%}"""
-"""ChatML; the marked part is what the model is to say: the content and the end of the turn."""
+"""ChatML. The `generation` block marks the trained tokens of an assistant turn: its content and
+`<|im_end|>`."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer of raw UTF-8 bytes with ChatML turns: exact, needs no training and no network.
+    """Build the byte-level tokenizer with the ChatML chat template. Lossless; needs no network.
 
-    A turn's end is the end-of-sequence token; padding is the end-of-text token.
+    The EOS token is `<|im_end|>`; the padding token is `<|endoftext|>`.
     """
     fast = PreTrainedTokenizerFast(
         tokenizer_object=byte_library_tokenizer(),
@@ -47,11 +48,10 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer at a local folder, of a hub id, or built in (`builtin:…`).
+    """Load the tokenizer from a local folder, a hub id, or the built-in one (`builtin:…`).
 
-    Never runs code that comes with a tokenizer. Raises ConfigError when the files cannot be used or
-    the token that ends a text is not in the vocabulary, and CapabilityError when they cannot be
-    fetched.
+    Never runs remote code (`trust_remote_code=False`). Raises ConfigError if the files cannot be
+    used or the EOS token is not in the vocabulary, and CapabilityError if they cannot be fetched.
     """
     if path.startswith("builtin:"):
         return byte_tokenizer()
@@ -85,9 +85,9 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
 
 
 def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None) -> None:
-    """Raise ConfigError if its eos_token is not in its vocabulary.
+    """Raise ConfigError if eos_token is not in the vocabulary.
 
-    transformers adds such a token behind the others, where the model has no row for it.
+    transformers would append such a token, with an id for which the embedding has no row.
     """
     folder = Path(path).expanduser()
     is_here = folder.exists()
@@ -98,7 +98,7 @@ def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: 
     declared: Any = tokenizer.init_kwargs.get("added_tokens_decoder") or {}
     if end is None or not isinstance(file, str | Path) or not Path(file).is_file():
         return
-    # Written as JSON text, which is much faster to look for than to read all of a vocabulary.
+    # Searching the raw bytes is much faster than parsing the whole vocabulary.
     content = Path(file).read_bytes()
     spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
     if any(each in content for each in spellings) or end in map(str, declared.values()):
