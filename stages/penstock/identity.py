@@ -11,6 +11,7 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import cache_key, fields_keyed
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
+from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 
@@ -28,6 +29,10 @@ def identity_fields(
     kind = KEYED_SECTIONS[section]
     kept = set(fields_keyed(kind, "always", "unless default") if names is None else names)
     values = getattr(run, section).model_dump(mode="json", include=kept)
+    lora = run.lora
+    if "quant_group_size" in values and lora.quant_group_size == 16 != GROUPS[lora.quant_format][0]:
+        # 16 in a key is an unset size, also of formats whose own size is another.
+        values["quant_group_size"] = "16 columns"
     return {
         name: cache_key(kind, name).null if values[name] is None else values[name]
         for name in sorted(values)
