@@ -1,4 +1,4 @@
-"""Arcee: a Llama whose feed-forward networks have no gate; optional biases everywhere."""
+"""Arcee: Llama with MLPs without a gate; optional biases everywhere."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import UNGATED_PARTS, Family

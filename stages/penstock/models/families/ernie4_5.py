@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: neighbouring features are turned together."""
+"""ERNIE 4.5, dense: interleaved RoPE (GPT-J style)."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family

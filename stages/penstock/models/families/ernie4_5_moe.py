@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: chosen by softmax plus a bias, beside shared ones; dense layers first."""
+"""ERNIE 4.5 MoE: softmax router with a bias, shared experts, dense first layers."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.families.ernie4_5 import THETA
@@ -18,8 +18,8 @@ ROLES = DECODER_ROLES
 NAMES = ExpertNames(selection_bias="moe_statics.e_score_correction_bias")
 
 LEAST_SUM = 1e-9
-"""The weights of the best experts by softmax add up to more, so to keep the sum above anything
-smaller changes nothing."""
+"""The top-k softmax weights always sum to more than this, so a lower bound on the sum that is at
+most this large has no effect."""
 
 
 def read(hf: HfConfig) -> DecoderConfig:

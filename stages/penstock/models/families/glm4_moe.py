@@ -1,5 +1,5 @@
-"""GLM-4.5 and its kin: experts scored each by itself, in groups, with a bias for choosing; shared
-experts; half of each head is turned; dense layers first."""
+"""GLM-4.5 and related models: grouped sigmoid router with a selection bias, shared experts, partial
+RoPE (partial_rotary_factor 0.5), dense first layers."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family

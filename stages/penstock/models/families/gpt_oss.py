@@ -1,5 +1,5 @@
-"""gpt-oss: every second layer's attention sees a window, all of them have sinks and biases; experts
-in every layer, with biases and a clamped gate."""
+"""gpt-oss: sliding-window attention in every second layer, attention sinks and biases in all;
+experts in every layer, with biases and a clamped gated activation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ ROPE: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What turns queries and keys where config.json says nothing of it."""
+"""RoPE parameters where config.json has none."""
 
 
 def read(hf: HfConfig) -> DecoderConfig:

@@ -1,4 +1,4 @@
-"""Jais 2: LayerNorm, whole heads turned, feed-forward networks without a gate, optional biases."""
+"""Jais 2: LayerNorm, full RoPE, MLPs without a gate, optional biases."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import UNGATED_PARTS, Family

@@ -1,4 +1,4 @@
-"""Llama 2 and 3: optional biases everywhere, no q/k norms."""
+"""Llama 2 and 3: optional biases everywhere, no QK norm."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family

@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, the best few by softmax, under names of their own."""
+"""Mixtral: experts in every layer, softmax top-k router, its own tensor names."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.family import Family

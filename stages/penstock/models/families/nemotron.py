@@ -1,5 +1,4 @@
-"""Nemotron: LayerNorm that multiplies by 1 + its weight, a share of each head turned, feed-forward
-networks without a gate, optional biases."""
+"""Nemotron: LayerNorm with 1 + weight, partial RoPE, MLPs without a gate, optional biases."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import UNGATED_PARTS, Family

@@ -1,7 +1,7 @@
-"""OPT: LayerNorm before each part, a learned table of positions, feed-forward networks without a
-gate, biases on all linear layers or none.
+"""OPT: pre-LayerNorm, learned position embeddings, MLPs without a gate, biases on all linear layers
+or none.
 
-Megatron's first models are the same with GELU; OPT's own have ReLU.
+Megatron's first models have the same architecture with GELU; OPT itself has ReLU.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from penstock.models.tp_roles import DECODER_ROLES
 ROLES = DECODER_ROLES
 
 FIRST_ROW = 2
-"""Of the table of positions: the rows before it are of padding, and no token has them."""
+"""First used row of the position table; rows before it are for padding."""
 
 NAMES = TensorNames(
     trunk="model.decoder",
@@ -56,7 +56,7 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 
 def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
-    """What transformers computes otherwise than here, or also where nothing is said of it here."""
+    """Settings that transformers computes differently, or that are unsupported here."""
     if hidden % heads:
         yield f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})"
     if config_get(hf, "word_embed_proj_dim", hidden) != hidden:

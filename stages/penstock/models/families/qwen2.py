@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v alone."""
+"""Qwen2 and Qwen2.5: biases on q, k and v only."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family

@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys are normalised head by head; the head width is its own field."""
+"""Qwen3, dense: QK norm (RMSNorm per head); head_dim is its own field."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family

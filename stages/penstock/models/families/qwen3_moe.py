@@ -1,4 +1,4 @@
-"""Qwen3 with experts: softmax over all of them, the best few; no shared ones."""
+"""Qwen3 MoE: softmax top-k router, no shared experts."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.family import Family

@@ -1,5 +1,4 @@
-"""StableLM: LayerNorm, a share of each head turned, gated feed-forward networks; optional biases on
-q, k and v alone."""
+"""StableLM: LayerNorm, partial RoPE, gated MLPs; optional biases on q, k and v only."""
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family

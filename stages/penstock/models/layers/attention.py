@@ -1,6 +1,6 @@
-"""Grouped-query attention over a flat micro-batch of documents.
+"""Grouped-query attention (GQA) over packed sequences (varlen).
 
-T tokens, D model width, N query heads, K key and value heads, H head width.
+T tokens, D model width, N query heads, K key and value heads, H head dimension.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from penstock_kernels.attention.reference import eager
 class AttentionFn(Protocol):
     """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out.
 
-    A token sees the last `window` ones up to itself, or with None all of them. `sinks_N`, if there
-    are any, are scores beside those of the keys, to which no value belongs.
+    A token attends to the last `window` tokens including itself; None: to all earlier ones.
+    `sinks_N` are attention sink logits (one per head, without a value), or None.
     """
 
     def __call__(
@@ -39,7 +39,7 @@ class AttentionFn(Protocol):
 
 
 def in_bf16(attend: AttentionFn) -> AttentionFn:
-    """Attention of queries, keys and values in bf16, whatever they came in; given back in that."""
+    """Cast queries, keys and values to bf16 for attention, and the result back."""
 
     def attend_in_bf16(
         q_TNH: torch.Tensor,
@@ -58,10 +58,10 @@ def in_bf16(attend: AttentionFn) -> AttentionFn:
 
 
 class SelfAttention(nn.Module):
-    """Project, normalise if the family does, rotate, attend, project back.
+    """Q, K and V projections, QK norm if the family has it, RoPE, attention, output projection.
 
-    `attend` is a socket: whoever assembles the model may wrap or replace it. So is `run_core`,
-    through which attention is called without its projections, norms and rotary embedding.
+    The caller that builds the model may wrap or replace the hooks `attend` and `run_core`.
+    `run_core` calls attention without projections, norms and RoPE.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class SelfAttention(nn.Module):
         operations: LayerOps = BEST_OPERATIONS,
         drop: WeightDropout | None = None,
     ) -> None:
-        """Where `drop` drops anything, plain attention is computed instead of what is plugged."""
+        """With a nonzero attention dropout rate, training uses eager attention instead of
+        `attend`."""
         super().__init__()
         self.window = config.layer_window(layer)
         self.sinks = (
@@ -114,9 +115,10 @@ class SelfAttention(nn.Module):
         sin_TH: torch.Tensor,
         segments: VarlenMetadata,
     ) -> torch.Tensor:
-        """Attention's contribution to the residual stream, [T, D]."""
+        """Attention's output, which is added to the residual stream, [T, D]."""
         q, k, v = self._projected(x_TD)
-        # -1 heads: a projection that holds only some of the heads gives as many as it holds.
+        # -1 for heads, because under tensor parallelism the projections return only the local
+        # heads.
         q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
@@ -132,7 +134,7 @@ class SelfAttention(nn.Module):
         v_TKH: torch.Tensor,
         segments: VarlenMetadata,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` of the tokens that each one sees, [T, N, H]."""
+        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
         given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
         if self.training and self.drop is not None and self.drop.drops:
             return eager(*given, drop=self.drop.left_of)

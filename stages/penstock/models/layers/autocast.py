@@ -1,9 +1,9 @@
-"""Autocast for what it does not know: it casts PyTorch's own products, and none of ours."""
+"""Autocast for custom kernels: torch.autocast only casts PyTorch's own matmuls."""
 
 import torch
 
 
 def as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in autocast's dtype where that is on, else as it is."""
+    """Cast `x` to the autocast dtype if autocast is enabled."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,4 +1,4 @@
-"""One pre-norm residual block."""
+"""A pre-norm transformer block."""
 
 import torch
 from torch import nn
@@ -16,14 +16,14 @@ from penstock.models.layers.router import Precision
 from penstock_kernels.attention import VarlenMetadata
 
 SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}
-"""The two parts of a block, and the sockets that they are called through."""
+"""The two submodules of a block, and the call hooks through which they are called."""
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before, and dropped from and added after; what
-    feeds forward is one network or a mixture of experts.
+    """Attention and a feed-forward network or MoE. Each has a norm before it and, after it, dropout
+    and the residual addition.
 
-    `run_attn` and `run_mlp` are sockets: whoever plugs one calls what was plugged before.
+    `run_attn` and `run_mlp` are call hooks. A caller that replaces one must call the previous one.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Block(nn.Module):
         router: Precision,
         dropout: DropoutRates = NOTHING,
     ) -> None:
-        """`layer` is its number in the whole model, from 0."""
+        """`layer` is the layer's index in the whole model, from 0."""
         super().__init__()
         self.input_layernorm = build_norm(config, operations)
         self.self_attn = SelfAttention(

@@ -1,4 +1,5 @@
-"""The way a module's parts are called: the sockets that whoever assembles a model plugs into."""
+"""Call hooks: attributes through which a module calls its submodules. The caller that builds the
+model replaces them, e.g. for activation checkpointing."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,11 +9,12 @@ from torch import nn
 
 
 class CallHook(Protocol):
-    """A way to call a module: at once, or such that it is computed again in the backward pass."""
+    """Calls a module, either directly or with activation checkpointing (recomputed in the backward
+    pass)."""
 
     def __call__(self, module: nn.Module, /, *args: Any) -> torch.Tensor: ...
 
 
 def call(module: Callable[..., torch.Tensor], /, *args: Any) -> torch.Tensor:
-    """Call it. The default of every `run_…` socket."""
+    """Call the module directly. The default of every `run_…` hook."""
     return module(*args)

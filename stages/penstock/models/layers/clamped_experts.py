@@ -1,7 +1,7 @@
-"""gpt-oss's experts: biases on both products, a clamped gate, and tensors as its checkpoints have
-them, each expert's matrices [inputs, outputs], the features of gate and up by turns.
+"""Experts of gpt-oss: biases on both matrices, a clamped gated activation, and the layout of its
+checkpoints: matrices are [inputs, outputs], and gate and up features are interleaved.
 
-R rows (a token for each expert it chose), E experts, D model width, F features of an expert.
+R rows (one for each token and selected expert), E experts, D model width, F features of an expert.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import ExpertOperations, Experts, Matrix
 
 ONES = 8
-"""Columns of a product that adds biases, of which one is ones and the others are zeros: as few as
-every backend of grouped products takes."""
+"""Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
+that every grouped GEMM backend supports."""
 
 
 class ClampedExperts(Experts):
@@ -41,13 +41,13 @@ class ClampedExperts(Experts):
         return {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
 
     def gated(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """The first half: each row's features, activated, [R, F]."""
+        """gate_up_proj and the activation, [R, F]."""
         both_R2F = self._product(x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E)
         both_R2F = self._adapted("gate_up_proj", both_R2F, x_RD, counts_E)
         return self.operations.clamped_gate(both_R2F, self.alpha, self.limit)
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """The second half: of features, rows of the model's width, [R, D]."""
+        """down_proj, [R, D]."""
         y_RD = self._product(inner_RF, self.down_proj, self.down_proj_bias, counts_E)
         return self._adapted("down_proj", y_RD, inner_RF, counts_E)
 
@@ -58,11 +58,11 @@ class ClampedExperts(Experts):
         bias_EN: torch.Tensor,
         counts_E: torch.Tensor,
     ) -> torch.Tensor:
-        """Each row by its expert's matrix, plus its expert's bias, [R, N]."""
+        """Each row times its expert's matrix plus its expert's bias, [R, N]."""
         multiply, dtype = self.operations.group_gemm, x_RK.dtype
         y_RN = multiply(x_RK, weight_EKN.to(dtype).mT, counts_E)
-        # A product as well: so the bias's gradient is a sum over an expert's rows in fp32, in one
-        # order, wherever its rows lie.
+        # The bias is added by a grouped GEMM too, so that its gradient is a sum over the expert's
+        # rows in fp32 and in a fixed order, wherever the rows are.
         ones_RC = x_RK.new_zeros(x_RK.shape[0], ONES)
         ones_RC[:, 0] = 1
         bias_ENC = F.pad(bias_EN.to(dtype).unsqueeze(-1), (0, ONES - 1))

@@ -1,9 +1,8 @@
-"""Dropout whose draws depend on what is dropped, and on nothing that has been drawn before.
+"""Stateless dropout: masks do not depend on earlier random draws.
 
-What is kept of a token at a site is a function of the run's seed, the step, the site's name, the
-token and the feature, and how much is kept one of the step and the layer. So neither the layout,
-nor the order of micro-batches, nor computing a layer twice changes it, and a run that goes on draws
-what it would have drawn.
+The mask is a function of the run's seed, the step, the site's name, the token and the feature. The
+rate is a function of the step and the layer. So the parallel layout, the order of micro-batches and
+activation recomputation do not change it, and a resumed run draws the same masks.
 
 T tokens, F features.
 """
@@ -26,20 +25,20 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class DropoutRNG:
-    """What is drawn from in a forward pass."""
+    """The inputs of dropout masks in a forward pass."""
 
     seed: int
     step: int
-    """Of the optimizer, from 0."""
+    """Optimizer step, from 0."""
     places_T: torch.Tensor  # noqa: N815 - T names the dimension
-    """Which token of the data each of the pass's tokens is, int64."""
+    """Index in the data of each token of the pass, int64."""
 
     def of(self, which: torch.Tensor | slice) -> "DropoutRNG":
-        """The same for some of the tokens, by their numbers here."""
+        """The RNG of a subset of the pass's tokens."""
         return replace(self, places_T=self.places_T[which])
 
     def key(self, site: str) -> int:
-        """What the draws of a site depend on besides tokens and features: 64 bits."""
+        """The 64-bit key of a site, from seed, step and site name."""
         text = f"{self.seed}:{self.step}:{site}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -49,7 +48,7 @@ _DRAWN_FROM: ContextVar[DropoutRNG | None] = ContextVar("noise", default=None)
 
 @contextmanager
 def dropout_rng(noise: DropoutRNG | None) -> Iterator[None]:
-    """While this is entered, what is called draws from `noise`, or with None drops nothing."""
+    """Context manager that sets the RNG of dropout; None disables dropout."""
     before = _DRAWN_FROM.set(noise)
     try:
         yield
@@ -58,12 +57,12 @@ def dropout_rng(noise: DropoutRNG | None) -> Iterator[None]:
 
 
 def current_noise() -> DropoutRNG | None:
-    """What is drawn from here and now."""
+    """The current RNG, or None if dropout is disabled."""
     return _DRAWN_FROM.get()
 
 
 def preserve_dropout_rng(run: Callable[..., R]) -> Callable[..., R]:
-    """`run` for a call that is repeated later: it draws from what is drawn from now."""
+    """Wrap `run` so that later calls, such as recomputation, use the RNG that is current now."""
     noise = current_noise()
 
     def alike(*args: Any) -> R:
@@ -75,29 +74,29 @@ def preserve_dropout_rng(run: Callable[..., R]) -> Callable[..., R]:
 
 @dataclass(frozen=True)
 class DropoutRates:
-    """How much a model drops."""
+    """The dropout rates of a model."""
 
     hidden: float = 0.0
-    """The rate for what attention and feed-forward networks add to the residual stream."""
+    """Rate for the outputs of attention and feed-forward networks before the residual addition."""
     ffn: float = 0.0
-    """The rate for what goes into the last matrix of a feed-forward network."""
+    """Rate for the inputs of `down_proj` of a feed-forward network."""
     attention: float = 0.0
-    """The rate for the weights by which attention sums values."""
+    """Rate for attention probabilities."""
     warmup_steps: int = 0
-    """Steps in which rates rise in a line: none is dropped in the first, and with 0 all rates are
-    reached at once."""
+    """Linear warmup: the rate is 0 in the first step and reaches its full value after so many
+    steps; 0: no warmup."""
     depth: Literal["alike", "rising"] = "alike"
-    """Whether layers drop alike, or layer l of L, from 0, l / L of the rate."""
+    """`alike`: one rate for all layers; `rising`: layer l of L, from 0, has l / L of the rate."""
 
     def site(
         self, of: Literal["hidden", "ffn"], part: str, layer: int, num_layers: int
     ) -> "Dropout":
-        """Where a layer, from 0, drops from what its `part` gives."""
+        """The dropout of layer `layer`, from 0, for the output of `part`."""
         rate = self.hidden if of == "hidden" else self.ffn
         return Dropout(rate, f"model.layers.{layer}.{part}", **self._force(layer, num_layers))
 
     def of_weights(self, layer: int, num_layers: int) -> "WeightDropout":
-        """Where a layer, from 0, drops from attention's weights."""
+        """The dropout of layer `layer`, from 0, for attention probabilities."""
         site = f"model.layers.{layer}.self_attn.weights"
         return WeightDropout(self.attention, site, **self._force(layer, num_layers))
 
@@ -110,28 +109,29 @@ NOTHING = DropoutRates()
 
 
 class Dropout(OpModule):
-    """One place in a model where features are dropped, in training alone.
+    """Dropout at one site of a model, in training only.
 
-    Its name is that of what it drops in a checkpoint, so that models cut or fused otherwise draw
-    alike. `places_here` is a socket: from the places of the pass's tokens to those of the tokens
-    that arrive here; and whoever lets only some features arrive sets `first_feature`.
+    The site has the checkpoint name of the tensor's producer, so models that are sharded or fused
+    differently draw the same masks. Under sequence parallelism the `places_here` hook maps the
+    token indices of the pass to those of the local tokens. Under tensor parallelism `first_feature`
+    is the first local feature.
     """
 
     def __init__(
         self, rate: float, site: str, *, share: float = 1.0, warmup_steps: int = 0
     ) -> None:
-        """A `share` of the rate is in force, once `warmup_steps` are over."""
+        """The rate after `warmup_steps` is `share * rate`."""
         super().__init__()
         self.site = site
         self.drops = rate > 0
-        """Whether anything is ever dropped at such sites. All that a program may know of the rate,
-        which is another one in other layers and steps."""
+        """Whether the rate is nonzero anywhere. Compiled code may depend on this but not on the
+        rate, which differs by layer and step."""
         self._rate, self._warmup_steps = rate * share, warmup_steps
         self.first_feature = 0
         self.places_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
-        """What is left, [T, F], divided by the share that is kept."""
+        """Apply dropout to [T, F]; what is kept is divided by the keep probability."""
         if not (self.training and self.drops):
             return x_TF
         number = self.known_number()
@@ -151,26 +151,27 @@ class Dropout(OpModule):
         return self._rate * step / warmup if step < warmup else self._rate
 
     def extra_repr(self) -> str:
-        """What a printed model says of it."""
+        """What `print(model)` shows."""
         return f"{self._rate}, site={self.site}"
 
 
 class WeightDropout(Dropout):
-    """The same for attention's weights: what is kept depends on the query's token, the head, and
-    the key's place in its document. Heads may be some of all, and tokens are not.
+    """Dropout of attention probabilities. The mask depends on the query's token, the head and the
+    key's position in its document. Heads may be sharded; tokens may not.
 
     N heads, L tokens of a document.
     """
 
     def left_of(self, weights_NLL: torch.Tensor, first: int) -> torch.Tensor:
-        """What is left of the weights of the document that begins at token `first`, [N, L, L]."""
+        """Apply dropout to the probabilities [N, L, L] of the document that starts at token
+        `first`."""
         noise = current_noise()
         rate = self.rate_in(noise.step) if noise and self.training else 0.0
         if noise is None or not rate:
             return weights_NLL
         heads, length = weights_NLL.shape[:2]
         places_L = noise.places_T[first : first + length]
-        # A feature is a head and a key; those of the heads before these ones are elsewhere.
+        # A feature is a (head, key) pair; features of earlier heads are on other ranks.
         weights_LF = weights_NLL.transpose(0, 1).flatten(1)
         key, first_feature = noise.key(self.site), self.first_feature * length
         kept_LF = dropout(weights_LF, places_L, rate, key, first_feature)
@@ -184,13 +185,13 @@ def _all_of_them(places_T: torch.Tensor) -> torch.Tensor:
 def _draws(
     x: torch.Tensor, number: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a site draws by here and now: places, rate and key. Where nothing is drawn, a rate of 0
-    drops nothing."""
+    """Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
+    is 0, which drops nothing."""
     site, noise = numbered(number), current_noise()
     assert isinstance(site, Dropout)
     if noise is None:
         return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
-    # Not the noise's own tensor: a program may write over what it is given.
+    # A copy, because compiled code may reuse the buffer of an operator's output.
     places_T = site.places_here(noise.places_T).clone()
     return places_T, *on_host(site.rate_in(noise.step), noise.key(site.site))
 

@@ -1,6 +1,6 @@
-"""The experts of one layer: many small feed-forward networks, in two tensors.
+"""The experts of a MoE layer, in two stacked tensors.
 
-R rows (a token for each expert it chose), E experts, D model width, F features of an expert.
+R rows (one for each token and selected expert), E experts, D model width, F features of an expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ R = TypeVar("R")
 Implementation = Literal["auto", "eager", "native", "triton", "quack"]
 
 Matrix = Literal["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
-"""One of an expert's, in this project's words for it."""
+"""Native names of an expert's matrices."""
 
 
 @dataclass(frozen=True)
 class ExpertOperations:
-    """What a layer's experts are computed with: chosen once, when the model is built."""
+    """The kernels of a layer's experts, selected once when the model is built."""
 
     group_gemm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     permute: Callable[[torch.Tensor, Order], torch.Tensor]
@@ -39,12 +39,12 @@ class ExpertOperations:
 
 
 def select_expert_ops(implementation: Implementation) -> ExpertOperations:
-    """The operations of one implementation; `auto` takes for each the best that serves its inputs.
+    """The kernels of one implementation; `auto` selects the best that supports the inputs.
 
-    A name stands for the products of experts. What sorts tokens has that backend as well or the
-    best of its own; with `eager` all are the plain ones.
+    The name selects the grouped GEMM. Permutation and activation use the same backend if they have
+    it, otherwise their best one; `eager` uses eager PyTorch for all.
 
-    Raises UnsupportedError for one that this machine's packages do not have.
+    Raises UnsupportedError if this machine's packages lack the implementation.
     """
 
     def chosen(op: Op[P, R]) -> Callable[P, R]:
@@ -62,7 +62,7 @@ def select_expert_ops(implementation: Implementation) -> ExpertOperations:
 
 
 class RunExperts(Protocol):
-    """A way to call the two halves of experts, `gated` and `down`, one after the other."""
+    """Calls `gated` and `down` of experts in this order."""
 
     def __call__(
         self, experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /
@@ -70,17 +70,17 @@ class RunExperts(Protocol):
 
 
 def call_experts(experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /) -> torch.Tensor:
-    """Call them."""
+    """Call `gated` and `down` directly."""
     return experts.down(experts.gated(x_RD, counts_E), counts_E)
 
 
 class Experts(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each row with the matrices of its own expert.
+    """`down(silu(gate(x)) * up(x))`; each row uses the matrices of its own expert.
 
-    Dimension 0 of both parameters is experts, so that some of a layer's experts are rows of it.
-    `run` is a socket: whoever assembles the model may have what lies between the halves computed
-    again in the backward pass. So is `adapter`: called with a matrix's name, its input and the
-    counts, it gives what is added to the product, or None.
+    Dimension 0 of both parameters is the expert, so expert parallelism shards it. The caller that
+    builds the model may replace two hooks. `run` calls the two halves, e.g. with recomputation in
+    the backward pass. `adapter` is called with a matrix's name, its input and the counts, and
+    returns what is added to the matmul's output, or None.
     """
 
     def __init__(
@@ -108,11 +108,12 @@ class Experts(nn.Module):
         }
 
     def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """What each row's expert makes of it, [R, D]; `counts_E` rows of each lie in order."""
+        """The experts' outputs, [R, D]. Rows are sorted by expert; `counts_E` is the number of rows
+        of each."""
         return self.run(self, x_RD, counts_E)
 
     def gated(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """The first half: each row's features, activated, [R, F]."""
+        """gate_up_proj and the activation, [R, F]."""
         gate_RF, up_RF = self._multiplied(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return self.operations.activate(
             self._adapted("gate_proj", gate_RF, x_RD, counts_E),
@@ -120,7 +121,7 @@ class Experts(nn.Module):
         )
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """The second half: of features, rows of the model's width, [R, D]."""
+        """down_proj, [R, D]."""
         y_RD = self._multiplied(inner_RF, self.down_proj, counts_E)
         return self._adapted("down_proj", y_RD, inner_RF, counts_E)
 
@@ -130,8 +131,8 @@ class Experts(nn.Module):
         multiply = self.operations.group_gemm
         if isinstance(weight_ENK, QuantisedMatrix):
             return weight_ENK.group_linear(x_RK, counts_E, multiply)
-        # Weights kept in fp32 beside autocast's hidden states are cast here: autocast itself does
-        # not know grouped products.
+        # Explicit cast of fp32 weights beside autocast's hidden states: torch.autocast does not
+        # cover grouped GEMMs.
         return multiply(x_RK, weight_ENK.to(x_RK.dtype), counts_E)
 
     def _adapted(

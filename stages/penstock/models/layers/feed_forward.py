@@ -1,4 +1,4 @@
-"""The feed-forward network, with a gate or without.
+"""Feed-forward networks, gated (SwiGLU, GeGLU) or not.
 
 T tokens, D model width, F feed-forward width.
 """
@@ -14,7 +14,7 @@ from penstock_kernels.glu import swiglu
 
 
 class FeedForward(nn.Module):
-    """`down(drop(gate(gate_proj(x), up_proj(x))))`, with a gate such as `silu(...) * ...`."""
+    """Gated MLP: `down(drop(gate(gate_proj(x), up_proj(x))))`, where the gate is e.g. SwiGLU."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
         gate: Gate = swiglu,
         drop: Dropout | None = None,
     ) -> None:
-        """Without a `drop` nothing is dropped."""
+        """`drop=None`: no dropout."""
         super().__init__()
         self.gate_proj = nn.Linear(width, inner, bias=bias)
         self.up_proj = nn.Linear(width, inner, bias=bias)
@@ -34,13 +34,13 @@ class FeedForward(nn.Module):
         self.drop = drop
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The network's contribution to the residual stream, [T, D]."""
+        """The output, which is added to the residual stream, [T, D]."""
         y_TF = self.gate(self.gate_proj(x_TD), self.up_proj(x_TD))
         return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))
 
 
 class PlainFeedForward(nn.Module):
-    """`down(drop(activation(up_proj(x))))`."""
+    """MLP without a gate: `down(drop(activation(up_proj(x))))`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PlainFeedForward(nn.Module):
         activation: Callable[[torch.Tensor], torch.Tensor],
         drop: Dropout | None = None,
     ) -> None:
-        """Without a `drop` nothing is dropped."""
+        """`drop=None`: no dropout."""
         super().__init__()
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
@@ -59,6 +59,6 @@ class PlainFeedForward(nn.Module):
         self.drop = drop
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The network's contribution to the residual stream, [T, D]."""
+        """The output, which is added to the residual stream, [T, D]."""
         y_TF = self.activation(self.up_proj(x_TD))
         return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))

@@ -1,4 +1,4 @@
-"""Linear layers whose products are of float8 numbers, and whose weights stay as they are.
+"""FP8 linear layers. Matmuls are in FP8; parameters keep their dtype.
 
 T tokens, K features in, N out.
 """
@@ -11,9 +11,9 @@ from penstock_kernels.float8 import ALONE, AmaxReduceGroups, Float8Recipe, linea
 
 
 class Float8Product:
-    """What multiplies for a layer: the socket `affine` of those that have one.
+    """FP8 matmul of a linear layer, assigned to the layer's `affine` hook.
 
-    `agreement` is a socket too, for whoever lets a layer have only some of its features or tokens.
+    `agreement` has the process groups that all-reduce amax where tokens or features are sharded.
     """
 
     def __init__(self, scheme: Float8Recipe) -> None:
@@ -23,13 +23,13 @@ class Float8Product:
     def __call__(
         self, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x W^T + b`, in x's dtype, or autocast's where that is on."""
+        """`x W^T + b`, in the autocast dtype if autocast is enabled, otherwise in x's dtype."""
         y = linear(as_autocast(x), weight_NK, self.scheme, self.agreement)
         return y if bias_N is None else y + bias_N.to(y.dtype)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer with the parameters of another."""
+    """A linear layer that takes over the parameters of `base`."""
 
     def __init__(self, base: nn.Linear, product: Float8Product) -> None:
         super().__init__(
@@ -39,7 +39,7 @@ class Float8Linear(nn.Linear):
         self.affine = product
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As the layer that it was made of, but for rounding."""
+        """The base layer's output with FP8 rounding."""
         return self.affine(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""What layers are computed with beside matrix products and attention: chosen once, when a model is
+"""Kernels of a model's layers other than matmuls and attention, selected once when the model is
 built."""
 
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Choice = Literal["best", "plain"]
-"""The best implementation that serves the inputs; or PyTorch's plain operations, with the roundings
-of Hugging Face's models."""
+"""`best`: the best kernel that supports the inputs; `plain`: eager PyTorch with the same rounding
+as Hugging Face's models."""
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -38,26 +38,26 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-"""Those of networks without a gate."""
+"""Activations of MLPs without a gate."""
 
 
 @dataclass(frozen=True)
 class LayerOps:
-    """The operations of one model."""
+    """The kernels of one model."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
     ]
     gates: Mapping[Activation, Gate]
-    """The elementwise half of a gated network, by its activation."""
+    """The elementwise part of a gated MLP (SwiGLU, GeGLU), by activation."""
     rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def layer_operations(
     *, norms: Choice = "best", gates: Choice = "best", turns: Choice = "best"
 ) -> LayerOps:
-    """The operations with these implementations of norms, gates and rotary embedding."""
+    """Select implementations of norms, gated activations and RoPE (`turns`)."""
     return LayerOps(
         rms_norm=_chosen(rms_norm, norms),
         add_rms_norm=_chosen(add_rms_norm, norms),

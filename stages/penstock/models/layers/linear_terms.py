@@ -1,6 +1,7 @@
-"""Layers that are sums of products, for whoever multiplies for them and never holds their outputs.
+"""Linear layers as sums of matmuls, for callers that never materialize the outputs, such as a fused
+linear cross-entropy.
 
-T tokens, V outputs, K the width that a product is summed over.
+T tokens, V outputs, K reduction dimension.
 """
 
 from collections.abc import Sequence
@@ -10,29 +11,31 @@ import torch
 from torch import nn
 
 WeightedRows = tuple[torch.Tensor, torch.Tensor]
-"""Rows [T, K] and a matrix [V, K]."""
+"""Inputs [T, K] and a weight [V, K]."""
 
 ScaledProducts = tuple[torch.Tensor | None, Sequence[WeightedRows]]
-"""A factor for each output, [V], or none, and the products whose sum it multiplies."""
+"""A factor of each output, [V] or None, and the matmuls whose sum it multiplies."""
 
 
 @runtime_checkable
 class LinearTerms(Protocol):
-    """What a layer of a class of its own may say of itself."""
+    """Implemented by layers other than `nn.Linear`."""
 
     def products(self, x: torch.Tensor) -> Sequence[WeightedRows] | None:
-        """The products that add up to the layer's outputs, or None if it does more."""
+        """The matmuls whose sum is the layer's output, or None if it is not such a sum."""
         ...
 
     def scaled_products(self, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
-        """Sums of products that add up to them, each times its factor, or None if it does more."""
+        """Scaled sums of matmuls that add up to the layer's output, or None if it is not such a
+        sum."""
         ...
 
 
 def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
-    """The products of which a layer's outputs are the sum, or None where only the layer knows.
+    """The matmuls whose sum is a layer's output, or None if it must be computed by calling the
+    layer.
 
-    A weight that is not here as it is, in parts or quantised, only the layer can use.
+    None also for a weight that is sharded (DTensor) or quantized.
     """
     found = None
     if isinstance(layer, LinearTerms):
@@ -43,7 +46,7 @@ def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | Non
 
 
 def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
-    """The same of layers whose outputs have factors too, such as those of trained norms."""
+    """Like `linear_terms`, also for layers whose outputs are scaled, such as DoRA."""
     if not isinstance(layer, LinearTerms):
         found = linear_terms(layer, x)
         return [(None, found)] if found else None

@@ -1,8 +1,8 @@
-"""Modules that compiled programs find by number.
+"""Looks up modules by number from within compiled code.
 
-One program serves all layers of a kind, and so knows tensors alone: a layer's name would be
-compiled in, and what is drawn from, or who looks on, is another one at every step. An operator that
-is given a module's number, a tensor, asks the module when the program runs.
+One compiled graph serves all layers of a kind, so it must not contain anything specific to a layer
+or a step, such as a layer's name, the RNG of dropout or the router observer. A custom operator gets
+the module's number as a tensor and looks the module up at run time.
 """
 
 from itertools import count
@@ -13,28 +13,29 @@ from torch import nn
 
 
 class OpModule(nn.Module):
-    """A module that may be asked from within a compiled program."""
+    """A module that custom operators can look up at run time."""
 
     number: torch.Tensor | None
-    """int64 [], on the host; None before `give_number`."""
+    """int64 [], on the CPU; None before `give_number`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = None
 
     def give_number(self) -> None:
-        """Be known to operators, for as long as the module lives."""
+        """Register the module. The registry holds a weak reference."""
         number = next(_NUMBERS)
         _KNOWN[number] = self
         self.number = torch.tensor(number, device="cpu")
 
     def known_number(self) -> torch.Tensor | None:
-        """Its number while a program is compiled, and None otherwise: then it is asked directly."""
+        """The number while torch.compile traces, otherwise None: eager code accesses the module
+        directly."""
         return self.number if torch.compiler.is_compiling() else None
 
 
 def numbered(number: torch.Tensor) -> OpModule:
-    """The module of this number."""
+    """The module with this number."""
     return _KNOWN[int(number)]
 
 

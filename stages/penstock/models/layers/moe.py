@@ -1,4 +1,4 @@
-"""A feed-forward network made of experts, of which each token uses a few.
+"""Mixture of experts (MoE).
 
 T tokens, D model width, K experts per token.
 """
@@ -21,9 +21,10 @@ from penstock_kernels.permute import sort_by_expert
 
 
 class Dispatch(Protocol):
-    """Take each token to its experts, and back: the sum of what they make of it, weighted, [T, D].
+    """Dispatches tokens to their experts and combines the outputs: the weighted sum of each token's
+    experts, [T, D].
 
-    `choice_TK` are experts' numbers and `weights_TK` their weights, in fp32.
+    `choice_TK` has expert indices and `weights_TK` their fp32 weights.
     """
 
     def __call__(
@@ -39,7 +40,7 @@ class Dispatch(Protocol):
 def dispatch_here(
     x_TD: torch.Tensor, choice_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, /
 ) -> torch.Tensor:
-    """All experts are here: sort the tokens by expert, run them, and sort back."""
+    """Dispatch where all experts are local: sort tokens by expert, run the experts, and unsort."""
     operations = experts.operations
     order = sort_by_expert(choice_TK, experts.num_experts)
     y_RD = experts(operations.permute(x_TD, order), order.counts)
@@ -47,16 +48,16 @@ def dispatch_here(
 
 
 def no_op(y_TD: torch.Tensor) -> torch.Tensor:
-    """Nothing is on its way."""
+    """The default of `arrive`: nothing to wait for."""
     return y_TD
 
 
 class MoE(nn.Module):
-    """Choose, dispatch, combine, and add what the shared experts say of every token.
+    """Router, dispatch, experts and combine, plus the output of the shared experts.
 
-    `dispatch`, `arrive` and `run_shared` are sockets: whoever assembles the model may wrap or
-    replace them. What `dispatch` gives may still be on its way; `arrive` waits for it, and is
-    called once nothing is left to do meanwhile.
+    The caller that builds the model may wrap or replace the hooks `dispatch`, `arrive` and
+    `run_shared`. `dispatch` may return a tensor whose communication is still running. `arrive`
+    waits for it, after the shared experts were computed.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class MoE(nn.Module):
         router: Precision,
         gate: Gate = swiglu,
     ) -> None:
-        """`gate`: that of the shared experts."""
+        """`gate`: the gated activation of the shared experts."""
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
@@ -84,7 +85,7 @@ class MoE(nn.Module):
         self.run_shared: CallHook = call
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The network's contribution to the residual stream, [T, D]."""
+        """The output, which is added to the residual stream, [T, D]."""
         choice_TK, weights_TK = self.gate(x_TD)
         y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
         if self.shared_experts is None:

@@ -1,4 +1,4 @@
-"""Normalisation as modules: RMSNorm and LayerNorm."""
+"""RMSNorm and LayerNorm modules."""
 
 from typing import overload
 
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Normalise; or add to a stream, and give the sum and the sum normalised.
+        """The normalized input. With `stream_TD`: the sum of both, and the sum normalized.
 
         T may be any leading dimensions.
         """
@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, computed in
-    fp32 and given in x's dtype (Ba et al. 2016). With `plus_one` the factor is 1 + weight."""
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al.
+    2016), computed in fp32 and returned in x's dtype. With `plus_one` the factor is 1 + weight."""
 
     def __init__(self, width: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class LayerNorm(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Normalise; or add to a stream, and give the sum and the sum normalised."""
+        """The normalized input. With `stream_TD`: the sum of both, and the sum normalized."""
         if stream_TD is not None:
             sum_TD = stream_TD + x_TD
             return sum_TD, self.forward(sum_TD)
@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
 
 
 def build_norm(config: DecoderConfig, operations: LayerOps) -> RMSNorm | LayerNorm:
-    """A norm of the residual stream."""
+    """A norm of the residual stream, as the config defines it."""
     width, eps = config.hidden_size, config.rms_norm_eps
     if config.norm == "rms":
         return RMSNorm(width, eps, operations=operations)

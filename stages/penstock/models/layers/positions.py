@@ -1,4 +1,4 @@
-"""Positions as a learned table that is added to embeddings.
+"""Learned position embeddings.
 
 T tokens, P rows of the table, D model width.
 """
@@ -17,10 +17,10 @@ def _all_of_them(position_ids_T: torch.Tensor) -> torch.Tensor:
 
 
 class PositionTable(nn.Module):
-    """A row [D] for each position in a document.
+    """One embedding [D] for each position in a document.
 
-    `positions_here` is a socket: from the positions of the pass's tokens to those of the tokens
-    whose embeddings arrive here.
+    Under sequence parallelism the `positions_here` hook maps the positions of the pass's tokens to
+    those of the local tokens.
     """
 
     def __init__(self, positions: LearnedPositions, width: int) -> None:
@@ -30,9 +30,10 @@ class PositionTable(nn.Module):
         self.positions_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
 
     def forward(self, position_ids_T: torch.Tensor) -> torch.Tensor:
-        """Those of position ids [T], from 0 in each document, [T, D].
+        """The embeddings [T, D] of position ids [T], which start at 0 in each document.
 
-        Raises ValueError on a CPU for a position beyond the table; on a GPU it ends the process.
+        For a position beyond the table it raises ValueError on a CPU; on a GPU a device-side
+        assertion ends the process.
         """
         at_T = self.positions_here(position_ids_T)
         if at_T.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Matrices that are kept in fewer bits and do not learn, where a layer's weight would be.
+"""Frozen quantized weights of linear layers and experts.
 
 N rows, K columns; E experts; T or R rows of x.
 """
@@ -15,20 +15,19 @@ from penstock.models.layers.quantized_ops import Dequantizes, Multiply, Tensors
 from penstock_kernels.quant import Format, Quantised, dequantise, group_linear, linear
 
 LEAVES = ("codes", "scales", "global_scales")
-"""What the tensors of a quantised matrix are called."""
+"""Names of the tensors of a quantized matrix."""
 
 Change = Callable[[Quantised], Callable[[torch.Tensor], torch.Tensor] | None]
-"""A pass's matrix to what makes of its dequantised weight the one that is used; called in forward,
-and what it gives once more in backward."""
+"""Called with the quantized matrix in the forward pass. It returns None or a function from the
+dequantized weight to the weight that is used; the backward pass calls that function again."""
 
 
 class QuantisedMatrix(Dequantizes):
-    """A matrix [N, K], or those of experts [E, N, K], as parameters of bytes.
+    """A quantized matrix [N, K], or those of experts [E, N, K], as uint8 parameters.
 
-    Bytes, so that nobody casts scales to another precision; and with N as the last dimension but
-    one of each, so that whoever cuts rows or experts cuts these as any other parameter. Whoever
-    cuts columns sets `columns` as well. `change` is a socket for what is done to weights in
-    training.
+    They are uint8 so that casting a model does not change the scales. N is their last dimension but
+    one, so they are sharded by rows or experts like any other parameter. A caller that shards
+    columns must set `columns` as well. `change` is a hook that modifies the weights in training.
     """
 
     codes: nn.Parameter
@@ -46,21 +45,21 @@ class QuantisedMatrix(Dequantizes):
 
     @property
     def shape(self) -> torch.Size:
-        """That of the matrix, or of the matrices."""
+        """The shape of the dequantized matrix or matrices."""
         return torch.Size((*self.codes.shape[:-1], self.columns))
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The parameters' device."""
         return self.codes.device
 
     @property
     def value(self) -> Quantised:
-        """Its tensors, as views."""
+        """The quantized tensors, as views of the parameters."""
         return Quantised.of_bytes(self.format, self.columns, dict(self.named_parameters()))
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """`x W^T`, in x's dtype, or autocast's where that is on."""
+        """`x W^T`, in the autocast dtype if autocast is enabled, otherwise in x's dtype."""
         x = as_autocast(x)
         number = self.known_number()
         if number is not None:
@@ -72,7 +71,8 @@ class QuantisedMatrix(Dequantizes):
     def group_linear(
         self, x_RK: torch.Tensor, counts_E: torch.Tensor, multiply: Multiply
     ) -> torch.Tensor:
-        """Rows by their experts' matrices, [R, N]; `counts_E` of each lie in order."""
+        """Grouped GEMM, [R, N]. Rows are sorted by expert; `counts_E` is the number of rows of
+        each."""
         number = self.known_number()
         if number is not None:
             tensors, columns = self._tensors, self.columns
@@ -81,7 +81,7 @@ class QuantisedMatrix(Dequantizes):
         return group_linear(x_RK, value, counts_E, multiply, self._change_of(value))
 
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that a pass uses, of these tensors, in new memory."""
+        """The weight of the current pass, dequantized from these tensors into new memory."""
         named = {name: one for name, one in zip(LEAVES, tensors, strict=True) if one is not None}
         value = Quantised.of_bytes(self.format, self.columns, named)
         change, weight = self._change_of(value), dequantise(value, dtype)
@@ -101,7 +101,7 @@ class QuantisedMatrix(Dequantizes):
 
 
 class QuantisedLinear(nn.Linear):
-    """A frozen linear layer whose matrix is quantised."""
+    """A frozen linear layer with a quantized weight."""
 
     def __init__(self, base: nn.Linear, format: Format) -> None:
         super().__init__(
@@ -111,25 +111,26 @@ class QuantisedLinear(nn.Linear):
         put_weight(self, QuantisedMatrix(format, base.weight.shape, base.weight.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As the layer that it was made of."""
+        """The base layer's output, with the quantized weight."""
         return affine(input, self.weight, self.bias)
 
 
 def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantisedMatrix) -> None:
-    """Make it the layer's weight. A matrix has all that others ask of one: a shape, a device."""
+    """Set the layer's weight. A QuantisedMatrix has the attributes of a parameter that other code
+    uses: shape and device."""
     del layer.weight
     layer.weight = cast(nn.Parameter, weight)
 
 
 def get_weight(layer: nn.Linear) -> nn.Parameter | QuantisedMatrix:
-    """What `put_weight` put there, or the layer's own."""
+    """The layer's weight: a parameter, or the matrix that `put_weight` set."""
     return cast(nn.Parameter | QuantisedMatrix, layer.weight)
 
 
 def affine(
     x: torch.Tensor, weight: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x W^T + b`, whichever way the matrix is kept."""
+    """`x W^T + b`, with a quantized or ordinary weight."""
     if not isinstance(weight, QuantisedMatrix):
         return nn.functional.linear(x, weight, bias)
     y = weight.linear(x)
@@ -137,14 +138,14 @@ def affine(
 
 
 def dequantize_rows(weight: torch.Tensor | QuantisedMatrix, start: int, end: int) -> torch.Tensor:
-    """Rows of a matrix, fp32 where they are quantised."""
+    """Rows of a weight; fp32 if it is quantized."""
     if not isinstance(weight, QuantisedMatrix):
         return weight[start:end]
     return dequantise(weight.value.narrow(-2, start, end - start), torch.float32)
 
 
 def keep_quantised(model: nn.Module, name: str, format: Format) -> None:
-    """Put a matrix of the format, unfilled, in the place of the parameter `name` of a model."""
+    """Replace the parameter `name` of a model by an uninitialized matrix of the format."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Linear):

@@ -1,9 +1,9 @@
-"""Products with quantised matrices in compiled programs.
+"""Matmuls with quantized weights in compiled code.
 
-A weight is made by one operator for the forward pass, and by another one for the backward pass: if
-they were one, the compiler would find that both passes make the same, and keep the weight between
-them. What is drawn in a pass is drawn again in its backward pass, by the seed and the step that the
-first operator tells the second one.
+The forward and the backward pass dequantize the weight with different operators. With one operator
+the compiler would recognize both results as equal and keep the dequantized weight in memory between
+the passes. Quantization noise is the same in both passes: the first operator returns the seed and
+the step of its RNG, and the second one gets them.
 
 T rows of x, N rows and K columns of a matrix; E experts.
 """
@@ -22,23 +22,23 @@ from penstock_kernels.custom_op import operator
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Codes, scales and global scales, as bytes."""
+"""Codes, scales and global scales, as uint8."""
 
 
 class Dequantizes(OpModule, ABC):
-    """A quantised matrix."""
+    """A quantized matrix that can be dequantized."""
 
     columns: int
 
     @abstractmethod
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight that a pass uses, in new memory."""
+        """The weight of the current pass, in new memory."""
 
 
 def linear(
     x_TK: torch.Tensor, number: torch.Tensor, tensors: Tensors, columns: int
 ) -> torch.Tensor:
-    """`x W^T` by the matrix of this number, [T, N]."""
+    """`x W^T` with the matrix that has this number, [T, N]."""
     return _Product.apply(x_TK, None, number, *tensors, columns, None)
 
 
@@ -50,7 +50,7 @@ def group_linear(
     columns: int,
     multiply: Multiply,
 ) -> torch.Tensor:
-    """Rows by their experts' matrices, [T, N]."""
+    """Grouped GEMM, [T, N]; rows are sorted by expert."""
     return _Product.apply(x_TK, counts_E, number, *tensors, columns, multiply)
 
 
@@ -97,7 +97,7 @@ def _weight(
     columns: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight, and what it was drawn by: whether anything was, the seed and the step."""
+    """The weight, and its RNG as int64 [has_rng, seed, step] on the CPU."""
     del columns
     noise = current_noise()
     drawn = [0, 0, 0] if noise is None else [1, noise.seed, noise.step]

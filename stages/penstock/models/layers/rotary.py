@@ -1,7 +1,7 @@
-"""Rotary position embedding's angles. Applying them is `penstock_kernels.rope`.
+"""RoPE angles. They are applied by `penstock_kernels.rope`.
 
-The scaled kinds' formulas are transformers' own (`modeling_rope_utils`), so that a checkpoint sees
-the frequencies it was trained with.
+RoPE scaling uses transformers' formulas (`modeling_rope_utils`), so a checkpoint gets the
+frequencies that it was trained with.
 """
 
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from penstock_kernels.attention import VarlenMetadata
 
 
 class Rotary:
-    """The angles of one model. Not a module and without tensors: nothing here can be moved to
-    another precision, or be left unfilled when a model built without memory is given some."""
+    """RoPE angles of one model. Not a module and without tensors, so it is neither cast to another
+    dtype nor left uninitialized after `to_empty`."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Rotary:
         pairs: RotaryPairs = "halves",
     ) -> None:
         model = _Model(parameters, head_dim, max_position_embeddings)
-        # On the CPU whatever device the model is being built on: the numbers are needed now.
+        # On the CPU even if the model is built on the meta device: the values are needed now.
         with torch.device("cpu"):
             inverse_frequencies, self.attention_factor = model.frequencies()
         self.pairs = pairs
@@ -41,10 +41,11 @@ class Rotary:
         dtype: torch.dtype,
         segments: VarlenMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, H] on the positions' device, for the features that turn.
+        """Cosines and sines of the rotated features, [T, H], on the positions' device.
 
-        Computed in fp32, and given in `dtype`, or as they are where neighbours are turned together.
-        `segments` are the documents of all the positions, for kinds that go by their lengths.
+        Computed in fp32 and cast to `dtype`; those of interleaved RoPE (`neighbours`) stay in fp32.
+        `segments` are the documents of all positions, for RoPE types that depend on document
+        lengths.
         """
         device = position_ids_T.device
         if self.model is None:
@@ -67,22 +68,24 @@ class Rotary:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the formulas read of a model. R features of a head turn, D documents."""
+    """The model parameters in RoPE formulas. R rotated features of a head, D documents."""
 
     parameters: Mapping[str, Any]
     head_dim: int
     max_position_embeddings: int
 
     def frequencies(self, length: int | torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [R/2], and the attention factor; of documents as long as the model
-        was trained for, or of `length`, which with `dynamic` may be [D, 1], and gives [D, R/2]."""
+        """Inverse frequencies [R/2] and the attention factor. `length` is the document length;
+        None: the length that the model was trained for. For `dynamic` it may be [D, 1], which
+        returns [D, R/2]."""
         kind = self.parameters["rope_type"]
         if kind == "default":
             turning = int(self.head_dim * self.parameters.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, turning, 2, dtype=torch.float) / turning
             return 1.0 / (self.parameters["rope_theta"] ** exponents), 1.0
-        # What the formulas read of a transformers config. Some compute the head width that a config
-        # without one would have before they read ours.
+        # A stand-in for a transformers config with the fields that the formulas read. hidden_size
+        # and num_attention_heads are there because some formulas compute a default head_dim before
+        # they read ours.
         config = SimpleNamespace(
             rope_parameters=dict(self.parameters),
             head_dim=self.head_dim,
@@ -92,13 +95,13 @@ class _Model:
             standardize_rope_params=lambda: None,
         )
         device = length.device if isinstance(length, torch.Tensor) else torch.device("cpu")
-        # Half a second that models without scaled positions need not wait.
+        # The import takes half a second, which models without RoPE scaling avoid.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
         return ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
 
     def frequencies_of(self, lengths_D: torch.Tensor) -> torch.Tensor:
-        """Those of each document, [D, R/2] on the device of their lengths."""
+        """Inverse frequencies of each document, [D, R/2] on the device of the lengths."""
         lengths_D1 = lengths_D[:, None].float()
         if self.parameters["rope_type"] == "dynamic":
             return self.frequencies(lengths_D1)[0]

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weight.
+"""MoE router: top-k experts and their weights for each token.
 
 T tokens, R packed rows, D model width, E experts, K experts per token.
 """
@@ -19,20 +19,21 @@ from penstock_kernels.custom_op import operator
 from penstock_kernels.route import route
 
 Precision = Literal["fp32", "model"]
-"""In which the logits are computed: fp32, or that of the hidden states."""
+"""Dtype of the logits matmul: fp32, or that of the hidden states."""
 
 
 class Router(OpModule):
-    """One linear layer onto the experts, of which each token takes the best few.
+    """A linear layer onto the experts, then top-k.
 
-    Everything from the logits on is computed in fp32. The selection bias is a parameter that no
-    gradient reaches: whoever balances experts by it writes it.
+    Everything after the logits is computed in fp32. The selection bias is a parameter without a
+    gradient; load balancing updates it.
 
-    Whoever watches the pass (`watch.py`) hears what it saw, and what they give for it joins the
-    loss in the backward pass, from wherever in the model or in a pipeline the router is, and as
-    well where its layer is computed again: no sum of losses has to hear of it.
+    The current observer (`router_observer.py`) gets statistics of the pass. The auxiliary loss that
+    it returns enters the gradient in the backward pass of the router itself. So it works in any
+    layer, any pipeline stage and with recomputation, and need not be added to the loss.
 
-    `rows_here` is a socket: from the rows of the pass's tokens to those of the tokens that arrive.
+    Under sequence parallelism the `rows_here` hook maps the rows of the pass's tokens to those of
+    the local tokens.
     """
 
     def __init__(self, config: ExpertsConfig, hidden_size: int, *, precision: Precision) -> None:
@@ -50,11 +51,11 @@ class Router(OpModule):
 
     @property
     def is_exact(self) -> bool:
-        """Whether its parameters must keep fp32 where others are cast for computing."""
+        """Whether its parameters must stay in fp32 when the others are cast."""
         return self.precision == "fp32" or self.e_score_correction_bias is not None
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers of each token's experts, int64 [T, K], and their weights, fp32 [T, K]."""
+        """Expert indices, int64 [T, K], and weights, fp32 [T, K], of each token."""
         logits_TE = self._logits(x_TD)
         config, bias = self.config, self.e_score_correction_bias
         choice_TK, weights_TK = route(
@@ -77,7 +78,7 @@ class Router(OpModule):
         return choice_TK, weights_TK
 
     def _penalty(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
-        """Tell whoever looks on; what they add to the loss, if they add anything."""
+        """Report statistics to the observer; return its auxiliary loss, if any."""
         watch = current_watch()
         if watch is None or not watch.observes_pass(self):
             return None
@@ -89,8 +90,8 @@ class Router(OpModule):
     def pulls(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a pass that is compiled: what the loss rises by with each token's shares and
-        squares, zeros where nobody looks."""
+        """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
+        shares and squares; zeros without an observer."""
         watch = current_watch()
         if watch is not None and watch.observes_pass(self):
             pull = watch.observe(self, self._seen(watch, shares_TE, squares_T, choice_TK))
@@ -102,7 +103,7 @@ class Router(OpModule):
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
     def _in_row(self, watch: RouterObserver) -> torch.Tensor:
-        """Whether a token that arrives here is in a row, fp32 [R, T]."""
+        """Mask of the local tokens of each row, fp32 [R, T]."""
         row_T = self.rows_here(watch.row_T)
         numbers_R = torch.arange(1, watch.num_rows + 1, device=row_T.device)
         return (row_T == numbers_R[:, None]).float()
@@ -114,9 +115,9 @@ class Router(OpModule):
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
     ) -> RouterStats:
-        """The sums over the tokens of each row."""
+        """Sums of the statistics over the tokens of each row."""
         experts, row_T = self.config.num_experts, self.rows_here(watch.row_T)
-        # Not `bincount`, for which a GPU would wait.
+        # Not `torch.bincount`, which synchronizes with the GPU.
         chosen = (row_T[:, None] * experts + choice_TK).flatten()
         counts = chosen.new_zeros((watch.num_rows + 1) * experts)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -135,8 +136,8 @@ class Router(OpModule):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias).float()
 
     def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each expert's share of a token's scores, and the squared logarithm of the sum of
-        exponentials of its logits."""
+        """Each expert's share of a token's scores, and the squared logsumexp of the token's logits
+        (z-loss)."""
         if self.config.scoring == "softmax":
             shares_TE = logits_TE.softmax(-1)
         else:
@@ -151,8 +152,8 @@ class Router(OpModule):
 
 
 class _WithPenalty(torch.autograd.Function):
-    """Weights as they are; in the backward pass the penalty, as a summand of the loss, gets its
-    gradient of 1."""
+    """Returns the weights unchanged; the backward pass gives the auxiliary loss a gradient of 1, as
+    a term of the loss."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -166,8 +167,8 @@ class _WithPenalty(torch.autograd.Function):
 
 
 class _Told(torch.autograd.Function):
-    """The same in a compiled program: weights as they are, and in the backward pass scores get what
-    a penalty rises by with them."""
+    """The same for compiled code: returns the weights unchanged; the backward pass adds the
+    auxiliary loss's gradients to those of the scores."""
 
     @staticmethod
     def forward(
@@ -195,8 +196,9 @@ def _told(
     choice: torch.Tensor,
     number: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights as they are, of which the forward pass has need: what only the backward pass needs is
-    computed there, when others look on."""
+    """The weights unchanged, and the gradients from `Router.pulls`. The weights are an output so
+    that the forward pass needs the operator: otherwise the compiler moves it into the backward
+    pass, where another observer may be current."""
     router = numbered(number)
     assert isinstance(router, Router)
     return weights.clone(), *router.pulls(shares, squares, choice)

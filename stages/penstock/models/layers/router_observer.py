@@ -1,7 +1,8 @@
-"""Who looks on while routers choose. Routers say what they see; this is where it goes.
+"""Observers of routers: they get routing statistics and may return an auxiliary loss.
 
-A watch is of one micro-batch, and reaches routers beside the model's arguments: a layer that is
-computed again, perhaps when another micro-batch is on its way, finds its own again.
+An observer belongs to one micro-batch. It is kept in a context variable instead of being passed to
+the model, so that a recomputed layer finds the observer of its own micro-batch, even while another
+micro-batch is in flight.
 
 T tokens, R packed rows, E experts.
 """
@@ -20,55 +21,56 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RouterStats:
-    """What a router saw of a micro-batch, padding left out: sums over the tokens of each row, or
-    over those that arrived here."""
+    """Routing statistics of a micro-batch without padding: sums over the tokens of each row, or
+    over the local ones."""
 
     counts_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
-    """int64: tokens that chose each expert."""
+    """int64: number of tokens routed to each expert."""
     shares_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
-    """Each expert's share of a token's scores, of which a token has 1 in all; fp32."""
+    """Sum of each expert's share of a token's scores (a token's shares sum to 1); fp32."""
     squares_R: torch.Tensor  # noqa: N815 - R names the dimension
-    """The squared logarithm of the sum of exponentials of a token's logits; fp32."""
+    """Sum of the squared logsumexp of a token's logits; fp32."""
 
 
 @dataclass(frozen=True)
 class AuxLossGradient:
-    """What the loss rises by with what a router saw."""
+    """Gradient of the auxiliary loss with respect to routing statistics."""
 
     shares_RE: torch.Tensor  # noqa: N815 - R and E name the dimensions
-    """With the shares of each row, or, as [1, E], of any; fp32, without a gradient."""
+    """With respect to the shares of each row, or [1, E] if all rows have the same; fp32,
+    detached."""
     squares: float
-    """With the squares of each row."""
+    """With respect to the squares of each row."""
 
     def of(self, seen: RouterStats) -> torch.Tensor:
-        """By how much it is higher for them, a scalar."""
+        """Inner product with the statistics: a scalar with this gradient."""
         return (self.shares_RE * seen.shares_RE).sum() + self.squares * seen.squares_R.sum()
 
 
 class RouterObserver(Protocol):
-    """Looks on during the passes of one micro-batch."""
+    """Observes the routers in the passes of one micro-batch."""
 
     @property
     def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """The row of each of the pass's tokens, from 1; 0 for padding. int64."""
+        """Row of each token of the pass, from 1; 0 for padding. int64."""
         ...
 
     @property
     def num_rows(self) -> int:
-        """R."""
+        """Number of rows, R."""
         ...
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether `saw` gives something to add to the loss."""
+        """Whether `observe` returns an auxiliary loss."""
         ...
 
     def observes_pass(self, router: nn.Module) -> bool:
-        """Whether it wants to hear of the pass that is going on."""
+        """Whether to report the current pass."""
         ...
 
     def observe(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
-        """Take note, and say what the loss rises by, if it does."""
+        """Record the statistics; return the gradient of the auxiliary loss, or None without one."""
         ...
 
 
@@ -77,7 +79,7 @@ _WATCHED_BY: ContextVar[RouterObserver | None] = ContextVar("watch", default=Non
 
 @contextmanager
 def observe_routers(watch: RouterObserver | None) -> Iterator[None]:
-    """While this is entered, routers that are called tell `watch`, or with None nobody."""
+    """Context manager that sets the current observer; None: no observer."""
     before = _WATCHED_BY.set(watch)
     try:
         yield
@@ -86,12 +88,13 @@ def observe_routers(watch: RouterObserver | None) -> Iterator[None]:
 
 
 def current_watch() -> RouterObserver | None:
-    """Who looks on here and now."""
+    """The current observer, or None."""
     return _WATCHED_BY.get()
 
 
 def preserve_observer(run: Callable[..., Result]) -> Callable[..., Result]:
-    """`run` for a call that is repeated later: who looks on now will then."""
+    """Wrap `run` so that later calls, such as recomputation, use the observer that is
+    current now."""
     watch = current_watch()
 
     def alike(*args: Any) -> Result:
