@@ -1,11 +1,12 @@
-"""Documents that branch: answers to one prompt that share its tokens.
+"""Prefix sharing: completions of one prompt that share the prompt's tokens.
 
-A document is its shared tokens, all of the prompt but the last one, and then its branches. A branch
-is the prompt's last token and an answer without its last: so every position has one target. A
-branch goes on from the shared tokens as if no other branch lay between. Where prompts are not
-shared, a document has one branch, which begins with the whole prompt.
+A document consists of its shared tokens (the prompt without its last token), followed by its
+branches. A branch is the prompt's last token and a completion without its last token, so every
+position has exactly one target. Each branch attends to the shared tokens but not to other branches,
+and its position ids continue from the shared tokens. Without prefix sharing a document has one
+branch, which starts with the whole prompt.
 
-T tokens of some documents that follow each other.
+T tokens of consecutive documents.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ from penstock.rows.schema import IGNORED
 Numbers = npt.NDArray[np.int64]
 
 PER_SAMPLE = 2
-"""Branches of a sample, next to each other: the chosen answer and the rejected one; or the judged
-answer, and one to another prompt, by which a baseline is estimated."""
+"""Consecutive branches per sample: the chosen and the rejected completion; for KTO, the completion
+and a mismatched one (of another prompt) for the KL baseline."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens, up to `end`, that the tokens after them see up to `until`."""
+    """Tokens `begin` to `end` are visible to the tokens after them, up to token `until`."""
 
     begin: int
     end: int
@@ -34,28 +35,28 @@ class Span:
 
 
 def first_blind_rows(spans: Sequence[Span]) -> list[int]:
-    """For each token the first one that no longer sees it."""
+    """For each token (key), the first later token (query) that no longer attends to it."""
     return [span.until for span in spans for _ in range(span.begin, span.end)]
 
 
 @dataclass(frozen=True)
 class PrefixSharing:
-    """How some documents branch, in the order in which they lie."""
+    """Shared prefixes and branches of consecutive documents."""
 
     prompts: tuple[int, ...]
-    """Shared tokens of each document."""
+    """Number of shared tokens of each document."""
     branches: tuple[int, ...]
-    """Tokens of each branch. All documents have as many."""
+    """Number of tokens of each branch. All documents have the same number of branches."""
     samples: tuple[bytes, ...]
-    """A digest of each sample's tokens and labels: the same however rows are made of samples."""
+    """Digest of each sample's tokens and labels; independent of how samples are packed."""
     desirable: tuple[bool, ...] = ()
-    """Whether each sample's first branch is a good answer; empty for pairs."""
+    """KTO: whether each sample's first branch is desirable; empty for pairs."""
     score_gaps: tuple[float, ...] = ()
-    """By how much the first branch of each is scored higher; empty where answers have no scores."""
+    """Chosen score minus rejected score of each pair; empty without scores."""
 
     @classmethod
     def joined(cls, parts: Sequence["PrefixSharing"]) -> "PrefixSharing":
-        """Those of all parts, one after another."""
+        """Concatenate the documents of all parts."""
         return cls(
             prompts=tuple(each for part in parts for each in part.prompts),
             branches=tuple(each for part in parts for each in part.branches),
@@ -66,15 +67,15 @@ class PrefixSharing:
 
     @property
     def is_shared(self) -> bool:
-        """Whether documents have several branches, which do not see each other."""
+        """Whether documents have several branches, which do not attend to each other."""
         return len(self.branches) > len(self.prompts)
 
     def documents(self) -> list[int]:
-        """Tokens of each document."""
+        """Number of tokens of each document."""
         return self._runs().sum(axis=1).tolist()
 
     def positions(self) -> Numbers:
-        """[T]: those of every branch go on from its prompt's."""
+        """Position ids, [T]; those of every branch continue from its document's shared tokens."""
         runs = self._runs()
         begins = np.zeros_like(runs)
         begins[:, 1:] = runs[:, :1]
@@ -82,15 +83,15 @@ class PrefixSharing:
         return np.arange(runs.sum()) - np.repeat(firsts - begins.ravel(), runs.ravel())
 
     def branch_of_tokens(self) -> Numbers:
-        """[T]: the number of each token's branch, from 0; -1 for shared ones."""
+        """Branch index of each token, [T], from 0; -1 for shared tokens."""
         runs = self._runs()
         numbers = np.full(runs.shape, -1)
         numbers[:, 1:] = np.arange(len(self.branches)).reshape(len(runs), -1)
         return np.repeat(numbers.ravel(), runs.ravel())
 
     def sample_of_prompt_tokens(self, labels: Numbers) -> Numbers:
-        """[T]: the sample that each token before the first trained one of a first branch is of;
-        -1 for all others. `labels` are those of the tokens, [T] or longer."""
+        """Sample index of each position before the first label of a sample's first branch, [T]; -1
+        elsewhere. `labels` are [T] or longer."""
         found = np.full(sum(self.documents()), -1)
         begin = branch = 0
         for shared, *branches in self._runs().tolist():
@@ -106,7 +107,10 @@ class PrefixSharing:
         return found
 
     def spans(self) -> list[Span]:
-        """The shared tokens of each document, and each of its branches; none is empty."""
+        """Visibility spans: the shared tokens of each document, then each of its branches.
+
+        Documents without shared tokens have no span for them.
+        """
         found: list[Span] = []
         begin = 0
         for shared, *branches in self._runs().tolist():
@@ -118,8 +122,7 @@ class PrefixSharing:
         return found
 
     def _runs(self) -> Numbers:
-        """Tokens of each document that are shared, and of each of its branches: [documents, 1 + of
-        a document]."""
+        """Number of shared tokens, then of tokens of each branch: [documents, 1 + branches]."""
         prompts = np.array(self.prompts, dtype=np.int64).reshape(len(self.prompts), 1)
         branches = np.array(self.branches, dtype=np.int64).reshape(len(prompts), -1)
         return np.concatenate([prompts, branches], axis=1)

@@ -1,6 +1,6 @@
-"""Whether data, rows and batches suit each other: judged from counts, before training.
+"""Warnings about data size, row length and batch size, from counts, before training.
 
-One pure function decides; the plan, the start of training and its report only print what it finds.
+`findings` is a pure function; the plan, the start of training and its report print its results.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,48 +12,48 @@ from penstock.config.schema.data import LastBatch
 from penstock.config.schema.run import RunConfig
 
 FEW_STEPS = 20
-"""Optimizer steps below which a run learns little, whatever the data."""
+"""Minimum optimizer steps; a run with fewer trains too little, whatever the data."""
 
 FEW_ROWS = Fraction(1, 20)
-"""The share of an epoch's rows that may be left out without a word, and by `drop_few` at all."""
+"""Maximum share of an epoch's rows that is dropped without a warning, and that `drop_few` drops."""
 
 FEW_SAMPLES = Fraction(1, 100)
-"""The share of samples that may be cut, or left out for their length, without a word."""
+"""Maximum share of samples that is truncated, or dropped as too long, without a warning."""
 
 LONG_ROWS = 16
-"""Rows this many times as long as any sample are longer than packing needs."""
+"""Rows this many times as long as the longest sample are longer than packing needs."""
 
 STOPS = ("max_steps", "max_tokens", "max_hours", "eval_only", "early_stopping")
-"""Settings that end a run early because somebody wrote them: its length is then as wished."""
+"""Settings that end a run early on purpose: the run length is not warned about."""
 
 
 @dataclass(frozen=True)
 class RunSize:
-    """The counts that decide. `None` for what is not known."""
+    """The counts that `findings` needs."""
 
     steps: int
     set_by: str
     """The setting that ends the run."""
     epochs: float
-    """As written: `train.num_train_epochs`."""
+    """`train.num_train_epochs`."""
     rows: int
-    """Packed rows of an epoch; of the first, where epochs differ."""
+    """Packed rows per epoch; of the first epoch if epochs differ."""
     rows_per_step: int
     last_batch: LastBatch
     row_length: int
     longest: int
-    """Tokens that no sample exceeds."""
+    """Upper bound on the tokens of a sample."""
     warmup_steps: int = 0
     samples: int = 0
-    """Prepared samples, those for evaluation included."""
+    """Prepared samples, including validation."""
     cut: int = 0
-    """Samples that lost tokens to `max_seq_len`."""
+    """Samples truncated to `max_seq_len`."""
     too_long: int = 0
-    """Records left out for their length."""
+    """Records dropped as too long."""
 
     @property
     def rows_dropped(self) -> int:
-        """Rows of every epoch that are in no step."""
+        """Rows of every epoch that are in no step (drop_last)."""
         rest = self.rows % self.rows_per_step
         all_there_is = rest == self.rows
         keeps = all_there_is or keeps_rest(self.rows, self.rows_per_step, self.last_batch)
@@ -62,25 +62,25 @@ class RunSize:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is likely not meant: its name for programs, and a line for people."""
+    """A warning about a setting: a machine-readable name and a one-line message."""
 
     name: str
     text: str
 
     def as_json(self) -> dict[str, str]:
-        """As plain values."""
+        """As a JSON object."""
         return asdict(self)
 
 
 def keeps_rest(rows: int, rows_per_step: int, last_batch: LastBatch) -> bool:
-    """Whether an epoch of so many rows, at least a step, ends with a step of those left."""
+    """Whether an epoch of `rows`, at least one full step, ends with a step that is not full."""
     if last_batch == "drop_few":
         return rows % rows_per_step > FEW_ROWS * rows
     return last_batch == "keep"
 
 
 def findings(size: RunSize) -> list[Finding]:
-    """What is likely not meant, the gravest first."""
+    """Warnings about the run size, most severe first."""
     if size.set_by == "eval_only":
         return []
     return [
@@ -102,7 +102,7 @@ def run_size(
     set_by: str,
     rows_per_step: int,
 ) -> RunSize:
-    """The counts of a run over packed rows, from the facts of the stages before training."""
+    """Collect the counts of a run from the facts of the pack and prepare stages."""
     train, prepared = run.train, prepared or {}
     lengths: Mapping[str, int] = packed["lengths"]["train"]
     epoch_rows: list[int] = packed.get("epoch_rows", {}).get("train") or [packed["rows"]["train"]]
@@ -127,7 +127,7 @@ def run_size(
 
 
 def row_length_line(run: RunConfig, length: int) -> str | None:
-    """What to say of a row length that was chosen from the samples; None where it was written."""
+    """Log line about a row length chosen from the samples; None if the config sets it."""
     if run.data.sample_packing_sequence_len is not None:
         return None
     return (

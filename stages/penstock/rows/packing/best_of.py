@@ -1,4 +1,4 @@
-"""Two searches for a plan with few rows: a quick one, and one that takes the best of several."""
+"""Two bin packing searches: a fast one, and one that takes the best of several plans."""
 
 from penstock.rows.bin_plan import Indices
 from penstock.rows.packing.exact import evenest, exact_fit, longest
@@ -6,19 +6,19 @@ from penstock.rows.packing.patterns import Patterns, best_fit
 
 
 def quickly(counts: Indices, capacity: int, enough: int) -> Patterns:
-    """Best fit decreasing alone, however many rows that makes."""
+    """Best fit decreasing only; `enough` is ignored."""
     del enough
     return best_fit(counts, (), capacity)
 
 
 def tightest(counts: Indices, capacity: int, enough: int) -> Patterns:
-    """The plan with the fewest rows of several for `counts[length]` samples of each length.
+    """The plan with the fewest rows among several, for `counts[length]` samples of each length.
 
-    The search ends at `enough` rows.
+    The search stops at `enough` rows.
     """
     best = best_fit(counts, (), capacity)
-    # Where large samples alone decide, filling rows exactly gains nothing: the first such plan says
-    # so by being no better, and the others are left out.
+    # If large samples determine the number of rows, exact filling does not help: if the first exact
+    # plan is no better, the second one is skipped.
     for choose in (longest, evenest):
         if best.num_rows <= enough:
             break

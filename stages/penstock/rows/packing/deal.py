@@ -1,4 +1,4 @@
-"""Random samples to rows, as they come."""
+"""Next fit of samples to rows in the order given, vectorized."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,17 +6,17 @@ import numpy.typing as npt
 from penstock.rows.bin_plan import Indices, Sizes, next_fit
 
 STRETCH = 64
-"""Rows that are filled one after another where all stretches are filled at the same time. The last
-row of each stays emptier than the others."""
+"""Approximate rows per stretch. Stretches of consecutive samples are packed in parallel (SIMD); the
+last row of each stretch stays emptier than the others."""
 
 FEW = 128
-"""Fewer stretches than these are not worth it."""
+"""Minimum number of stretches for which packing in parallel is faster."""
 
 
 def deal(sizes: Sizes, level: int) -> Indices:
-    """How many of the samples each row gets, filled in the order given, by next fit.
+    """Number of samples of each row, by next fit in the order given.
 
-    A row has up to `level` tokens, or one sample that is longer.
+    A row has at most `level` tokens, or one longer sample.
     """
     num_stretches = int(sizes.sum(dtype=np.int64)) // (STRETCH * level)
     if num_stretches < FEW:
@@ -27,8 +27,8 @@ def deal(sizes: Sizes, level: int) -> Indices:
 
 
 def _opens(sizes: Sizes, level: int, num_stretches: int) -> npt.NDArray[np.bool_]:
-    """Whether a sample is the first of its row, if stretches of as many samples are dealt apart."""
-    # Step by step, one sample of each stretch.
+    """Whether each sample is the first of its row, with stretches of equally many samples."""
+    # Each iteration places one sample of every stretch.
     steps = -(-len(sizes) // num_stretches)
     padded = np.zeros(num_stretches * steps, dtype=sizes.dtype)
     padded[: len(sizes)] = sizes

@@ -1,8 +1,8 @@
-"""Rows filled to the last token: exact completion on the histogram of lengths.
+"""Exact bin packing: rows without a free token, on the histogram of lengths.
 
-The longest sample left opens a row, and one, two or three lengths that fill it exactly complete it;
-that pattern is repeated until one of its lengths is used up. Which lengths are left is one large
-integer with a bit for each, so that all pairs of a given sum are found by one shift and one AND.
+The longest remaining sample opens a row, and one, two or three lengths fill it exactly; the pattern
+is repeated until one of its lengths is used up. The remaining lengths are a bit set in one large
+integer, so one shift and one AND find all pairs with a given sum.
 """
 
 from collections import Counter
@@ -12,29 +12,29 @@ from penstock.rows.bin_plan import Indices
 from penstock.rows.packing.patterns import Patterns
 
 TRIES = 16
-"""Longest lengths tried as the first of three."""
+"""How many of the longest lengths are tried as the first of three."""
 
 Choose = Callable[[int, int], int]
-"""Of a set of lengths, as bits, and the sum of a pair, the longer one of the pair to take."""
+"""(bit set of lengths, sum of a pair) -> the longer length of the pair to use."""
 
 
 def longest(lengths: int, total: int) -> int:
-    """The longest: what is left then is as even as can be."""
+    """The longest length: the remaining lengths then stay as even as possible."""
     del total
     return lengths.bit_length() - 1
 
 
 def evenest(lengths: int, total: int) -> int:
-    """The one nearest to half of the pair: the shortest lengths are kept for later."""
+    """The length nearest to half of the sum: the shortest lengths are kept for later."""
     half = (total + 1) // 2
     upper = lengths >> half
     return half + (upper & -upper).bit_length() - 1
 
 
 def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
-    """The plan for `counts[length]` samples of each length from 1 to `capacity`.
+    """Plan for `counts[length]` samples of each length from 1 to `capacity`.
 
-    Where nothing completes a row, it takes the longest that fits, and what is left stays free.
+    A row that cannot be filled exactly takes the longest length that fits, until none does.
     """
     stock = _Stock(counts.tolist(), capacity, choose)
     plan = Patterns()
@@ -59,7 +59,7 @@ def _fill(stock: "_Stock", capacity: int) -> list[int]:
         if top < room and 3 * top >= room and (found := stock.pair(room) or stock.triple(room)):
             taken = [*found]
         else:
-            # Too much room for three: leave as much as three of this length can fill.
+            # Too much room for three samples: leave what three of this length can fill.
             taken = [top] * max(1, min(stock.counts[top], -(-room // top) - 3))
         for length in taken:
             stock.take(length, 1)
@@ -69,14 +69,14 @@ def _fill(stock: "_Stock", capacity: int) -> list[int]:
 
 
 class _Stock:
-    """The samples that are left."""
+    """The remaining samples."""
 
     def __init__(self, counts: list[int], capacity: int, choose: Choose) -> None:
         self.counts = counts
         self.lengths = 0
-        """Bit n: there may be samples of length n; those just taken are dropped by `forget`."""
+        """Bit n: samples of length n may remain; `forget` clears the bits of used-up lengths."""
         self._mirrored = 0
-        """Bit `capacity - n`, so that a shift lays n beside the length that completes it."""
+        """Bit `capacity - n`, so that a shift aligns n with the length that completes it."""
         self._capacity = capacity
         self._choose = choose
         for length, count in enumerate(counts):
@@ -89,14 +89,14 @@ class _Stock:
         self.counts[length] -= count
 
     def forget(self, lengths: Counter[int]) -> None:
-        """Stop offering those of the lengths that are used up."""
+        """Clear the bits of those lengths that are used up."""
         for length in lengths:
             if not self.counts[length]:
                 self.lengths ^= 1 << length
                 self._mirrored ^= 1 << (self._capacity - length)
 
     def fitting(self, room: int) -> int:
-        """The longest length that fits, 0 if none does."""
+        """The longest length that fits; 0 if none does."""
         lengths = self.lengths & ((2 << room) - 1)
         while lengths:
             top = lengths.bit_length() - 1
@@ -106,7 +106,7 @@ class _Stock:
         return 0
 
     def pair(self, room: int) -> tuple[int, int] | None:
-        """Two lengths that fill the room."""
+        """Two lengths that sum to `room`."""
         found = self.lengths & (self._mirrored >> (self._capacity - room))
         while found:
             one = self._choose(found, room)
@@ -117,7 +117,7 @@ class _Stock:
         return None
 
     def triple(self, room: int) -> tuple[int, int, int] | None:
-        """Three lengths that fill the room, the first one of the longest that fit."""
+        """Three lengths that sum to `room`; the first is one of the `TRIES` longest that fit."""
         lengths = self.lengths & ((2 << room) - 1)
         for _ in range(TRIES):
             first = lengths.bit_length() - 1

@@ -1,8 +1,8 @@
-"""Mixing which samples share a row, without changing how many rows there are.
+"""Mix samples between rows without adding rows.
 
-Every plan that fills rows well also puts samples of like lengths together, and a model that meets
-all short samples at once learns from them badly. So rows trade: each offers a random part of its
-samples, rows whose parts hold equally many tokens are paired, and the parts change places.
+Bin packing that fills rows well puts samples of similar length together, and a model trains worse
+if all short samples come at once. So rows swap samples: each offers a random subset, rows whose
+subsets have about equally many tokens are paired, and the subsets are swapped.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ from penstock.rows.packing.sorting import stable_argsort
 
 
 def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
-    """Let pairs of rows trade parts, `rounds` times over.
+    """Swap random subsets of samples between pairs of rows, in place, for `rounds` rounds.
 
-    A part is each sample with a chance that differs from row to row, so that parts of all sizes
-    are offered. Parts may differ by as much as the emptier row has room for.
+    Each sample is offered with a probability that is random per row, so that subsets of all sizes
+    occur. Subsets may differ in tokens by as much as the receiving row has room for.
     """
     if not rounds:
         return
@@ -30,7 +30,7 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         parts = np.bincount(row, sizes * offered, num_rows).astype(np.int64)
         shuffled = rng.permutation(num_rows)
         by_part = shuffled[stable_argsort(parts[shuffled], rows.capacity)]
-        # Neighbours in this order trade; which ones are neighbours alternates.
+        # Adjacent rows in this order swap; a random offset varies which rows are paired.
         start = int(rng.integers(2))
         pairs = by_part[start : start + (num_rows - start) // 2 * 2].reshape(-1, 2)
         gains = parts[pairs[:, 1]] - parts[pairs[:, 0]]
@@ -38,12 +38,12 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         ones, others = pairs[fit].T
         totals[ones] += gains[fit]
         totals[others] -= gains[fit]
-        # Where each row's samples go: first those of rows that keep them, then those offered.
+        # Target row of each row's samples: first half for samples kept, second half for offered.
         target = np.tile(np.arange(num_rows), 2)
         target[num_rows + ones], target[num_rows + others] = others, ones
         row = target[row + num_rows * offered]
     widths = np.bincount(row, minlength=num_rows)
-    # A row that gave all it had for nothing is no more.
+    # Drop rows that became empty.
     left = np.flatnonzero(widths)
     rows.samples = rows.samples[stable_argsort(row, num_rows)]
     rows.widths, rows.totals = widths[left], totals[left]

@@ -1,4 +1,4 @@
-"""How few rows could do."""
+"""Lower bound on the number of rows (bin packing)."""
 
 import numpy as np
 
@@ -6,12 +6,13 @@ from penstock.rows.bin_plan import Indices
 
 
 def fewest_rows(counts: Indices, capacity: int) -> int:
-    """A lower bound on the rows that samples need, `counts[length]` of each length to `capacity`.
+    """Lower bound on the rows for `counts[length]` samples of each length up to `capacity`.
 
-    Martello and Toth's L2 (Knapsack Problems, 1990, section 8.3.2): for any limit, samples that
-    leave less room than it are alone, those above half of the rest have a row each, and what those
-    do not hold of the samples down to the limit needs more rows. It is never below the sum of all
-    lengths over `capacity`, which is the case of limit 0.
+    Martello and Toth's L2 (Knapsack Problems, 1990, section 8.3.2), the maximum over all limits:
+    samples longer than `capacity` minus the limit are alone in their rows; other samples longer
+    than half of `capacity` have one row each; the remaining samples down to the limit fill the room
+    in those rows and need further rows for the rest. With limit 0 this is at least the sum of all
+    lengths over `capacity`.
     """
     lengths = np.arange(capacity + 1)
     below = np.concatenate([[0], np.cumsum(counts)])  # samples shorter than an index

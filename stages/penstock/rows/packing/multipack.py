@@ -1,4 +1,4 @@
-"""Rows filled as well as can be, and yet as mixed as rows filled at random."""
+"""Multipack: as few rows as possible, with samples mixed as in random rows."""
 
 import math
 from itertools import islice
@@ -16,25 +16,26 @@ from penstock.rows.packing.rows import Rows, planned, row_starts
 from penstock.rows.packing.sorting import count_values
 
 BLOCK = 1 << 20
-"""Samples whose rows are looked for together. Of more, every block is a random part, which bounds
-the memory that is needed and costs less than one row."""
+"""Maximum samples that are packed together. Larger groups are split into random blocks, which
+bounds memory and costs less than one row."""
 
 CLOSE = 10_000
-"""One row in so many above the bound is not worth another search."""
+"""A plan within one row per `CLOSE` rows of the lower bound ends the search."""
 
 THOROUGH = 240_000
-"""Fewer samples than these are mixed more thoroughly: they have fewer rows to trade with, and it
-takes next to no time."""
+"""With fewer samples there are more rounds of mixing: there are fewer rows to swap with, and it
+takes almost no time."""
 
 
 def multipack(
     lengths: npt.ArrayLike, capacity: int, group_size: int, rng: np.random.Generator
 ) -> PackingPlan:
-    """Few rows of random samples, in random order.
+    """Pack random samples into few rows, in random order.
 
-    Rows are formed in groups of `group_size` consecutive samples, which share no row: with 1 every
-    sample has a row to itself, and they keep their order. Lengths and the state of `rng` decide the
-    rows, on every machine alike. Raises ValueError for a length above `capacity` or below 1.
+    Samples are packed in groups of `group_size` consecutive samples; groups share no row. With 1,
+    every sample has its own row and the order is kept. The result depends only on the lengths and
+    the state of `rng`, on every machine. Raises ValueError for a length above `capacity` or below
+    1.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
@@ -52,7 +53,7 @@ def multipack(
 
 
 def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generator) -> Rows:
-    """A random start if it has no more rows than the best plan, else the plan, mixed for longer."""
+    """A random start if it has no more rows than the best plan, else the plan with more mixing."""
     sizes = lengths[samples]
     counts = count_values(sizes, capacity)
     least = fewest_rows(counts, capacity)
@@ -74,7 +75,7 @@ def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generato
     rounds = int(15 * min(8.0, max(1.0, math.sqrt(thorough))))
     exchange(rows, rounds, rng)
     if rows.num_rows > least:
-        # Mixed as they are, the rows with room for more pack better than they did at first.
+        # After mixing, the rows that are not full can be packed better than at first.
         repack(rows, least, 0.1, tightest)
         exchange(rows, rounds // 3, rng)
     return rows

@@ -1,7 +1,7 @@
-"""Which lengths share a row: a plan on the histogram of lengths, and best fit decreasing on it.
+"""Packing plans on the histogram of lengths, and best fit decreasing.
 
-Equal samples move together, and rows filled alike too: the work grows with the number of distinct
-lengths, not of samples.
+Samples of equal length, and rows with equal content, are handled together: time grows with the
+number of distinct lengths, not of samples.
 """
 
 from bisect import bisect_left, insort
@@ -13,23 +13,23 @@ import numpy as np
 from penstock.rows.bin_plan import Indices
 
 Placement = tuple[int, int, int, int, int]
-"""(length, first row, rows, each, held): so many consecutive rows hold `each` samples of that
-length, behind `held` others."""
+"""(length, first row, rows, each, held): each of `rows` consecutive rows gets `each` samples of
+that length, after `held` other samples."""
 
 
 @dataclass
 class Patterns:
-    """What rows hold, by length."""
+    """Content of rows, by sample length."""
 
     num_rows: int = 0
     placed: list[Placement] = field(default_factory=list[Placement])
 
 
 def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -> Patterns:
-    """Best fit decreasing: the longest samples first, each into the fullest row with room for it.
+    """Best fit decreasing: longest samples first, each into the fullest row with room for it.
 
-    `rooms` are (room, rows) of rows there are already, numbered in that order with the least room
-    first; further rows are opened, with room for `capacity`.
+    `rooms` are (room, number of rows) of existing rows, numbered in that order, least room first;
+    further rows are opened with room for `capacity`.
     """
     plan = Patterns()
     placed = plan.placed
@@ -37,13 +37,13 @@ def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -
     for room, rows in rooms:
         rows_with[room] = [(plan.num_rows, rows, 0)]
         plan.num_rows += rows
-    free = list(rows_with)  # sorted, as they are given
+    free = list(rows_with)  # sorted, because `rooms` are
     lengths = np.flatnonzero(counts)[::-1]
     for length, left in zip(lengths.tolist(), counts[lengths].tolist(), strict=True):
         at = bisect_left(free, length)
         while left:
             if at == len(free):
-                # As many rows as these samples fill; the last one may be filled in part.
+                # Open the rows that these samples need; the last one may not be full.
                 rows = -(-left // (capacity // length))
                 free.append(capacity)
                 rows_with[capacity] = [(plan.num_rows, rows, 0)]
@@ -69,5 +69,5 @@ def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -
             else:
                 rows_with[room] = [(first, filled, held + each)]
                 insort(free, room)
-                at += 1  # it is shorter than the samples, unless none is left
+                at += 1  # the new room is shorter than the samples, unless none is left
     return plan

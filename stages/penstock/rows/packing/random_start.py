@@ -1,7 +1,7 @@
-"""Rows that are random to begin with: most samples as they come, short ones in the gaps.
+"""Random packing: most samples in random order, short samples in the gaps.
 
-A random sequence of samples, cut into rows, leaves a gap at the end of each. A random part of the
-short samples is kept back and fills the gaps.
+Next fit of randomly ordered samples leaves a gap at the end of each row. A random half of the short
+samples is held back and fills the gaps.
 """
 
 from collections.abc import Callable, Generator
@@ -16,17 +16,17 @@ from penstock.rows.packing.rows import Rows, plan_slots, planned, row_starts
 from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
 
 Start = tuple[Sizes, Indices, Indices]
-"""The samples row after row; how many of them each row has, and how many tokens."""
+"""(samples row by row, number of samples of each row, number of tokens of each row)."""
 
 SHARES = (0.04, 0.06, 0.09, 0.13, 0.19, 0.28, 0.4)
-"""Shares of all tokens to keep back, tried from the smallest: the fewer, the more random."""
+"""Shares of all tokens to hold back, tried from the smallest: less is more random."""
 
 OPENED = 0.99
-"""The share of the rows that are to be opened before the gaps are filled. Some are left over, for
-samples that fit no gap."""
+"""Share of the target rows that is opened before gaps are filled. The rest is for samples that fit
+no gap."""
 
 PROBED = 1 << 13
-"""Samples that tell how large the gaps of all will be."""
+"""Number of samples from which the size of gaps is estimated."""
 
 
 def random_starts(
@@ -37,11 +37,11 @@ def random_starts(
     least: int,
     rng: np.random.Generator,
 ) -> Generator[Start]:
-    """Rows of samples that come in random order, the most random first.
+    """Yield packings of randomly ordered samples, the most random first.
 
-    `sizes` are the lengths of the samples, `counts[length]` says how many there are of each length,
-    and `least` how few rows they might need. A start has more, as a rule (see `repack`); there is
-    none where few samples are short.
+    `sizes` are the lengths of `samples`, `counts[length]` the number of samples of each length, and
+    `least` the lower bound on rows. A start usually has more rows than that (see `repack`); with
+    few short samples there is none.
     """
     tokens = np.cumsum(counts * np.arange(capacity + 1))
     for share in SHARES:
@@ -54,10 +54,10 @@ def random_starts(
 def repack(
     rows: Rows, wanted: int, share: float, pack: Callable[[Indices, int, int], Patterns]
 ) -> None:
-    """Bring together the room that is left in many rows, so that some can be done without.
+    """Repack the `share` of rows with the most free room, to reduce the total to `wanted` rows.
 
-    Of the rows, the `share` with most room is packed again, for `wanted` rows in all if `pack` can.
-    It makes rows from counts, capacity and the number of rows that is enough.
+    `pack(counts, capacity, enough)` returns a plan and may stop at `enough` rows. Rows change in
+    place, only if the plan needs fewer.
     """
     if rows.num_rows <= wanted:
         return
@@ -71,9 +71,9 @@ def repack(
 
 
 def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
-    """Which samples are dealt, and which are kept back: half of those to the limit.
+    """Indices of samples placed first, and of those held back: half of those up to `limit`.
 
-    They are in random order, so that every second one is a random half.
+    Samples are in random order, so every second one is a random half.
     """
     kept = sizes <= limit
     kept[1::2] = False
@@ -81,8 +81,8 @@ def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
 
 
 def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> int:
-    """How far to fill rows with what is not kept back, for all of it to need the rows there are to
-    be. Above `capacity` where it does not fit."""
+    """Fill level in tokens at which the samples that are not held back need the target number of
+    rows. Above `capacity` if they do not fit."""
     dealt = sizes[_kept(sizes, limit)[0]]
     if not len(dealt):
         return capacity + 1
@@ -99,7 +99,7 @@ def _filled(
     capacity: int,
     rng: np.random.Generator,
 ) -> Start:
-    """Rows dealt to the level, their gaps filled with what was kept back."""
+    """Fill rows to `level` by next fit, then fill their gaps with the samples held back."""
     dealt, back = _kept(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
     widths = deal(dealt_sizes, level)
@@ -110,14 +110,14 @@ def _filled(
     rooms = list(zip(gaps.tolist(), rows[gaps].tolist(), strict=True))
     plan = best_fit(count_values(back_sizes, capacity), rooms, capacity)
     slots = plan_slots(plan)
-    # The plan numbers rows by their gap, and those it opens behind them.
+    # The plan numbers existing rows by gap size, then the rows that it opens.
     opened = np.arange(len(widths), plan.num_rows)
     by_gap = np.concatenate([by_gap, opened])
     widths, totals = (np.append(dealt_to, 0 * opened) for dealt_to in (widths, totals))
     added = np.empty_like(widths)
     added[by_gap] = slots.widths()
     totals[by_gap] += slots.totals()
-    # What fills a gap is short; a coin says whether it stands before the others or behind them.
+    # Short samples fill gaps; put them first or last at random, so that they are not always last.
     ahead = rng.integers(2, size=plan.num_rows)
     starts = row_starts(widths + added)
     placed = np.empty_like(samples)

@@ -1,4 +1,4 @@
-"""Samples row after row: the form in which rows are filled, packed again and mixed."""
+"""Mutable rows of samples, for filling, repacking and mixing."""
 
 from dataclasses import dataclass
 
@@ -11,31 +11,31 @@ from penstock.rows.packing.sorting import ranges, stable_argsort
 
 @dataclass
 class Rows:
-    """Rows of samples, none of them empty."""
+    """Non-empty rows of samples."""
 
     lengths: Sizes
-    """Of every sample, by its index."""
+    """Length of every sample, by sample index."""
     samples: Sizes
     starts: Indices
-    """Row i holds `samples[starts[i]:starts[i] + widths[i]]`; what no row holds is void."""
+    """Row i is `samples[starts[i]:starts[i] + widths[i]]`; other entries are unused."""
     widths: Indices
     totals: Indices
-    """The tokens in every row."""
+    """Number of tokens of every row."""
     capacity: int
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self.widths)
 
     def held(self, rows: Indices) -> Indices:
-        """The samples of these rows, one row after another."""
+        """Sample indices of these rows, row by row."""
         found = ranges(self.starts[rows], self.widths[rows])
         found[:] = self.samples[found]
         return found
 
     def replace(self, rows: Indices, other: "Rows") -> None:
-        """Have the other's rows, of the same samples, instead of these."""
+        """Replace these rows by the rows of `other`, which contain the same samples."""
         self.starts = np.concatenate(
             [np.delete(self.starts, rows), other.starts + len(self.samples)]
         )
@@ -44,7 +44,7 @@ class Rows:
         self.samples = np.concatenate([self.samples, other.samples])
 
     def bins(self, first: int, rng: np.random.Generator) -> PackingPlan:
-        """The rows in random order; the samples are numbered from `first`."""
+        """The rows in random order as a plan; `first` is added to the sample indices."""
         order = rng.permutation(self.num_rows)
         samples = self.held(order)
         samples += first
@@ -53,31 +53,31 @@ class Rows:
 
 @dataclass
 class Slots:
-    """Where a plan puts samples: as many next to each other as it puts in a row at once."""
+    """Placements of a plan, one entry per row and length: consecutive samples of equal length."""
 
     length: Indices
     row: Indices
     each: Indices
-    """How many."""
+    """Number of samples."""
     held: Indices
-    """How many others stand before them in that row."""
+    """Number of samples before them in the row."""
     num_rows: int
 
     def widths(self) -> Indices:
-        """How many samples each row is given."""
+        """Number of samples that each row gets."""
         return np.bincount(self.row, self.each, self.num_rows).astype(np.int64)
 
     def totals(self) -> Indices:
-        """How many tokens each row is given."""
+        """Number of tokens that each row gets."""
         return np.bincount(self.row, self.each * self.length, self.num_rows).astype(np.int64)
 
     def places(self, starts: Indices) -> Indices:
-        """Where each sample goes, the shortest first, if row i has its places from `starts[i]`."""
+        """Position of each sample, shortest first, if row i starts at `starts[i]`."""
         return ranges(starts[self.row] + self.held, self.each)
 
 
 def plan_slots(plan: Patterns) -> Slots:
-    """What a plan says, the shortest samples first."""
+    """Expand a plan to slots, shortest samples first."""
     table = np.array(plan.placed, dtype=np.int64).reshape(-1, 5)
     length, first, rows, each, held = table[np.argsort(table[:, 0], kind="stable")].T
     length, each, held = (np.repeat(column, rows) for column in (length, each, held))
@@ -85,9 +85,9 @@ def plan_slots(plan: Patterns) -> Slots:
 
 
 def planned(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Rows:
-    """The rows of a plan for these samples.
+    """Build the rows of a plan from these samples.
 
-    Samples of a length are dealt to the rows that want one in the order given.
+    Samples of equal length are assigned to rows in the order given.
     """
     slots = plan_slots(plan)
     widths = slots.widths()
@@ -98,5 +98,5 @@ def planned(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Ro
 
 
 def row_starts(widths: Indices) -> Indices:
-    """Where each row begins."""
+    """Start index of each row."""
     return np.cumsum(widths) - widths

@@ -1,7 +1,7 @@
-"""Stable sorting and counting of whole numbers in linear time.
+"""Stable sorting and counting of integers in linear time.
 
-Where numpy needs memory besides, it is for `PART` numbers at a time, which stays in the cache:
-fresh memory costs more than the work.
+Temporary arrays have at most `PART` numbers where possible, so that they stay in the CPU cache:
+allocating large ones costs more than the computation.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ PART = 1 << 15
 
 
 def count_values(values: Sizes, most: int) -> Indices:
-    """How many of the values are 0, 1, … `most`."""
+    """Number of occurrences of each value from 0 to `most`."""
     found = np.zeros(most + 1, dtype=np.int64)
     for first in range(0, len(values), PART):
         found += np.bincount(values[first : first + PART], minlength=most + 1)
@@ -20,10 +20,9 @@ def count_values(values: Sizes, most: int) -> Indices:
 
 
 def stable_argsort(values: Sizes, most: int) -> Indices:
-    """Which values stand where when they are sorted; equal ones keep their order.
+    """Stable argsort of values between 0 and `most`.
 
-    They lie between 0 and `most`. Sorts 16 bits at a time, for which numpy counts instead of
-    comparing: three times as fast.
+    Radix sort, 16 bits at a time, for which numpy counts instead of comparing: three times as fast.
     """
     order = np.argsort(values.astype(np.uint16, copy=False), kind="stable")
     for shift in range(16, most.bit_length(), 16):

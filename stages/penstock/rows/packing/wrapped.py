@@ -1,4 +1,4 @@
-"""Samples as one stream of tokens that is cut into full rows."""
+"""Wrapped packing: concatenate samples and split the token stream into full rows."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,21 @@ from penstock.rows.bin_plan import Indices, PackingPlan
 
 @dataclass(frozen=True)
 class Pieces:
-    """Rows of pieces of samples: entry i of each array is of piece i, row after row."""
+    """Rows of pieces (token spans) of samples; entry i of each array is of piece i, row by row."""
 
     bins: PackingPlan
-    """`samples` says which sample a piece is of; a sample may have several, in neighbouring
-    rows."""
+    """`samples` is the sample of each piece; a sample may have several, in consecutive rows."""
     begins: Indices
-    """Its first token in the sample."""
+    """Index of the piece's first token in the sample."""
     sizes: Indices
-    """Its tokens."""
+    """Number of tokens of each piece."""
 
 
 def wrapped(lengths: npt.ArrayLike, capacity: int) -> Pieces:
-    """Cut the samples, laid end to end in the order given, every `capacity` tokens.
+    """Concatenate the samples in the order given and split them every `capacity` tokens.
 
-    All rows but the last are full. Lengths are at least 1. This is how Megatron-LM's GPT dataset
-    makes sequences of shuffled documents, and what TRL calls packing that is `wrapped`.
+    All rows except the last are full. Lengths are at least 1. Same as Megatron-LM's GPT dataset
+    and TRL's `packing_strategy="wrapped"`.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
