@@ -1,4 +1,4 @@
-"""Model configs that ship with the code: small enough to train on a laptop's CPU."""
+"""Model configs that ship with the code, small enough to train on a CPU."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -77,7 +77,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def builtin_config(name: str) -> dict[str, Any]:
-    """A fresh Hugging Face config for `builtin:<name>`. Raises ConfigError for an unknown one."""
+    """A new Hugging Face config for `builtin:<name>`. Raises ConfigError for an unknown name."""
     short = name.removeprefix(SCHEME)
     if short not in CONFIGS:
         known = ", ".join(f"{SCHEME}{each}" for each in CONFIGS)

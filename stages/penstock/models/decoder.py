@@ -1,7 +1,7 @@
-"""The decoder that every family so far shares: the architecture and nothing else.
+"""The decoder architecture that all families share.
 
-T tokens of a flat micro-batch, D model width, V vocabulary, H head width. Parameters carry Hugging
-Face's names, so that checkpoints need no renaming (`weights.py` knows the one exception).
+T tokens of a packed micro-batch, D model width, V vocabulary, H head dimension. Parameters have
+Hugging Face's names, so checkpoints need no renaming, except for what `weights.py` maps.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,30 +28,31 @@ from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock_kernels.attention import VarlenMetadata, attention
 
 Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
-"""What to make of the final hidden states [T, D] and the head, instead of logits."""
+"""Called with the final hidden states [T, D] and the head; returns what `forward` returns instead
+of logits."""
 
 BEST = select_expert_ops("auto")
 
 
 @dataclass(frozen=True)
 class PipelineStageModules:
-    """Which of a decoder's modules are here."""
+    """The modules of a decoder that are in this pipeline stage."""
 
     layers: Sequence[int]
-    """The numbers of the layers, in order."""
+    """Layer indices, in order."""
     begins: bool = True
-    """Whether the embedding is."""
+    """Whether the embedding is included."""
     ends: bool = True
-    """Whether the last norm and the head are."""
+    """Whether the final norm and the head are included."""
 
     @staticmethod
     def all_of(config: DecoderConfig) -> "PipelineStageModules":
-        """Every module."""
+        """The whole model."""
         return PipelineStageModules(range(config.num_hidden_layers))
 
 
 class DecoderModel(nn.Module):
-    """Everything but the head, under the name it has in checkpoints. `Decoder` calls its parts."""
+    """Everything except the head, named as in checkpoints. `Decoder` calls its submodules."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class DecoderModel(nn.Module):
         )
         positions = config.learned_positions if part.begins else None
         self.embed_positions = positions and PositionTable(positions, config.hidden_size)
-        # By number, so that a layer keeps its name whichever others are here.
+        # A dict by layer index, so that layer names are the same in every pipeline stage.
         self.layers = nn.ModuleDict(
             {
                 str(number): Block(
@@ -91,15 +92,15 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids in, logits out, or whatever `reduce` makes of the hidden states.
+    """Maps token ids to logits, or to what `reduce` returns.
 
-    It may be a part of itself: without the beginning it takes hidden states for token ids, and
-    without the end it gives hidden states.
+    It may be one pipeline stage: without the embedding it takes hidden states instead of token ids,
+    and without the head it returns hidden states.
 
-    With tied embeddings `lm_head.weight` is the embedding's own Parameter: `named_parameters` and
-    `state_dict` list it once, as the embedding's, and it stays one through `to` and `to_empty`.
-    Can be built under `torch.device("meta")`: nothing but parameters is a tensor.
-    `run_layer` is a socket, as are `run_attn` and `run_mlp` of each layer.
+    With tied embeddings `lm_head.weight` is the embedding's Parameter: `named_parameters` and
+    `state_dict` list it once, as the embedding, and it stays tied through `to` and `to_empty`. Can
+    be built under `torch.device("meta")`, because the only tensors are parameters. `run_layer`, and
+    `run_attn` and `run_mlp` of each layer, are call hooks.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Decoder(nn.Module):
             self.register_load_state_dict_pre_hook(_with_head)
 
     def routers(self) -> dict[int, Router]:
-        """The routers of the layers that are here and have experts, by the layer's number."""
+        """The routers of this stage's MoE layers, by layer index."""
         return {
             int(number): layer.mlp.gate
             for number, layer in self.model.layers.items()
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         }
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's, for a model whose config ties them."""
+        """Tie the head's weight to the embedding."""
         assert self.lm_head is not None
         assert self.model.embed_tokens is not None
         self.lm_head.weight = self.model.embed_tokens.weight
@@ -165,12 +166,13 @@ class Decoder(nn.Module):
         segments: VarlenMetadata,
         reduce: Reduce | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V], or `reduce(hidden_TD, lm_head)`; hidden states [T, D] without the end.
+        """Logits [T, V], or `reduce(hidden_TD, lm_head)`; hidden states [T, D] in a stage without
+        the head.
 
-        `inputs` are token ids [T], or hidden states [T, D] without the beginning.
+        `inputs` are token ids [T], or hidden states [T, D] in a stage without the embedding.
 
-        `reduce` is called in here so that it finds the head's weight whole, whatever wraps the
-        model to hold only a part of it between calls.
+        `reduce` is called inside forward, because under FSDP the head's weight is unsharded only
+        there.
         """
         x_TD = self._embedded(inputs, position_ids_T)
         cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
@@ -182,8 +184,8 @@ class Decoder(nn.Module):
         return self.lm_head(x_TD) if reduce is None else reduce(x_TD, self.lm_head)
 
     def _embedded(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
-        """Embeddings, in autocast's dtype where it is on: the residual stream keeps the dtype it
-        starts with, and a stream in fp32 would undo what autocast is for."""
+        """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
+        the dtype of the embeddings, and fp32 would undo the effect of autocast."""
         if self.model.embed_tokens is None:
             return inputs
         x_TD = self.model.embed_tokens(inputs)
@@ -192,8 +194,8 @@ class Decoder(nn.Module):
         return as_autocast(x_TD)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True):
-        """Move or convert parameters as usual. Torch gives each module its own new Parameter when
-        it leaves the meta device, which would part the two that are one."""
+        """Move or convert parameters, then tie them again: when a model leaves the meta device,
+        torch creates a new Parameter for each module."""
         super()._apply(fn, recurse)
         if self.is_tied:
             self.tie_weights()

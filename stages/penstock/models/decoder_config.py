@@ -1,4 +1,4 @@
-"""The numbers that fix a decoder: every tensor's shape and every constant of its mathematics."""
+"""Decoder hyperparameters: everything that determines tensor shapes and the computation."""
 
 import math
 from collections.abc import Mapping
@@ -19,39 +19,39 @@ COUNTS = (
 EXPERT_COUNTS = ("num_experts", "experts_per_token", "width", "num_groups", "groups_per_token")
 
 BY_DOCUMENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies follow from the length of a document: of its own, so
-that it is computed among others as alone."""
+"""RoPE types whose frequencies depend on sequence length. The length is that of each document, so
+packed documents give the same results as separate ones."""
 
 Scoring = Literal["softmax", "sigmoid"]
 RotaryPairs = Literal["halves", "neighbours"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-"""`relu2` is the square of ReLU. Networks without a gate alone have the last two."""
+"""`relu2` is squared ReLU. `relu` and `relu2` are only for MLPs without a gate."""
 Norm = Literal["rms", "layer", "layer_1p"]
-"""RMSNorm; LayerNorm, with a bias; LayerNorm that multiplies by 1 + its weight."""
+"""RMSNorm; LayerNorm with a bias; LayerNorm with the factor 1 + weight."""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a checkpoint calls the parts of a layer with experts, below the layer's own name."""
+    """Checkpoint names in a MoE layer, relative to the layer."""
 
     block: str = "mlp"
-    """The module with the router and the experts."""
+    """The module that has the router and the experts."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    """The three matrices of an expert, within `experts.<number>`."""
+    """The three matrices of an expert, in `experts.<number>`."""
     selection_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
-    """What scores the experts."""
+    """The router."""
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """What a checkpoint calls the parts of a decoder without experts."""
+    """Checkpoint names of a decoder without experts."""
 
     trunk: str = "model"
     norm: str = "norm"
-    """The last one."""
+    """The final norm."""
     attention_norm: str = "input_layernorm"
     network_norm: str = "post_attention_layernorm"
     o_proj: str = "self_attn.o_proj"
@@ -60,18 +60,18 @@ class TensorNames:
 
     @property
     def embedding(self) -> str:
-        """The table of tokens."""
+        """The token embedding."""
         return f"{self.trunk}.embed_tokens.weight"
 
     @property
     def positions(self) -> str:
-        """The table of positions, where one is learned."""
+        """The learned position embedding, if any."""
         return f"{self.trunk}.embed_positions.weight"
 
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """A table that is added to embeddings; queries and keys are then not turned."""
+    """A learned position embedding, used instead of RoPE."""
 
     rows: int
     first: int
@@ -80,55 +80,56 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class ClampedGate:
-    """Experts as gpt-oss has them: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)`
-    for the activation, biases on all their matrices, and these in tensors of all experts together,
-    [inputs, outputs] each, the features of gate and up by turns."""
+    """Experts as in gpt-oss: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)` as
+    activation, biases on all matrices, one tensor for all experts with matrices [inputs, outputs],
+    and interleaved gate and up features."""
 
     alpha: float
     limit: float
-    """Gates are at most this, and what they gate is between it and its negative."""
+    """Gates are clamped to at most this, and up features to between it and its negative."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no number."""
+        """Raise an error for values that are not numbers."""
         _require_numbers(self)
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a decoder's sparse layers, and how each token chooses among them."""
+    """The experts of a decoder's MoE layers, and their routing."""
 
     layers: tuple[int, ...]
-    """The numbers of the layers that have experts; the others have one feed-forward network."""
+    """Indices of the MoE layers; the others are dense."""
     num_experts: int
     experts_per_token: int
     width: int
-    """Features of each expert."""
+    """Intermediate size of each expert."""
     shared_width: int = 0
-    """Features of the experts that every token goes to, which are one network; 0: none."""
+    """Intermediate size of all shared experts together, which are one MLP; 0: none."""
     scoring: Scoring = "softmax"
-    """`softmax` over all experts, or each expert's own `sigmoid`."""
+    """Router scores: `softmax` over all experts, or `sigmoid` of each."""
     normalised: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     num_groups: int = 1
     groups_per_token: int = 1
-    """Experts lie in `num_groups` runs of equal length, and a token chooses among the experts of
-    its best `groups_per_token`, judged by each group's two best experts."""
+    """Experts are split into `num_groups` consecutive groups of equal size. A token selects among
+    the experts of its best `groups_per_token` groups; a group's score is the sum of its two best
+    experts."""
     scale: float = 1.0
-    """What the weights are multiplied by at last."""
+    """Final factor of the expert weights (routed_scaling_factor)."""
     router_bias: bool = False
-    """Whether experts' scores have a bias, which counts for choosing and for the weights."""
+    """Whether the router has a bias, which affects both selection and weights."""
     selection_bias: tuple[int, ...] = ()
-    """Shape of what is added to the scores for choosing, and not to the weights; none if empty."""
+    """Shape of the bias that affects selection but not weights; empty: none."""
     exact_router: bool = False
-    """Whether checkpoints keep the router's weights in fp32, whatever the others are in."""
+    """Whether checkpoints store the router's weight in fp32, whatever the dtype of the others."""
     balance: float = 0.0
-    """What the load-balancing loss is multiplied by where no setting says it."""
+    """Default coefficient of the load-balancing loss."""
     clamped: ClampedGate | None = None
-    """None: `silu(gate) * up`, without biases, in a tensor for each matrix of each expert."""
+    """None: `silu(gate) * up` without biases, one tensor per matrix and expert."""
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
-        """Refuse numbers that do not fit one another."""
+        """Raise an error for inconsistent values."""
         _require_numbers(self)
         for name in EXPERT_COUNTS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -153,7 +154,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """One decoder-only transformer. Names are those of Hugging Face's config.json."""
+    """A decoder-only transformer. Names are those of Hugging Face's config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -163,43 +164,45 @@ class DecoderConfig:
     num_key_value_heads: int
     head_dim: int
     norm: Norm = "rms"
-    """Of the residual stream; queries and keys have RMSNorm."""
+    """Norm of the residual stream; QK norm is always RMSNorm."""
     rms_norm_eps: float = 1e-6
-    """What is added to the variance, or to the mean square, in either kind of norm."""
+    """Epsilon of norms of either kind: added to the variance or the mean square."""
     max_position_embeddings: int = 2048
     rope_parameters: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}
     )
-    """As transformers 5 writes them: rope_type, rope_theta and what the type needs."""
+    """As in transformers 5: rope_type, rope_theta and the parameters of the type."""
     learned_positions: LearnedPositions | None = None
-    """None: positions are rotary."""
+    """None: RoPE."""
     rope_pairs: RotaryPairs = "halves"
-    """Which features are turned together: each with the one half a head further on, or each two
-    neighbours. Neighbours are turned in fp32, as the one family that has them was trained."""
+    """Which features RoPE rotates together: `halves` (GPT-NeoX style) each with the one half a head
+    further, or `neighbours` (interleaved, GPT-J style). Interleaved RoPE is computed in fp32, as
+    the one family that has it was trained."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
-    """Whether the projections into attention have a bias."""
+    """Whether q_proj, k_proj and v_proj have biases."""
     o_bias: bool = False
-    """Whether the projection out of attention has a bias."""
+    """Whether o_proj has a bias."""
     mlp_bias: bool = False
     gated: bool = True
-    """Whether feed-forward networks are `down(act(gate(x)) * up(x))`, else `down(act(up(x)))`."""
+    """Whether MLPs are gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
     activation: Activation = "silu"
-    """Of a feed-forward network: GELU exactly, or by its tanh approximation."""
+    """Activation of MLPs; `gelu` is exact, `gelu_tanh` the tanh approximation."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised head by head."""
+    """Whether queries and keys are normalized per head (QK norm)."""
     attention_sinks: bool = False
-    """Whether each query head has a learned score of its own beside those of the keys."""
+    """Whether each query head has a trained attention sink logit."""
     sliding_window: int | None = None
-    """Of `sliding_layers`: how many tokens one sees, itself and those just before it."""
+    """Sliding window of `sliding_layers`: the number of tokens that a token attends to, including
+    itself."""
     sliding_layers: tuple[int, ...] = ()
-    """The numbers of the layers whose attention sees a window; the others' sees all of the past."""
+    """Indices of the layers with sliding-window attention; the others have full attention."""
     initializer_range: float = 0.02
     experts: ExpertsConfig | None = None
     names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
-        """Refuse numbers that do not fit one another."""
+        """Raise an error for inconsistent values."""
         _require_numbers(self)
         for name in COUNTS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
@@ -230,13 +233,13 @@ class DecoderConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Features of each head, from the first on, that rotary embedding turns."""
+        """Number of rotated features of each head, from the first on."""
         return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
     def rope_invariant_up_to(self) -> float:
-        """Tokens of a document up to which its length has no say in how its positions are turned;
-        infinite where it never has."""
+        """The document length up to which RoPE angles do not depend on the length; infinite if they
+        never do."""
         if self.rope_parameters["rope_type"] == "dynamic":
             return self.max_position_embeddings
         if self.rope_parameters["rope_type"] == "longrope":
@@ -245,7 +248,7 @@ class DecoderConfig:
 
     @property
     def qkv_parts(self) -> Mapping[str, int]:
-        """Output features of the three projections into attention, in the order they are fused."""
+        """Output features of q_proj, k_proj and v_proj, in the order in which they are fused."""
         return {
             "q_proj": self.num_attention_heads * self.head_dim,
             "k_proj": self.num_key_value_heads * self.head_dim,
@@ -253,16 +256,16 @@ class DecoderConfig:
         }
 
     def layer_window(self, layer: int) -> int | None:
-        """How many tokens one sees in the layer with this number; None where it sees all."""
+        """Sliding window of this layer; None: full attention."""
         return self.sliding_window if layer in self.sliding_layers else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of the layer with this number; None where it has one network."""
+        """The experts of this layer; None if it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
 
 def _require_numbers(config: Any) -> None:
-    """Raise ConfigError for fields that are to be numbers, and are not."""
+    """Raise ConfigError for numeric fields that are not numbers."""
     for one in fields(config):
         value = getattr(config, one.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

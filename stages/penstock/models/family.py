@@ -1,4 +1,4 @@
-"""What a model family is: how its config.json is read, and what its modules are."""
+"""The definition of a model family: how to read its config.json, and the roles of its modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ LINEAR_PARTS = (*ATTENTION_PARTS, "gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture, under the name that Hugging Face's config.json gives it."""
+    """A model family, named as in Hugging Face's config.json."""
 
     model_type: str
     architecture: str
-    """The class of transformers that computes it, as config.json's `architectures` names it."""
+    """The transformers class, as `architectures` in config.json names it."""
     read: Callable[[HfConfig], DecoderConfig]
-    """config.json to DecoderConfig; raises ConfigError and CapabilityError."""
+    """Converts a config.json to a DecoderConfig; raises ConfigError and CapabilityError."""
     roles: Roles
     lora_targets: tuple[str, ...] = LINEAR_PARTS
-    """The linear layers that adapters go on unless others are named."""
+    """Default LoRA targets."""
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> WeightMap:
-        """The names and shapes of such a model's tensors."""
+        """The names and shapes of a model's tensors."""
         return WeightMap(config, merge_qkv)

@@ -1,11 +1,11 @@
-"""What a decoder's tokens cost in floating-point operations, and in pairs of tokens.
+"""FLOPs of a decoder, and attention pairs.
 
-A product of [T, n] and [n, m] is 2 T n m operations. A step does a forward pass, the gradient of
-each product's input, which costs as much, and that of its matrix, which costs as much again where
-the matrix learns. What is computed a second time to save memory does not count: it is no progress.
-Nor does what is no product (norms, activations, softmax), a share of a hundredth or less. After
-Chowdhery et al. 2022, "PaLM", appendix B, but for pairs of tokens that do not see each other, which
-are not counted.
+A matmul of [T, n] and [n, m] takes 2 T n m FLOPs. A training step has the forward matmul, the
+gradient of its input, which takes as many, and that of its weight if it is trainable, which takes
+as many again. Recomputation by activation checkpointing is not counted (model FLOPs, not hardware
+FLOPs). Nor is anything but matmuls (norms, activations, softmax), at most a hundredth of the total.
+Follows Chowdhery et al. 2022, "PaLM", appendix B, except that masked pairs of tokens are not
+counted.
 """
 
 from collections.abc import Iterable
@@ -15,31 +15,29 @@ from typing import Literal
 from penstock.models.decoder_config import DecoderConfig
 
 Part = Literal["attention", "network", "head"]
-"""Of a decoder: the layers' attention with its projections, their feed-forward networks or
-experts, and what makes logits."""
+"""Parts of a decoder: attention with its projections, MLPs or experts, and the head."""
 
 PARTS: tuple[Part, ...] = ("attention", "network", "head")
 
 
 @dataclass(frozen=True)
 class Work:
-    """The tokens of some documents, and how many pairs of them there are to compare."""
+    """Token and attention pair counts of some documents."""
 
     tokens: int
-    """Padding left out."""
+    """Tokens without padding."""
     pairs: int
-    """Tokens and those of their own document that they see where nothing but the future is hidden;
-    themselves too."""
+    """(query, key) pairs of causal attention within documents, including each token with itself."""
     window_pairs: int
-    """The same in a layer whose attention sees a window."""
+    """The same for a layer with sliding-window attention."""
     logits: int
-    """Tokens whose logits are computed: those that are trained."""
+    """Tokens whose logits are computed: those with a loss."""
 
     @classmethod
     def of(
         cls, config: DecoderConfig, lengths: Iterable[int], *, logits: int | None = None
     ) -> "Work":
-        """Of documents with these lengths. `logits` left out: all tokens are trained."""
+        """The work of documents with these lengths. `logits` None: all tokens have a loss."""
         tokens = pairs = window_pairs = 0
         window = config.sliding_window
         for length in lengths:
@@ -54,10 +52,10 @@ class Work:
     def of_sums(
         cls, config: DecoderConfig, tokens: int, squares: int, *, logits: int | None = None
     ) -> "Work":
-        """Of documents with so many tokens and so large a sum of squared lengths.
+        """The work of documents with `tokens` tokens, whose squared lengths sum to `squares`.
 
-        Under a window it is an estimate: every token is taken to see a whole window where documents
-        could fill it, which is too much by less than half a window's square a document.
+        With a sliding window it is an upper estimate, too high by less than half a squared window
+        per document: every token counts a full window, up to the pairs of full attention.
         """
         pairs = (squares + tokens) // 2
         window = config.sliding_window
@@ -65,7 +63,7 @@ class Work:
         return cls(tokens, pairs, window_pairs, tokens if logits is None else logits)
 
     def __add__(self, other: "Work") -> "Work":
-        """Both."""
+        """The work of both."""
         return Work(
             self.tokens + other.tokens,
             self.pairs + other.pairs,
@@ -76,25 +74,25 @@ class Work:
 
 @dataclass(frozen=True)
 class Learning:
-    """Which of a decoder's matrices learn."""
+    """Which matrices are trainable."""
 
     base: Literal["learns", "frozen"] = "learns"
-    """The model's own. Frozen ones have no gradient, and pass on that of their outputs."""
+    """The base model's matrices. For frozen ones only the input gradient is computed."""
     factors: int = 0
-    """Parameters of the adapters beside them that a token is multiplied with; these learn."""
+    """Parameters of adapters that each token is multiplied with; trainable."""
     head_factors: int = 0
-    """Of these, those beside the head, which see only tokens whose logits are computed."""
+    """Those of them at the head, which only see tokens whose logits are computed."""
 
 
 EVERYTHING = Learning()
 
 
 def step_flops(config: DecoderConfig, work: Work, *, learning: Learning = EVERYTHING) -> float:
-    """Operations of one optimizer step over `work`: its forward and its backward pass.
+    """FLOPs of one optimizer step over `work`: forward and backward pass.
 
-    An adapter's factors cost three products like other matrices that learn; frozen matrices cost
-    two. Of a frozen model's first layer the gradient of its input is counted, though nobody may
-    ask for it: less than a hundredth of a large model's.
+    Adapters cost three matmuls like other trainable matrices; frozen matrices cost two. In a frozen
+    model the input gradient of the first layer is counted although it may not be computed: less
+    than a hundredth of a large model's total.
     """
     matrices = sum(_products(config, work, part) for part in PARTS)
     passes = 3 if learning.base == "learns" else 2
@@ -104,33 +102,32 @@ def step_flops(config: DecoderConfig, work: Work, *, learning: Learning = EVERYT
 
 
 def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = PARTS) -> float:
-    """Operations of these parts in one forward pass: what recomputing them costs."""
+    """FLOPs of these parts in one forward pass, which is also the cost of recomputing them."""
     chosen = set(parts)
     products = 2.0 * sum(_products(config, work, part) for part in chosen)
     return products + (_comparing(config, work) if "attention" in chosen else 0)
 
 
 def core_attention_flops(config: DecoderConfig, work: Work) -> float:
-    """Operations of all layers' attention without its projections, in one forward pass."""
+    """FLOPs of all layers' attention without projections, in one forward pass."""
     return _comparing(config, work)
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
-    """Parameters that every token is multiplied with: projections, feed-forward and output head.
+    """Matmul parameters that each token uses: projections, MLPs and head.
 
-    Of a layer's experts those count that a token goes to, as many as it chooses and the shared
-    ones, and the router.
+    In MoE layers these are the selected experts, the shared experts and the router.
     """
     return sum(_parameters(config, part) for part in PARTS)
 
 
 def pairs_per_token(config: DecoderConfig) -> int:
-    """How many squared tokens of a document cost as much as all else costs one token: the rate at
-    which rows of equal length, and of other documents, are told dear from cheap.
+    """How many squared tokens of a document cost as much as all other work for one token. It weighs
+    the quadratic cost of attention when the costs of rows and documents are compared.
 
-    Causal attention looks at half of a document's length squared, or in a layer with a window
-    at as many tokens from each: to these a token costs the same in every document that is longer.
-    A whole number, so that costs, and the order that follows from them, are the same on every
+    Causal attention costs half of the squared document length. In a layer with a sliding window it
+    costs the window per token, which is the same in all longer documents and so counts as work per
+    token. The result is a whole number, so that costs, and any order by cost, are the same on every
     machine.
     """
     sliding = len(config.sliding_layers)
@@ -138,13 +135,13 @@ def pairs_per_token(config: DecoderConfig) -> int:
     per_token = 6 * matrix_parameters(config)
     if config.sliding_window is not None:
         per_token += per_pair * sliding * config.sliding_window
-    # With windows in every layer nothing grows with the square.
+    # With sliding windows in every layer no cost is quadratic.
     per_squared_token = per_pair * (config.num_hidden_layers - sliding) // 2 or 1
     return max(1, round(per_token / per_squared_token))
 
 
 def _parameters(config: DecoderConfig, part: Part) -> int:
-    """Matrix parameters of a part that one token is multiplied with."""
+    """Matmul parameters of a part that one token uses."""
     width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
     if part == "head":
         return width * config.vocab_size
@@ -166,7 +163,8 @@ def _products(config: DecoderConfig, work: Work, part: Part) -> int:
 
 
 def _comparing(config: DecoderConfig, work: Work) -> float:
-    """Operations of all layers' scores and of the values they weigh, in one forward pass."""
+    """FLOPs of all layers' attention scores and of their products with values, in one
+    forward pass."""
     sliding = len(config.sliding_layers)
     features = config.num_attention_heads * config.head_dim
     full = config.num_hidden_layers - sliding

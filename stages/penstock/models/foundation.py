@@ -1,9 +1,9 @@
-"""Entries that a run lays over its model's config.json, and which of them change the model.
+"""Overrides of a model's config.json (`model.foundation`), and the check that each has an effect.
 
-An entry that nothing reads would be accepted and ignored, and another model than the one asked for
-would train. So each must matter: with another value the model would be another one, or none.
+An override that nothing reads would be ignored silently, and training would use another model than
+requested. So each override must matter: another value must give another model, or an invalid one.
 
-No torch here: entries are judged before anything heavy is imported.
+No torch: overrides are checked before anything slow is imported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +20,14 @@ from penstock.models.registry import FAMILIES, get_family
 
 ROPE = "rope_parameters"
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
-"""Numbers that were entries of their own, beside `rope_scaling`, before transformers 5."""
+"""Fields that were separate, beside `rope_scaling`, before transformers 5."""
 
 ALIASES = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k"),
 )
-"""Names of one number, of which a config.json has one; transformers takes several of a model."""
+"""Names of the same field in different families; a config.json has one of them, and transformers
+accepts several."""
 
 SPECIAL_TOKENS = "the tokenizer and generation_config.json say which tokens are special"
 NO_EFFECT: Mapping[str, str] = {
@@ -36,34 +37,34 @@ NO_EFFECT: Mapping[str, str] = {
     "use_cache": "training has no cache, and sampling always one",
     "transformers_version": "it says what wrote the file",
 }
-"""Entries of config.json that are no property of the model, and why or what to write instead."""
+"""Fields of config.json that do not affect the model, and why, or what to use instead."""
 
 Path = tuple[str, ...]
 
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
-"""What reading a config.json raises where a value is of a kind that no such entry has."""
+"""Exceptions when a config.json with values of the wrong type is read."""
 
 TABLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
-"""Entries that are tables or null, with an example of each."""
+"""Fields that are tables or null, with an example of each."""
 
 PER_LAYER = ("layer_types",)
-"""Lists with a value for each layer; others may be empty."""
+"""Lists with one value per layer; unlike others they may not be empty."""
 
 KINDS = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
-"""What values are called by their types; others are numbers."""
+"""What error messages call types; all other types are numbers."""
 
 
 def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json `base` with these entries in place of its own.
+    """The config.json `base` with these overrides.
 
-    Tables are merged. Entries of rotary embedding may be written as transformers 5 has them, in
-    `rope_parameters`, or as before, `rope_theta` and `partial_rotary_factor` beside `rope_scaling`;
-    they go where `base` has its own, so that the result says each number once. So do other names of
-    one number. `architectures` follows another `model_type`.
+    Tables are merged. RoPE may be given in the form of transformers 5, `rope_parameters`, or in the
+    older one, `rope_theta` and `partial_rotary_factor` beside `rope_scaling`. The result has the
+    form of `base`, so that each number is in it once. The same applies to aliases of a field.
+    `architectures` follows an overridden `model_type`.
 
     Raises:
-        ConfigError: the two spellings of rotary embedding say different things, or there are more
-            layers than the file has types for.
+        ConfigError: the two forms of RoPE contradict each other, or there are more layers than
+            layer types.
     """
     merged: dict[str, Any] = deepcopy(dict(base))
     _lay_over(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
@@ -82,10 +83,10 @@ def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
 def check_foundation(
     base: HfConfig, entries: Mapping[str, Any], *, loads_weights: bool = False
 ) -> None:
-    """Raise ConfigError for entries (`model.foundation`) that would change nothing, all at once.
+    """Raise one ConfigError for all overrides that have no effect.
 
-    With `loads_weights` nothing starts at random. Raises ConfigError too for values that no such
-    entry has, and CapabilityError for a model that is not computed.
+    With `loads_weights` there is no random initialization. Also raises ConfigError for values of
+    the wrong type, and CapabilityError for an unsupported model.
     """
     _require_kinds(base, entries)
     try:
@@ -127,7 +128,7 @@ def _lay_over(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig
 
 
 def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
-    """Those of a model with another number of layers."""
+    """The layer types of the model with `num_layers` layers."""
     if len(types) < num_layers and len(set(types)) > 1:
         raise ConfigError(
             f"model.foundation.num_hidden_layers is {num_layers}, and config.json has layer_types "
@@ -139,7 +140,7 @@ def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
 
 
 def _called(name: str, base: HfConfig) -> str:
-    """What `base` calls an entry that has several names."""
+    """The name that `base` uses for a field that has aliases."""
     if name in base:
         return name
     same = next((names for names in ALIASES if name in names), ())
@@ -147,12 +148,12 @@ def _called(name: str, base: HfConfig) -> str:
 
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Change rotary embedding's parameters where the file has them."""
+    """Override RoPE parameters in the form that the file has."""
     wanted = _wanted_rope(entries)
     in_one = isinstance(merged.get(ROPE), Mapping) or (
         ROPE in entries and not any(name in merged for name in _ROPE_ENTRIES)
     )
-    # As transformers reads a file that has both.
+    # In transformers' order of precedence for a file that has both.
     there = dict(merged.get("rope_scaling") or merged.get(ROPE) or {})
     kind = there.pop("type", "default")
     there.setdefault("rope_type", kind)
@@ -160,7 +161,7 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
         if merged.get(name) is not None:
             there.setdefault(name, merged[name])
     if wanted.get("rope_type", there["rope_type"]) != there["rope_type"]:
-        # What the other kind was scaled by means nothing to this one.
+        # Scaling parameters of the old rope_type do not apply to the new one.
         there = {name: there[name] for name in BEFORE_ROPE_PARAMETERS if name in there}
     found = {**there, **wanted}
     for name in _ROPE_ENTRIES:
@@ -175,7 +176,7 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
 
 
 def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What the entries say of rotary embedding, whichever way they say it."""
+    """The overrides of RoPE in either form, in that of transformers 5."""
     wanted: dict[str, Any] = {}
     for table in (ROPE, "rope_scaling"):
         if table not in entries:
@@ -185,7 +186,7 @@ def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
                 f"model.foundation.{table} is {entries[table]!r}, and what it says is a table.\n"
                 "  Write one, such as {rope_type: linear, factor: 2.0}."
             )
-        # Null is no scaling.
+        # Null means no scaling.
         said = dict(entries[table] or {"rope_type": "default"})
         if "type" in said:
             said.setdefault("rope_type", said.pop("type"))
@@ -214,8 +215,8 @@ def _leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path
 
 
 def _require_kinds(base: HfConfig, entries: Mapping[str, Any]) -> None:
-    """Raise ConfigError for tables with nothing in them, and for values of another kind than those
-    that stand in the file, or that are read where it has none."""
+    """Raise ConfigError for empty tables, and for values whose type differs from that in the file
+    or, where it has none, of the default."""
     defaults = {**_defaults_in(entries, base), **_defaults_in({}, base)}
     if faults := list(_odd_kinds(entries, base, defaults)):
         raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
@@ -238,7 +239,7 @@ def _odd_kinds(
 
 
 def _defaults_in(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
-    """What is taken for entries that config.json lacks, as far as it can be read."""
+    """The defaults of fields that config.json lacks, as far as it can be read."""
     found = dict[str, Any](TABLES)
     with suppress(ConfigError, CapabilityError, *UNREADABLE):
         read = _Recorded(laid_over(base, entries))
@@ -256,7 +257,8 @@ def _kind(value: Any) -> str | None:
 
 
 def _unreadable(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The entries that a model cannot be made of, each of which would do if it were left out."""
+    """The error for overrides with which config.json cannot be read; it names those whose removal
+    alone would fix it."""
     leaves = list(_leaves(entries))
     culprits = [each for each in leaves if _model_of(base, _without(entries, each[0]))]
     named = ", ".join(
@@ -276,7 +278,7 @@ def _without(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _matters(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
-    """Whether any other value would make another model, or none."""
+    """Whether any other value would give another model, or an unsupported one."""
     own = _model_of(base, entries)
     return any(
         _model_of(base, _with(entries, path, other)) != own for other in _other_values(value)
@@ -284,7 +286,7 @@ def _matters(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any)
 
 
 def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | None:
-    """What the entries make of the model; None if nothing that can be computed."""
+    """The model with these overrides; None if it is invalid or unsupported."""
     try:
         merged = laid_over(base, entries)
         return _as_computed(get_family(merged).read(merged))
@@ -293,7 +295,7 @@ def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | Non
 
 
 def _as_computed(config: DecoderConfig) -> DecoderConfig:
-    """The same without the numbers that nothing is computed with."""
+    """The config without fields that do not affect the computation."""
     experts = config.experts
     has_network = experts is None or len(experts.layers) < config.num_hidden_layers
     return config if has_network else replace(config, intermediate_size=1)
@@ -322,7 +324,7 @@ def _with(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
 
 
 def _why(path: Path, read: set[str], family: Any) -> str:
-    """Why an entry changes nothing."""
+    """Why an override has no effect."""
     known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
     name = ".".join(path).rpartition(".")[2]
     if name in known:
@@ -336,13 +338,13 @@ _SWAPPED = {FULL: SLIDING, SLIDING: FULL}
 
 
 class _Recorded(dict[str, Any]):
-    """A config.json that knows which of its entries were asked for."""
+    """A config.json that records which fields are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
         self.names: set[str] = set()
         self.defaults: dict[str, Any] = {}
-        """What was asked for in place of entries that it lacks."""
+        """The defaults of fields that were read but are missing."""
 
     def get(self, name: str, default: Any = None) -> Any:
         self.names.add(name)

@@ -1,6 +1,7 @@
-"""Reading Hugging Face's config.json: what the families share, and what none of them computes.
+"""Reads Hugging Face's config.json: what the families share, and what is unsupported in all of
+them.
 
-No torch here: whether a layout fits a model is judged before anything heavy is imported.
+No torch: whether a parallel layout fits a model is checked before anything slow is imported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,7 @@ from penstock.models.quantization_config import declared_in
 HfConfig = Mapping[str, Any]
 
 KINDS = ("default", "linear", "llama3", "yarn", *BY_DOCUMENT)
-"""Kinds of rotary embedding."""
+"""Supported RoPE types."""
 
 ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -43,7 +44,7 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""What each kind's formula reads beside `rope_theta` and the share of a head that is turned; after
+"""Parameters of each RoPE type besides `rope_theta` and `partial_rotary_factor`, as in
 transformers' `modeling_rope_utils`."""
 
 ROPE_KEYS = frozenset(
@@ -51,10 +52,11 @@ ROPE_KEYS = frozenset(
 )
 
 NO_NUMBERS = ("truncate", "short_factor", "long_factor")
-"""Those of them that are true or false, or lists of numbers."""
+"""Those of them that are not numbers but booleans or lists."""
 
 IN_PLACE_OF = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
-"""Numbers that an `attention_factor` stands for. Yarn's `mscale` counts with `mscale_all_dim`."""
+"""Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
+`mscale_all_dim`."""
 
 SILU = ("silu", "swish")
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -63,12 +65,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""What `hidden_act` calls the activations; experts are computed with the first alone."""
+"""`hidden_act` values; experts only support SiLU."""
 UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
-"""Those of networks without a gate."""
+"""`hidden_act` values of MLPs without a gate."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What `layer_types` calls attention over whole documents, and over the last tokens alone."""
+"""`layer_types` values of full and sliding-window attention."""
 
 
 def decoder_config(
@@ -79,14 +81,14 @@ def decoder_config(
     named: Mapping[str, str] | None = None,
     **specific: Any,
 ) -> DecoderConfig:
-    """The DecoderConfig of a config.json; `specific` is what the family alone knows, and goes
-    before what the file says. `faults` are what the family finds that is not computed, and
-    `hidden_act` is the family's activation where the file names none. `named` are entries that the
-    family's files call otherwise.
+    """The DecoderConfig of a config.json. `specific` are the family's own values, which take
+    precedence over the file. `faults` are unsupported settings that the family found, `hidden_act`
+    is the family's default activation, and `named` maps field names to the names in the family's
+    files.
 
     Raises:
-        ConfigError: a needed number is missing.
-        CapabilityError: it asks for something that the decoder does not compute.
+        ConfigError: a required field is missing.
+        CapabilityError: the config has unsupported settings.
     """
     activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
@@ -119,8 +121,8 @@ def decoder_config(
 
 
 def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:
-    """`decoder_config` of a family whose networks have no gate and, by default, squared ReLU.
-    `biased` is whether attention and networks have biases where the file does not say it."""
+    """`decoder_config` for a family whose MLPs have no gate and, by default, squared ReLU. `biased`
+    is the default of `attention_bias` and `mlp_bias`."""
     bias = bool(config_get(hf, "attention_bias", biased))
     return decoder_config(
         hf,
@@ -134,7 +136,7 @@ def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> De
 
 
 def config_require(hf: HfConfig, name: str) -> Any:
-    """The field, which the file must have."""
+    """A required field."""
     if hf.get(name) is None:
         raise ConfigError(
             f"the model's config.json has no {name}. "
@@ -144,13 +146,13 @@ def config_require(hf: HfConfig, name: str) -> Any:
 
 
 def config_get(hf: HfConfig, name: str, default: Any) -> Any:
-    """The field, or the default where the file leaves it out or null."""
+    """An optional field; the default also replaces null."""
     value = hf.get(name, default)
     return default if value is None else value
 
 
 def aux_loss_coef(hf: HfConfig) -> float:
-    """What the load-balancing loss is multiplied by: as in transformers, which adds it only where
+    """The coefficient of the load-balancing loss. As in transformers it is 0 unless
     `output_router_logits` is true."""
     return config_get(hf, "router_aux_loss_coef", 0.001) * bool(
         config_get(hf, "output_router_logits", False)
@@ -160,13 +162,13 @@ def aux_loss_coef(hf: HfConfig) -> float:
 def rope_parameters(
     hf: HfConfig, *, theta: float = 10_000.0, share: float = 1.0
 ) -> Mapping[str, Any]:
-    """Rotary embedding's parameters in transformers 5's form, from either form.
+    """RoPE parameters in the form of transformers 5, from either form.
 
-    Transformers 5 writes one `rope_parameters`; before, it was `rope_theta` beside `rope_scaling`,
-    whose kind was at first called `type`. `theta`, and the `share` of each head that is turned, are
-    the family's where the file has none. A share of 1 is left out.
+    Transformers 5 has one `rope_parameters`; before, there was `rope_theta` beside `rope_scaling`,
+    whose `rope_type` was first called `type`. `theta` and `share` (partial_rotary_factor) are the
+    family's defaults. A share of 1 is left out.
     """
-    # In this order, as transformers reads a file that has both.
+    # In transformers' order of precedence for a file that has both.
     parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
@@ -195,7 +197,7 @@ def rope_parameters(
 
 
 def _of_kind(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those that the kind's formula reads."""
+    """The parameters that the RoPE type uses."""
     kind = parameters["rope_type"]
     read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
     if parameters.get("attention_factor") is not None:
@@ -211,9 +213,10 @@ def _of_kind(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters of a family that turns whole heads.
+    """The RoPE parameters of a family without partial RoPE.
 
-    Raises CapabilityError for a share, which such a family of transformers does not compute either.
+    Raises CapabilityError for a partial_rotary_factor: transformers does not support it in such a
+    family either.
     """
     if share := parameters.get("partial_rotary_factor"):
         raise CapabilityError(
@@ -224,8 +227,8 @@ def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str, Any]:
-    """The fields of a DecoderConfig that say where attention sees a window of `window` tokens: in
-    those layers that `layer_types` names, or else in `layers`. None is no window."""
+    """The sliding-window fields of a DecoderConfig. The layers with the window are those in
+    `layer_types`, or `layers` if there is none. `window` None: full attention."""
     types = config_get(hf, "layer_types", None)
     if types is not None:
         layers = (at for at, kind in enumerate(types) if kind == SLIDING)
@@ -236,18 +239,18 @@ def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str
 
 
 def sliding_everywhere(hf: HfConfig, window: int | None) -> dict[str, Any]:
-    """The same for a family in which all layers see the window, whatever `layer_types` says."""
+    """The same for a family with the window in all layers, whatever `layer_types` says."""
     layers = tuple(range(config_require(hf, "num_hidden_layers"))) if window is not None else ()
     return {"sliding_window": window, "sliding_layers": layers}
 
 
 def window_if_used(hf: HfConfig) -> int | None:
-    """The window of the Qwen families, in which `use_sliding_window` decides whether it counts."""
+    """The window of the Qwen families, which only applies if `use_sliding_window` is true."""
     return hf.get("sliding_window", 4096) if config_get(hf, "use_sliding_window", False) else None
 
 
 def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
-    """`sliding` for the dense Qwen families: from the layer `max_window_layers` on."""
+    """`sliding` for the dense Qwen families: from layer `max_window_layers` on."""
     first = config_get(hf, "max_window_layers", 28)
     return sliding(hf, window_if_used(hf), range(first, config_require(hf, "num_hidden_layers")))
 
@@ -255,9 +258,9 @@ def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
 def refuse_what_is_not_computed(
     hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
 ) -> None:
-    """Raise CapabilityError for what no family here computes and for `more`, all of it at once.
+    """Raise one CapabilityError for everything that is unsupported in all families, and for `more`.
 
-    `windows` are those that slide over a document, which not every family has.
+    `windows` is whether this family supports sliding-window attention.
     """
     faults = list(more)
     computed = (FULL, SLIDING) if windows == "computed" else (FULL,)

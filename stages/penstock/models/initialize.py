@@ -1,7 +1,7 @@
-"""The random start of a model trained from scratch, one tensor at a time.
+"""Random initialization of a model that is trained from scratch, one tensor at a time.
 
-Each tensor has its own generator, seeded by its name in a checkpoint. So the same seed gives the
-same model in whatever order, on however many machines, and fused or not, it is filled.
+Each tensor has its own generator, seeded by its checkpoint name. So a seed gives the same model in
+any order of initialization, on any number of ranks, fused or not.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from penstock.models.decoder_config import DecoderConfig
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
-    """A CPU generator of its own for the tensor of this name."""
+    """A CPU generator for the tensor with this name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def initialise(name: str, shape: Sequence[int], seed: int, config: DecoderConfig) -> torch.Tensor:
-    """The start of the checkpoint tensor `name`, fp32 on the CPU.
+    """The initial value of the checkpoint tensor `name`, fp32 on the CPU.
 
-    Ones for norms (zeros where 1 is added to them), zeros for biases, else normal with deviation
-    `initializer_range` (transformers' `_init_weights`).
+    Ones for norms (zeros for norms with 1 + weight), zeros for biases, otherwise normal with
+    standard deviation `initializer_range` (transformers' `_init_weights`).
     """
     *_, module, leaf = name.split(".")
     with torch.device("cpu"):

@@ -1,6 +1,7 @@
-"""How a published checkpoint's matrices are quantised, as far as its configuration says.
+"""Parses the quantization config of a published checkpoint.
 
-No torch here: what is not read is refused before anything heavy is imported. The engine reads.
+No torch: unsupported formats are refused before anything slow is imported. The engine reads the
+tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,29 +28,28 @@ MXFP4 = (
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """What a checkpoint's configuration says of its matrices."""
+    """How a checkpoint's matrices are quantized."""
 
     format: str
-    """By its name in `penstock_kernels.quant`."""
+    """Name of the format in `penstock_kernels.quant`."""
     publisher: Publisher
-    """Whose names and layout its tensors have; by the `quant_method` of config.json."""
+    """Determines names and layout of the tensors; from `quant_method` in config.json."""
     group: int | None = None
-    """Columns that share a scale, where the configuration says it; None: as the format has it."""
+    """Group size in columns, if the config has it; None: the format's own."""
     untouched: tuple[str, ...] = ()
-    """Modules left in floats, as published: names, beginnings of names or patterns. What is stored
-    decides."""
+    """Modules that are not quantized, as published: names, prefixes or patterns. The stored tensors
+    take precedence."""
 
 
 def declared_in(
     hf: Mapping[str, Any], beside: Mapping[str, Any] | None = None
 ) -> QuantizationConfig | None:
-    """What a config.json says of quantised matrices; None if there are none.
+    """The quantization config in a config.json, or None.
 
-    `beside` is ModelOpt's hf_quant_config.json, which its older exports have and say nothing in
-    config.json.
+    `beside` is ModelOpt's hf_quant_config.json: older exports have it and nothing in config.json.
 
     Raises:
-        CapabilityError: they are quantised in a way that is not read.
+        CapabilityError: an unsupported quantization.
     """
     said = hf.get("quantization_config")
     if said is None and beside is not None:
@@ -61,7 +61,7 @@ def declared_in(
         raise _refused("is no table")
     method = said.get("quant_method")
     if method is None and {"load_in_4bit", "load_in_8bit"} & set(said):
-        # As transformers takes it.
+        # As transformers infers it.
         method = "bitsandbytes"
     if method == "mxfp4":
         raise CapabilityError(f"quantization_config is set; {MXFP4}")
@@ -71,7 +71,7 @@ def declared_in(
 
 
 def malformed(name: str, fault: str) -> CapabilityError:
-    """Tensors of a quantised checkpoint that are not what its configuration says."""
+    """The error for tensors of a quantized checkpoint that do not match its config."""
     return CapabilityError(
         f"{name} of the checkpoint cannot be read as its configuration says it is quantised: "
         f"{fault}.\n"
@@ -104,7 +104,7 @@ def _modelopt(said: Mapping[str, Any]) -> QuantizationConfig:
         return QuantizationConfig("fp8", "modelopt", untouched=untouched)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _refused(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
-    # Older exports say it here, newer ones in the groups.
+    # Older exports have group_size at the top level, newer ones in config_groups.
     sizes = {said.get("group_size") or 16} | {
         weights.get("group_size") or 16 for weights in _weights_of(said)
     }
@@ -116,11 +116,11 @@ def _modelopt(said: Mapping[str, Any]) -> QuantizationConfig:
 def _bitsandbytes(said: Mapping[str, Any]) -> QuantizationConfig:
     if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
         raise _refused("says that bitsandbytes keeps 8 bits; its nf4 is read")
-    # That of bitsandbytes where nothing is written.
+    # fp4 is bitsandbytes' default.
     kind = said.get("bnb_4bit_quant_type", "fp4")
     if kind != "nf4":
         raise _refused(f"says bnb_4bit_quant_type {kind!r}; nf4 is read")
-    # How large groups are is said with each matrix.
+    # The group size is stored with each matrix.
     return QuantizationConfig(
         "nf4", "bitsandbytes", untouched=_names(said, "llm_int8_skip_modules")
     )
@@ -135,7 +135,7 @@ _COMPRESSED = {
     ("pack-quantized", "int", 4, "group"): "int4",
     ("nvfp4-pack-quantized", "float", 4, "tensor_group"): "nvfp4",
 }
-"""compressed-tensors' format, and type, bits and strategy of weights, to the format that it is."""
+"""Maps compressed-tensors' (format, weight type, bits, strategy) to a format name."""
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> QuantizationConfig:
@@ -186,12 +186,12 @@ def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> Quanti
 def _strategy(weights: Mapping[str, Any]) -> Any:
     if strategy := weights.get("strategy"):
         return strategy
-    # As compressed-tensors takes it.
+    # The default of compressed-tensors.
     return "group" if weights.get("group_size") else "tensor"
 
 
 def _is_tile(block: Any) -> bool:
-    # compressed-tensors wrote it as one word at first.
+    # Early versions of compressed-tensors wrote a string.
     return block == "128x128" or (isinstance(block, list | tuple) and tuple(block) == TILE)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's model_type to the family that computes it."""
+"""Maps `model_type` in Hugging Face's config.json to a model family."""
 
 from difflib import get_close_matches
 
@@ -42,10 +42,10 @@ FAMILIES = {
 
 
 def get_family(hf_config: HfConfig) -> Family:
-    """The family of the model whose config.json this is.
+    """The model family of this config.json.
 
     Raises:
-        CapabilityError: for a model_type that no family here computes.
+        CapabilityError: for an unsupported model_type.
     """
     model_type = hf_config.get("model_type")
     if model_type in FAMILIES:

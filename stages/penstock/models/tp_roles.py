@@ -1,8 +1,8 @@
-"""The words a model uses to say what its parts are. Pure data: no devices, no torch.
+"""Parallel styles and shard units of modules. Pure data: no devices, no torch.
 
-A family publishes a table from module pattern to role, and one from linear layer to the grain that
-its features come in. Whoever cuts a model into pieces, puts adapters on it or picks optimizers for
-its matrices reads these tables; models never mention them.
+A family publishes a table from module pattern to parallel style, and one from linear layer to the
+unit in which its features can be sharded. Tensor parallelism, adapters and the selection of
+optimizers read these tables; the model code does not use them.
 """
 
 from collections.abc import Mapping
@@ -11,45 +11,45 @@ from fnmatch import fnmatchcase
 
 
 class ParallelStyle(Enum):
-    """What a module is for."""
+    """The role of a module in tensor and expert parallelism."""
 
     VOCAB = "vocab"
-    """Embedding table: rows are tokens."""
+    """Embedding table; rows are tokens (vocab-parallel)."""
     WIDEN = "widen"
-    """Linear into heads or features that are independent of each other."""
+    """Linear layer whose output heads or features are independent (column-parallel)."""
     NARROW = "narrow"
-    """Linear out of independent heads or features."""
+    """Linear layer whose input heads or features are independent (row-parallel)."""
     HEAD = "head"
-    """Linear onto the vocabulary."""
+    """Linear layer onto the vocabulary."""
     PER_HEAD = "per head"
-    """Its own parameters, beside those of its parts, have one number for each query head."""
+    """Its own parameters, not those of its submodules, have one value per query head."""
     ROUTER = "router"
-    """Chooses experts for tokens."""
+    """Selects experts for tokens."""
     EXPERTS = "experts"
-    """Networks that are independent of each other; dimension 0 of each parameter is networks."""
+    """Independent MLPs; dimension 0 of each parameter is the expert."""
 
 
 class ShardUnit(Enum):
-    """The smallest run of a layer's features that is computed with by itself."""
+    """The smallest block of features that can be computed independently."""
 
     QUERY_HEAD = "query head"
-    """`head_dim` features; each group of query heads attends to one key head."""
+    """`head_dim` features; each group of query heads shares one key head."""
     KEY_HEAD = "key head"
-    """`head_dim` features of keys, or of the values that go with them."""
+    """`head_dim` features of keys or values."""
     FEATURE = "feature"
-    """One feature of a feed-forward network; how many there are differs from network to network."""
+    """One feature of an MLP; MLPs may differ in their number of features."""
     TOKEN = "token"
-    """One entry of the vocabulary."""
+    """One vocabulary entry."""
 
 
 Roles = Mapping[str, ParallelStyle]
 
 
 def find_parallel_style(name: str, roles: Roles) -> ParallelStyle | None:
-    """The role of the module called `name`, or None.
+    """The parallel style of the module called `name`, or None.
 
     Raises:
-        ValueError: if several patterns match; a module has one role.
+        ValueError: several patterns match; a module has one style.
     """
     matches = [role for pattern, role in roles.items() if fnmatchcase(name, pattern)]
     if len(matches) > 1:
@@ -73,7 +73,7 @@ DECODER_ROLES: Roles = {
     "model.layers.*.mlp.shared_experts.down_proj": ParallelStyle.NARROW,
     "lm_head": ParallelStyle.HEAD,
 }
-"""The roles of `decoder.Decoder`'s modules, whichever family gives it its numbers."""
+"""Parallel styles of `decoder.Decoder`'s modules, for all families."""
 
 DECODER_GRAINS: Mapping[str, ShardUnit] = {
     "embed_tokens": ShardUnit.TOKEN,
@@ -89,5 +89,5 @@ DECODER_GRAINS: Mapping[str, ShardUnit] = {
     "fc1": ShardUnit.FEATURE,
     "fc2": ShardUnit.FEATURE,
 }
-"""What the rows (those of a `NARROW` layer: the columns) of a checkpoint's layer are, by the last
-part of its name; the same for every family so far."""
+"""What the rows (in a `NARROW` layer: the columns) of a checkpoint's layer are, by the last part of
+its name; the same for all families so far."""

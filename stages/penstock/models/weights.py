@@ -1,11 +1,10 @@
-"""Which tensors of a Hugging Face checkpoint make which of the model's, and back.
+"""Maps Hugging Face checkpoint tensors to the model's parameters and back.
 
-A native tensor is a run of a checkpoint's, one after another, over the rows of all its dimensions
-but the last. Mostly the run is one tensor of the same name. With `merge_qkv` the three projections
-into attention are one `qkv_proj`, rows of q, then k, then v; and the experts of a layer are one
-tensor for what leads into them, the rows of gate and then up of each, and one for what leads out.
-Those that a checkpoint keeps in one tensor already stay as they are. No torch: shapes are asked for
-by plans too.
+A native tensor is the concatenation of checkpoint tensors along the rows, with all dimensions but
+the last flattened. Mostly it is one tensor of the same name. With `merge_qkv` q_proj, k_proj and
+v_proj are concatenated to `qkv_proj`. The experts of a layer are two tensors: `gate_up_proj`, with
+the rows of gate and then up of each expert, and `down_proj`. Expert tensors that are already fused
+in the checkpoint stay as they are. No torch, because planning uses the shapes too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,22 +22,22 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Native:
-    """One of the model's parameters."""
+    """A parameter of the model."""
 
     shape: Shape
     parts: Mapping[str, Shape]
-    """The checkpoint's tensors that it is, in order."""
+    """Its checkpoint tensors, in order."""
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The names and shapes of one model's tensors, native and in a checkpoint."""
+    """Names and shapes of a model's tensors, native and in a checkpoint."""
 
     config: DecoderConfig
     merge_qkv: bool = False
 
     def native_names(self) -> tuple[str, ...]:
-        """The model's parameters, in the order of `named_parameters()`; a tied head is not one."""
+        """The model's parameters, in the order of `named_parameters()`, without a tied head."""
         return tuple(self._natives)
 
     def native_shape(self, native_name: str) -> Shape:
@@ -46,17 +45,17 @@ class WeightMap:
         return self._natives[native_name].shape
 
     def hf_names(self, native_name: str) -> tuple[str, ...]:
-        """The checkpoint tensors whose rows, one after another, are the native one's.
+        """The checkpoint tensors whose concatenated rows are the native tensor.
 
-        A name that is no parameter's, such as a tied head's, is its own.
+        A name that is not a parameter, such as a tied head, maps to itself.
         """
         native = self._natives.get(native_name)
         return tuple(native.parts) if native else (native_name,)
 
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
-        """A checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`) of
-        the experts in `layer` (`model.layers.0`), in the order of their numbers; none where it
-        keeps all of them in one tensor."""
+        """The checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`)
+        of the experts in `layer` (`model.layers.0`), by expert index; none where the checkpoint has
+        one tensor for all experts."""
         if self.config.experts is None or self.config.experts.clamped:
             return ()
         leads_in = matrix != "down_proj"
@@ -65,7 +64,7 @@ class WeightMap:
         return tuple(name.removesuffix(".weight") for name in chosen)
 
     def hf_shapes(self) -> Mapping[str, Shape]:
-        """The shape of every tensor a checkpoint must hold."""
+        """The shape of every tensor that a checkpoint must have."""
         return {
             hf_name: shape
             for native in self._natives.values()
@@ -73,8 +72,8 @@ class WeightMap:
         }
 
     def is_exact(self, hf_name: str) -> bool:
-        """Whether a checkpoint keeps this tensor in fp32, whatever the others are in: what decides
-        between experts is ruined by rounding."""
+        """Whether a checkpoint stores this tensor in fp32, whatever the dtype of the others:
+        rounding it would change which experts are selected."""
         experts = self.config.experts
         if experts is None:
             return False
@@ -140,7 +139,7 @@ class WeightMap:
                 yield _same(f"{at}.{norm}.weight", (config.head_dim,))
 
     def _network(self, layer: str, stored: str) -> Iterator[tuple[str, _Native]]:
-        """That of a layer without experts."""
+        """The MLP of a dense layer."""
         config, names = self.config, self.config.names
         up, bias = (config.intermediate_size, config.hidden_size), config.mlp_bias
         if config.gated:
@@ -149,7 +148,7 @@ class WeightMap:
         yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
     def _shared(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
-        """That of experts that every token goes to."""
+        """The MLP of shared experts."""
         up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
         for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
             yield from _linear(f"{at}.{part}", f"{stored}.{part}", up, bias)
