@@ -1,7 +1,7 @@
-"""Cross-entropy of trained tokens, without ever holding a micro-batch's logits.
+"""Chunked (fused linear) cross-entropy, without materializing all logits of a micro-batch.
 
-T tokens, S those that are trained, C those of a chunk, D model width, V vocabulary; K labels of a
-token, where it has several.
+T tokens, S trained tokens, C tokens of a chunk, D hidden size, V vocabulary size; K labels per
+token, if it has several.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,18 +29,18 @@ from penstock_kernels.cross_entropy import (
 )
 
 IGNORED = -100
-"""The label of a position that is not trained."""
+"""Label of a position that is not trained (ignore_index)."""
 
 CHUNK = 1024
-"""Tokens at a time of a head that only makes logits: 0.6 GB in fp32 for a vocabulary of 150
-thousand."""
+"""Default chunk in tokens for a head that can only be called: 0.6 GB of fp32 logits with a
+vocabulary of 150 thousand."""
 
 Mode = Literal["eager", "compiled", "chunked"]
-"""`eager` holds the logits of all trained tokens at once; the others those of a chunk, with passes
-over them that `torch.compile` makes or with the package's own."""
+"""`eager` materializes the logits of all trained tokens at once; the others those of one chunk,
+processed by `torch.compile` kernels (`compiled`) or by penstock_kernels (`chunked`)."""
 
 Precision = Literal["fp32", "model"]
-"""In which logits are computed: fp32, or that of the hidden states and the weights."""
+"""Precision of the logits: fp32, or that of the hidden states and weights."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [C, D] to logits."""
@@ -48,24 +48,24 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """Which loss, and how it is computed."""
+    """Cross-entropy options and implementation."""
 
     terms: LossOptions = PLAIN
-    """What is added to plain cross-entropy."""
+    """Options such as label smoothing, z-loss and logit soft cap."""
     mode: Mode = "chunked"
     chunk: int | None = None
-    """Tokens whose logits are held at a time; unset, as many as are quick."""
+    """Tokens per chunk of logits; None: chosen for speed."""
     divided: VocabShard | None = None
-    """What of the vocabulary the head gives, where that is not all."""
+    """Vocabulary shard of the head (vocab parallel); None if the head has the whole vocabulary."""
     precision: Precision = "model"
 
     @property
     def passes(self) -> Passes:
-        """By what logits are read and turned into gradients."""
+        """Implementation of the passes over logits (loss and gradient)."""
         return "compiled" if self.mode == "compiled" else "auto"
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
-        """Each token's, [C]; of labels [C, K] each one's, [C, K]."""
+        """Loss per token, [C]; with labels [C, K], loss per label, [C, K]."""
         if self.mode == "eager" and self.divided is None:
             return eager_cross_entropies(logits_CV, labels_C, self.terms)
         return cross_entropies(
@@ -74,7 +74,7 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
-"""Plain cross-entropy, the quick way."""
+"""Plain cross-entropy with the default implementation."""
 
 
 def sum_cross_entropy(
@@ -85,20 +85,19 @@ def sum_cross_entropy(
     *,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """`scale` times the summed loss of the tokens with a label, a scalar in fp32.
+    """`scale` times the summed cross-entropy of the tokens with a label, an fp32 scalar.
 
-    labels[t] is the target of position t itself (already shifted); -100 is not trained. Positions
-    that are not trained are left out before the head, so they cost nothing. Where the head is a sum
-    of products gradients are computed with the loss, else logits once more in the backward pass.
-    Without any trained token the sum is exactly 0 and still reaches the head and the hidden states,
-    whose gradients are zeros: every process of a group must take part in its collectives.
-    Where the head is made of products gradients are rounded once, after they are multiplied by
-    `scale` in fp32.
-    A head that draws from a noise gets that of its tokens.
+    labels[t] is the target of position t (already shifted); -100 is not trained. Untrained
+    positions are removed before the head, so they cost nothing. If the head is a sum of linear
+    terms, gradients are computed in the forward pass and rounded once, after multiplication by
+    `scale` in fp32; otherwise logits are recomputed in the backward pass (activation
+    checkpointing). Without trained tokens the sum is exactly 0 and still depends on the head and
+    the hidden states, whose gradients are zeros: every rank of a group must take part in its
+    collectives. A head with dropout uses the dropout RNG of its tokens.
 
     Raises:
-        ValueError: for a chunk below 1, or labels that are not one per position, or, on a CPU, are
-            no entries of the vocabulary.
+        ValueError: if the chunk is below 1, the labels are not one per position, or (on a CPU only)
+            a label is not in the vocabulary.
     """
     if labels_T.dim() != 1:
         raise ValueError(f"{tuple(labels_T.shape)} labels for a sum, which is of one each")
@@ -124,14 +123,14 @@ def sum_cross_entropy(
 def token_log_probs(
     hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
 ) -> torch.Tensor:
-    """The log-probability of each position's label, fp32 [T]; 0 where there is none. Of labels
-    [T, K] that of each, [T, K], for which logits are computed no more often than for one.
+    """Log-probability of each position's label, fp32 [T]; 0 without a label.
 
-    For losses that make something else of them than their sum. Logits are computed once more in the
-    backward pass. Of the loss's terms only a soft cap has to do with probabilities.
+    With labels [T, K] the result is [T, K], at the same number of logit computations. For losses
+    that are not a sum of log-probabilities (RL, DPO). Logits are recomputed in the backward pass.
+    Of the loss options only the logit soft cap applies.
 
     Raises:
-        ValueError: as `sum_cross_entropy`; for a loss with smoothing or a z-loss.
+        ValueError: as `sum_cross_entropy`; if the loss has label smoothing or a z-loss.
     """
     if loss.terms.smoothing or loss.terms.z:
         raise ValueError(f"log-probabilities have no {loss.terms}")
@@ -141,7 +140,7 @@ def token_log_probs(
         return found_T + given.nothing()
     is_label_S = given.labels != IGNORED
     if labels_T.dim() > 1:
-        # A token that has some of its labels; the others are computed as the first entry's.
+        # Ignored labels of a token that has others: compute them as token 0, masked below.
         given = replace(given, labels=given.labels.where(is_label_S, 0))
     if products := given.products(loss):
         losses_S = linear_cross_entropies(
@@ -160,7 +159,7 @@ def token_log_probs(
 
 @dataclass(frozen=True)
 class _Given:
-    """The positions with a label, and what makes logits of them."""
+    """The trained positions, and the head that computes their logits."""
 
     trained: torch.Tensor
     hidden: torch.Tensor
@@ -170,7 +169,7 @@ class _Given:
 
     @classmethod
     def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_Given":
-        """`labels_T` may be [T, K]: positions that have any of them are trained."""
+        """`labels_T` may be [T, K]: positions with at least one label are trained."""
         if labels_T.shape[:1] != hidden_TD.shape[:1]:
             positions = tuple(hidden_TD.shape)
             raise ValueError(f"{tuple(labels_T.shape)} labels for {positions} positions")
@@ -187,12 +186,12 @@ class _Given:
         )
 
     def nothing(self) -> torch.Tensor:
-        """Zero, which reaches all that a loss of some tokens would."""
+        """Zero that depends on all tensors a loss would, so that their gradients are zeros."""
         with dropout_rng(self.noise):
             return self.head(self.hidden).float().sum()
 
     def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
-        """Of which logits are the sum, unless all logits are wanted, or only the head knows."""
+        """The linear terms whose sum is the logits; None with `eager`, or if the head is opaque."""
         if loss.mode == "eager":
             return None
         is_fp32 = loss.precision == "fp32"
@@ -201,7 +200,7 @@ class _Given:
             return linear_terms(self.head, hidden_SD)
 
     def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
-        """Each token's, [C] at a time."""
+        """Yield losses per token, one chunk [C] at a time."""
         if loss.mode == "eager":
             yield _losses(self.hidden, self.head, self.labels, loss, self.noise)
             return
@@ -227,10 +226,10 @@ def _losses(
 
 
 def compute_logits(hidden_CD: torch.Tensor, head: Head, precision: Precision) -> torch.Tensor:
-    """The head's logits, [C, V]. Its weights may be kept in less precision than is computed in.
+    """Logits of the head, [C, V]. Weights may have a lower precision than the computation.
 
-    Where the head is made of products they are in fp32, also if the products are rounded to less:
-    gradients of sides are then rounded once.
+    If the head is a sum of linear terms, logits are fp32 even if the matmuls have a lower
+    precision, so that gradients of the adapter branches are rounded once.
     """
     with _casting_for(precision, hidden_CD.device.type):
         x_CD = hidden_CD.float() if precision == "fp32" else as_autocast(hidden_CD)
@@ -246,5 +245,5 @@ def _scaled(by_V: torch.Tensor | None, products: Sequence[WeightedRows]) -> torc
 
 
 def _casting_for(precision: Precision, kind: str) -> AbstractContextManager[object]:
-    """Autocast as it is, or off."""
+    """Keep the current autocast (`model`), or disable it (`fp32`)."""
     return nullcontext() if precision == "model" else torch.autocast(kind, enabled=False)

@@ -1,8 +1,8 @@
-"""Losses of policies: functions of each token's log-probability and of what was known of it before.
+"""RL policy losses: PPO, GSPO, CISPO, importance sampling and others, from token log-probabilities.
 
-T tokens, N samples. Every loss is one to be made small, and none of them is divided by anything.
-Of tokens whose factor is 0 nothing else is looked at, so what stands there may be any number.
-Where tokens have several targets, K of them, what is [T] is [T, K]: each is as a token by itself.
+T tokens, N samples. Every loss is minimized and not normalized. Tokens with factor 0 are masked:
+their other inputs are ignored and may be any number, also NaN. With K targets per token, tensors
+that are [T] are [T, K], and each target is treated like a separate token.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,40 +12,40 @@ from typing import Literal
 import torch
 
 TokenLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "drgrpo"]
-"""Losses of tokens, each by itself. That of sequences is `gspo`."""
+"""Token-level losses. `gspo` is the sequence-level one (`sequence_losses`)."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What is known of T tokens; fp32 [T] each, or all of them [T, K]."""
+    """Loss inputs of T tokens; each fp32 [T], or all of them [T, K]."""
 
     factors_T: torch.Tensor  # noqa: N815 - T names the dimension
-    """What a token's loss is multiplied by."""
+    """Factor of each token's loss; 0 masks the token."""
     logprobs_T: torch.Tensor  # noqa: N815
-    """Of the model that drew them."""
+    """Log-probabilities of the behavior policy, which sampled the tokens."""
     advantages_T: torch.Tensor  # noqa: N815
     reference_T: torch.Tensor  # noqa: N815
-    """Log-probabilities of the model to stay close to."""
+    """Log-probabilities of the reference model, for the KL penalty."""
     low_T: torch.Tensor  # noqa: N815
     high_T: torch.Tensor  # noqa: N815
-    """What ratios are clipped to."""
+    """Clip range of the ratio: lower bound `low_T`, upper bound `high_T`."""
 
 
 def token_losses(
     loss: TokenLoss, logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]
 ) -> torch.Tensor:
-    """The loss of each token, [T].
+    """Loss of each token, [T].
 
-    With r = exp(logp - logprobs) and A the advantage:
+    With the ratio r = exp(logp - logprobs) and the advantage A:
 
     - `cross_entropy`: -logp
     - `importance_sampling`: -r A
-    - `ppo` (Schulman et al. 2017): -min(r A, clip(r) A); with `eps_clip_c` = c above 1 and A below
-      0 at most -c A (Ye et al. 2020)
-    - `cispo` (MiniMax 2025): -A logp times clip(r), through which no gradient passes
+    - `ppo` (Schulman et al. 2017): -min(r A, clip(r) A); dual-clip: with `eps_clip_c` = c above 1
+      and A below 0, at most -c A (Ye et al. 2020)
+    - `cispo` (MiniMax 2025): -sg(clip(r)) A logp, where sg is stop-gradient
     - `dro` (Richemond et al. 2024): -(A logp - beta / 2 (logp - logprobs)^2)
-    - `drgrpo` (Liu et al. 2025): that of `ppo`, plus `kl_beta` times exp(d) - d - 1, where d is the
-      reference's log-probability less this one
+    - `drgrpo` (Liu et al. 2025): `ppo` plus `kl_beta` times the KL estimate exp(d) - d - 1, with
+      d = reference log-probability - logp
     """
     counts_T = told.factors_T != 0
     logp_T = logp_T.where(counts_T, 0.0)
@@ -58,39 +58,40 @@ def sequence_losses(
     params: Mapping[str, float],
     of_samples: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The loss of each sample, [N] (Zheng et al. 2025, "GSPO"; the form of it whose tokens have
-    advantages of their own, "GSPO-token").
+    """Loss of each sample, [N]: GSPO-token, i.e. GSPO with per-token advantages (Zheng et al. 2025,
+    "GSPO").
 
-    The ratio s of a sample is exp of the mean of logp - logprobs over its tokens that count, and
-    its loss the sum of -min(s A, clip(s) A) times the factor over these, with the clips that are
-    `params`. Through what is not clipped a token's gradient is that of s A exp(logp - sg(logp)),
-    where no gradient passes through s and sg: its own advantage moves it, and no other's. Where all
-    of a sample have one advantage and one factor that is the gradient through s.
+    The sequence ratio s is exp of the mean of logp - logprobs over the unmasked tokens of a sample.
+    Its loss is the sum over these tokens of -min(s A, clip(s) A) times the factor, with the clip
+    range in `params`. Without clipping, the gradient of a token is that of
+    -s A exp(logp - sg(logp)) with s detached (sg is stop-gradient), so it depends only on the
+    token's own advantage. If all tokens of a sample have the same advantage and factor, this equals
+    the gradient through s.
 
-    `of_samples` sums [T] to [N] over all ranks that share the samples; the gradient of each one's
-    summand must be that of the sum.
+    `of_samples` sums [T] to [N] over all ranks that share the samples; the gradient of each summand
+    must be that of the sum.
     """
     counts_T = told.factors_T != 0
     only = _only(told, counts_T)
     logp_T = logp_T.where(counts_T, 0.0)
     tokens_N = of_samples(counts_T.to(logp_T.dtype)).clamp(min=1)
     ratio_N = (of_samples(logp_T.detach() - only.logprobs_T) / tokens_N).exp()
-    # What is to be gained, or lost, with the gradient of exp(logp - sg(logp)), which is 1.
+    # Weighted advantages times exp(logp - sg(logp)): its value is 1, its gradient that of logp.
     gains_T = only.advantages_T * told.factors_T * (1 + logp_T - logp_T.detach())
     is_gain_T = only.advantages_T >= 0
     up_N, down_N = of_samples(gains_T.where(is_gain_T, 0)), of_samples(gains_T.where(~is_gain_T, 0))
     limit_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
-    # min(s A, c A) is A min(s, c) for what is to be gained, and A max(s, c) for what is to be lost.
-    # Asked so that of a ratio which is no number nothing is hidden.
+    # min(s A, c A) is A min(s, c) for A >= 0 and A max(s, c) for A < 0. The comparisons are negated
+    # so that a NaN ratio is not detached but propagates.
     up_N = up_N.where(~(ratio_N > limit_N), up_N.detach())
     down_N = down_N.where(~(ratio_N < limit_N), down_N.detach())
-    # Where nothing is to be lost, a ratio that overflows is none of what is to be gained.
+    # Without negative advantages, mask a ratio that overflows: inf * 0 would be NaN.
     above_N = ratio_N.maximum(limit_N).masked_fill(down_N.detach() == 0, 0)
     return -(up_N * ratio_N.minimum(limit_N) + down_N * above_N)
 
 
 def _only(told: LossInputs, counts_T: torch.Tensor) -> LossInputs:
-    """What is known of the tokens that count, and zeros for the others."""
+    """Replace the inputs of masked tokens by neutral values (0, and 1 for the clip range)."""
     return LossInputs(
         told.factors_T,
         told.logprobs_T.where(counts_T, 0.0),
@@ -118,7 +119,7 @@ def _ppo(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) ->
         is_bounded_T = (gain_T < 0) & (limit_T.where(is_limited_T, ratio_T) > bound)
         limit_T = limit_T.masked_fill(is_bounded_T, bound)
         is_limited_T = is_limited_T | is_bounded_T
-    # What is limited has a gradient of 0 also where its ratio overflows: 0 times that is no number.
+    # Mask clipped tokens before exp: an overflowing ratio times a gradient of 0 would be NaN.
     free_T = apart_T.masked_fill(is_limited_T, 0.0).exp()
     return -(limit_T.where(is_limited_T, free_T) * gain_T)
 

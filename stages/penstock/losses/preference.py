@@ -1,9 +1,9 @@
-"""Losses that prefer one answer to another, from the log-probabilities of whole answers.
+"""Preference losses: DPO, IPO, SimPO, KTO, ORPO and others, from log-probabilities of completions.
 
-Every one of them is a function of each answer's ratio: the log of how much likelier the model finds
-it than the reference does, log p(answer) - log p_ref(answer), with 0 for the latter where there is
-no reference. D samples, A their two answers: the chosen one and the rejected one, or for answers
-that are judged one by one their own and one that belongs to another prompt.
+Each loss is a function of the log ratio of each completion, log p(completion) -
+log p_ref(completion), where the reference log-prob is 0 without a reference model. D samples, A
+their two completions: chosen and rejected; for KTO, the completion and a mismatched one (of another
+prompt) for the KL baseline.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,36 +15,36 @@ import torch.nn.functional as F
 from penstock.config.schema.preference import LossType, Normalisation, PreferenceConfig
 
 SMALLEST_GAP = 1e-6
-"""What is added to the gap of two scores, so that its logarithm is there."""
+"""Added to the score gap, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a loss looks at."""
+    """Inputs of a preference loss."""
 
     ratios_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
-    """Normalised, fp32."""
+    """Log ratios, normalized by `normalised`, fp32."""
     baseline_A: torch.Tensor | None = None  # noqa: N815
-    """How far the model has moved on the whole: `baseline` of all samples of the step."""
+    """KL baseline: `baseline` over all samples of the step."""
     desirable_D: torch.Tensor | None = None  # noqa: N815
-    """Whether a sample's own answer is good, where answers are judged one by one."""
+    """KTO: whether a sample's completion is desirable."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
-    """By how much the chosen answer was scored higher, where answers are scored."""
+    """Chosen score minus rejected score, if completions have scores."""
 
 
 LossOf = Callable[[Answers, PreferenceConfig], torch.Tensor]
-"""The loss of each sample, [D]."""
+"""Returns the loss of each sample, [D]."""
 
 
 def preference_losses(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """The loss of each sample, fp32 [D], before `pref_loss_ratio`; their mean is what is learnt."""
+    """Loss of each sample, fp32 [D], before `pref_loss_ratio`; training minimizes their mean."""
     return LOSSES[how.loss_type](answers, how)
 
 
 def normalised(
     ratios_DA: torch.Tensor, tokens_DA: torch.Tensor, how: Normalisation
 ) -> torch.Tensor:
-    """Summed log-probabilities as the loss takes them: [D, A] for [D, A] tokens of the answers."""
+    """Length-normalize summed log-probabilities [D, A]; `tokens_DA` are completion lengths."""
     tokens_DA = tokens_DA.clamp(min=1)
     if how == "mean":
         return ratios_DA / tokens_DA
@@ -54,17 +54,17 @@ def normalised(
 
 
 def baseline(sums_A: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """How far a model has moved from its reference, [A], from the sums of the ratios of `count`
-    samples: an estimate of the KL divergence, at least 0 (equation 8 of KTO, arXiv 2402.01306).
+    """KL baseline, [A], from the sums of the log ratios of `count` samples: an estimate of the KL
+    divergence between policy and reference, at least 0 (equation 8 of KTO, arXiv 2402.01306).
 
-    Nothing is learnt through it.
+    Detached: no gradient.
     """
     return (sums_A.detach() / count.clamp(min=1)).clamp(min=0)
 
 
 def rewards(ratios_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
-    """What the model is taken to find the answers worth, [D, A] (section 4 of DPO, arXiv
-    2305.18290)."""
+    """Implicit rewards, beta times the log ratios, [D, A] (section 4 of DPO, arXiv 2305.18290).
+    Detached."""
     return how.beta * ratios_DA.detach()
 
 
@@ -74,13 +74,13 @@ def _margin(answers: Answers) -> torch.Tensor:
 
 
 def _smoothed(logits_D: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
-    """The Bradley-Terry loss of preferences, some of which are the wrong way round."""
+    """Bradley-Terry loss with label smoothing: a share of the preferences is flipped."""
     share = how.label_smoothing
     return -(1 - share) * F.logsigmoid(logits_D) - share * F.logsigmoid(-logits_D)
 
 
 def _sigmoid(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """DPO (equation 7 of arXiv 2305.18290); conservative with smoothing, and with scores ODPO
+    """DPO (equation 7 of arXiv 2305.18290); conservative DPO with label smoothing, ODPO with scores
     (arXiv 2402.10571)."""
     logits_D = how.beta * _margin(answers)
     if how.offset_alpha:
@@ -91,7 +91,7 @@ def _sigmoid(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _hinge(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """SLiC-HF (arXiv 2305.10425), on DPO's margins."""
+    """Hinge loss of SLiC-HF (arXiv 2305.10425) on DPO margins."""
     return torch.relu(1 - how.beta * _margin(answers))
 
 
@@ -106,7 +106,7 @@ def _simpo(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _cpo(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """CPO (equation 4 of arXiv 2401.08417), without what it adds of cross-entropy."""
+    """CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term."""
     return _smoothed(how.beta * _margin(answers), how)
 
 
@@ -119,21 +119,21 @@ def _dpop(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _sppo_hard(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """SPPO with preferences taken as certain (equation 4.9 of arXiv 2405.00675)."""
+    """SPPO with hard labels, probabilities 1 and 0 (equation 4.9 of arXiv 2405.00675)."""
     chosen_D, rejected_D = answers.ratios_DA.unbind(1)
     half = 1 / (2 * how.beta)
     return (chosen_D - half) ** 2 + (rejected_D + half) ** 2
 
 
 def _nca_pair(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """NCA of pairs (arXiv 2402.05369)."""
+    """NCA for pairs (arXiv 2402.05369)."""
     chosen_D, rejected_D = (how.beta * answers.ratios_DA).unbind(1)
     both_D = F.logsigmoid(-chosen_D) + F.logsigmoid(-rejected_D)
     return -F.logsigmoid(chosen_D) - 0.5 * both_D
 
 
 def _kto_pair(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """KTO of pairs: each answer is compared with how far the other ones have moved."""
+    """KTO for pairs: each completion is compared with the KL baseline of the other side."""
     assert answers.baseline_A is not None
     chosen_D, rejected_D = answers.ratios_DA.unbind(1)
     of_chosen, of_rejected = answers.baseline_A
@@ -143,7 +143,7 @@ def _kto_pair(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _kto(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """KTO (equation 8 of arXiv 2402.01306), its reference point from answers to other prompts."""
+    """KTO (equation 8 of arXiv 2402.01306); the KL baseline is from mismatched completions."""
     assert answers.baseline_A is not None
     assert answers.desirable_D is not None
     moved_D = how.beta * (answers.ratios_DA[:, 0] - answers.baseline_A[1])
@@ -153,7 +153,7 @@ def _kto(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _odds(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
-    """ORPO's odds ratio (equations 4 and 6 of arXiv 2403.07691); its weight is
+    """Odds ratio loss of ORPO (equations 4 and 6 of arXiv 2403.07691); its weight is
     `pref_loss_ratio`."""
     del how
     odds_DA = answers.ratios_DA - _log1mexp(answers.ratios_DA)
@@ -161,10 +161,10 @@ def _odds(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x at most 0, where neither form loses digits (Mächler 2012)."""
+    """log(1 - exp(x)) for x <= 0, numerically stable (Mächler 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931
-    # Each form is given numbers that it takes: what is not chosen has a gradient too.
+    # Each branch gets valid inputs: the branch that `where` discards still has a gradient.
     by_expm1 = torch.log(-torch.expm1(torch.where(near, x, -0.5)))
     by_log1p = torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
     return torch.where(near, by_expm1, by_log1p)

@@ -1,6 +1,6 @@
-"""What is told of answers besides their loss: what they are worth, and which are preferred.
+"""Preference metrics: rewards, accuracy, margins, log-probs.
 
-D samples, A their two answers, M measures.
+D samples, A their two completions, M metrics.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from penstock.config.schema.preference import PreferenceConfig
 from penstock.losses.preference import rewards
 
 OF_PREFERENCES, OF_TOKENS = "preference_loss", "sft_loss"
-"""The two parts of the loss, each before its weight."""
+"""The two parts of the loss, before their weights."""
 
 RIGHT = "rewards/accuracies"
-"""The share of pairs whose chosen answer has the higher reward."""
+"""Share of pairs whose chosen completion has the higher reward."""
 
 NAMES = (
     "rewards/chosen",
@@ -25,11 +25,11 @@ NAMES = (
     OF_PREFERENCES,
     OF_TOKENS,
 )
-"""Of all samples together, in the order of `measures`. Of answers that are judged one by one the
-chosen ones are the good ones and the rejected ones the bad ones."""
+"""Metrics over all samples, in the order of `measures`. For KTO, chosen are the desirable
+completions and rejected the undesirable ones."""
 
 MARGINS = "rewards/margins"
-"""By how much the mean reward of the former is higher, where there are both."""
+"""Mean chosen reward minus mean rejected reward, if there are both."""
 
 
 def measures(
@@ -40,13 +40,16 @@ def measures(
     desirable_D: torch.Tensor | None,
     how: PreferenceConfig,
 ) -> torch.Tensor:
-    """For each of NAMES its sum and what it is to be divided by, fp64 [M, 2].
+    """(sum, denominator) of each metric in NAMES, fp64 [M, 2].
 
     Args:
-        policy_DA: log-probabilities, summed over tokens.
-        ratios_DA: normalised, as the loss takes them.
-        losses_D: the loss of each sample.
-        sft: the log-probability of what cross-entropy learns of each sample, and its tokens, [D].
+        policy_DA: policy log-probabilities, summed over tokens.
+        ratios_DA: normalized log ratios, as the loss takes them.
+        losses_D: preference loss of each sample.
+        sft: for the SFT (cross-entropy) term of each sample, the summed log-probability and the
+            number of tokens, [D] each.
+        desirable_D: KTO labels; None for pairs.
+        how: the preference config.
     """
     worth_DA, policy_DA = rewards(ratios_DA, how), policy_DA.detach()
     one_D = torch.ones_like(losses_D)
@@ -70,7 +73,7 @@ def measures(
 
 
 def told(sums: Sequence[Sequence[float]], prefix: str = "") -> Mapping[str, float]:
-    """The measures from their sums over all samples, by name; those of nothing are left out."""
+    """Metrics by name, from sums over all samples; metrics without samples are omitted."""
     found = {name: total / count for name, (total, count) in zip(NAMES, sums, strict=True) if count}
     chosen, rejected = (found.get(name) for name in NAMES[:2])
     if chosen is not None and rejected is not None:

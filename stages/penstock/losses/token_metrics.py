@@ -1,6 +1,6 @@
-"""What a model makes of each token, for those who only look: no gradients, and never all logits.
+"""Token-level evaluation metrics (loss, accuracy) without gradients and without all logits at once.
 
-T tokens, S those that are asked for, C those of a chunk, D model width, V vocabulary.
+T tokens, S requested tokens, C tokens of a chunk, D hidden size, V vocabulary size.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,19 +12,19 @@ from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, co
 from penstock_kernels.logit_chunks import tokens_at_once
 
 Highest = Callable[[torch.Tensor], torch.Tensor]
-"""From numbers that are here to the highest of all ranks that hold other entries of the vocabulary,
-one by one; called by all holders, in one order."""
+"""Elementwise max all-reduce over the vocab-parallel ranks; called by all of them in the same
+order."""
 
 
 class Scores(NamedTuple):
-    """Of the tokens that have a label."""
+    """Metrics of the tokens that have a label."""
 
     places: torch.Tensor
-    """Which of the T tokens they are, [S]."""
+    """Their indices among the T tokens, [S]."""
     losses: torch.Tensor
     """Cross-entropy, fp32 [S]."""
     right: torch.Tensor
-    """Whether no entry of the vocabulary is likelier than the label, bool [S]."""
+    """Whether the label has the highest logit (ties count), bool [S]."""
 
 
 @torch.no_grad()
@@ -37,11 +37,15 @@ def token_scores(
     loss: Loss = CROSS_ENTROPY,
     highest: Highest | None = None,
 ) -> Scores:
-    """How well each trained token is foretold. labels[t] is the target of position t itself.
+    """Loss and top-1 accuracy of each trained token. labels[t] is the target of position t.
 
     Args:
-        width: entries of the vocabulary that a rank holds, at most.
-        highest: where the head gives only some entries, those of `loss.divided`.
+        hidden_TD: hidden states.
+        head: computes logits.
+        labels_T: shifted labels; -100 is ignored.
+        width: maximum vocabulary entries per rank.
+        loss: the loss to compute.
+        highest: max all-reduce, needed if the head has only the vocabulary shard `loss.divided`.
     """
     first = loss.divided.first if loss.divided else 0
     losses: list[torch.Tensor] = []
@@ -63,9 +67,9 @@ def token_scores(
 def chunked_logits(
     hidden_TD: torch.Tensor, head: Head, places_S: torch.Tensor, loss: Loss, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Some of the places and their logits [C, V], one chunk after another.
+    """Yield indices and their logits [C, V], one chunk at a time.
 
-    Where no place is asked for the head is called all the same: ranks of a group may wait there.
+    Without indices the head is called anyway, so that its collectives do not hang other ranks.
     """
     chunk = loss.chunk or tokens_at_once(width * hidden_TD.itemsize, hidden_TD.device.type)
     if not len(places_S):
