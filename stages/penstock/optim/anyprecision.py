@@ -1,7 +1,7 @@
-"""AdamW whose weights and states are each kept in float32 or bfloat16.
+"""AdamW with weights and optimizer states in float32 or bfloat16.
 
-It computes in float32. What is kept in bfloat16 is rounded to the nearest, or at random such that
-small steps are not lost; or what rounding takes from weights is kept beside them (Kahan 1965).
+Updates are computed in float32. bfloat16 tensors are rounded to nearest or stochastically (so that
+small updates are not lost), or the rounding error of weights is stored (Kahan summation, 1965).
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -15,32 +15,32 @@ from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_eac
 from penstock_kernels.stochastic_rounding import stochastic_round
 
 Rounding = Callable[[nn.Parameter, int], tuple[Sequence[RowKeys], int]]
-"""Of a parameter and the step, from 1: whose the rows of its part here are, and the number of its
-first column. Those of a vector are its numbers, each a row of its own."""
+"""(parameter, step from 1) -> (random keys of the rows of its local shard, index of its first
+column), for stochastic rounding. Each element of a vector is a row."""
 
 State = MutableMapping[Any, dict[str, torch.Tensor]]
 
 
 def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """For parameters that are all here."""
+    """Identity, for parameters that are not sharded."""
     return tensor
 
 
 @dataclass(frozen=True)
 class StatePrecision:
-    """In what an optimizer keeps what it keeps."""
+    """Precision of optimizer states and rounding of weights."""
 
     states: torch.dtype = torch.float32
     lost: Literal["forgotten", "kept"] = "forgotten"
-    """What becomes of what rounding takes from weights."""
+    """Whether the rounding error of bfloat16 weights is stored (Kahan summation)."""
     rounding: Rounding | None = None
-    """None where everything is rounded to the nearest."""
+    """Stochastic rounding; None: round to nearest."""
     local: Callable[[torch.Tensor], torch.Tensor] = as_it_is
-    """The part of a parameter, a gradient or a state that is here."""
+    """Returns the local shard of a parameter, gradient or state."""
 
 
 class AnyPrecisionAdamW(torch.optim.Optimizer):
-    """AdamW, as `step_adamw` says."""
+    """AdamW in the precisions of `keeping`; see `step_adamw`."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             step_adamw(self.state, group, self.keeping)
 
 
 def step_adamw(state: State, group: dict[str, Any], keeping: StatePrecision) -> None:
-    """One step of a group's parameters (Loshchilov and Hutter 2019, algorithm 2, where decay is a
-    share of the rate).
+    """AdamW update of a parameter group (Loshchilov and Hutter 2019, algorithm 2, with weight decay
+    multiplied by the learning rate).
 
-    `state` has for each, under the names that torch's AdamW has, the moments and the number of
-    steps; and `lost`, where that is kept.
+    `state` of each parameter has the same names as torch's AdamW (`step`, `exp_avg`,
+    `exp_avg_sq`), and `lost` with Kahan summation.
     """
     at_step: dict[int, list[tuple[nn.Parameter, Stepped]]] = {}
     for parameter in group["params"]:
@@ -112,9 +112,9 @@ def move_along(
     *,
     kept: float = 1.0,
 ) -> None:
-    """Move what is here of a parameter, of which `kept` is a share, against a direction in fp32.
+    """Update the local shard of a parameter in place: weight * kept - lr * direction, in fp32.
 
-    `step`, from 1, decides what is drawn where weights are rounded at random.
+    `step`, from 1, selects the random numbers of stochastic rounding.
     """
     weight = keeping.local(parameter.detach())
     if not weight.numel():
@@ -130,12 +130,12 @@ def move_along(
 
 
 def view_2d(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of it as rows and columns; each number of a vector is a row."""
+    """A 2-D view of the tensor; each element of a vector is a row."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.view(-1, 1)
 
 
 def _beginning(parameter: nn.Parameter, keeping: StatePrecision) -> dict[str, torch.Tensor]:
-    """A parameter's state before its first step."""
+    """Initial optimizer state of a parameter."""
     found = {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros_like(parameter, dtype=keeping.states),

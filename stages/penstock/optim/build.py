@@ -1,4 +1,4 @@
-"""The optimizer a run asks for."""
+"""Build the optimizer of a run."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,11 +16,12 @@ from penstock.optim.novograd import Alone as TensorsAlone
 from penstock.optim.optimizer_by_name import named_optimizer
 
 ADAMW_BETAS = (0.9, 0.95)
-"""Llama's and Qwen's choice; torch's own second one, 0.999, forgets too slowly for short runs."""
+"""Betas of Llama and Qwen. torch's default beta2, 0.999, averages over too many steps for short
+runs."""
 ADAMW_EPS = 1e-8
 
 EXACT = StatePrecision()
-"""All in float32, or in what a parameter is kept in."""
+"""float32 optimizer states, weights in their own dtype."""
 
 
 def build_optimizer(
@@ -32,14 +33,14 @@ def build_optimizer(
     directions: Directions | None = None,
     tensors: Tensors | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, grouped as `groups.parameter_groups` says.
+    """Build the optimizer over the trainable parameters, with the groups of `parameter_groups`.
 
-    `keeping` is for optimizers of ours: AdamW wherever not all is kept in float32, Muon, whose
-    matrices move as `directions` says, and NovoGrad, whose `tensors` say what has a norm (default:
-    all is here).
+    `keeping` applies to the optimizers implemented here: AdamW unless all is float32, Muon, and
+    NovoGrad. `directions` computes Muon's updates and `tensors` NovoGrad's norms; the defaults are
+    for parameters that are not sharded.
 
     Raises:
-        ConfigError: if there is nothing to train, or the optimizer does not take what it is told.
+        ConfigError: if no parameter is trainable, or the optimizer does not accept its arguments.
     """
     grouping = grouping or Grouping(optim.weight_decay)
     groups = parameter_groups(named_parameters, grouping)
@@ -52,7 +53,7 @@ def build_optimizer(
         )
     told: dict[str, Any] = dict(optim.optimizer_kwargs)
     if optim.optimizer == "sgd":
-        # Not fused: torch has no such kernel for parameters that are sharded.
+        # Not fused: torch has no fused SGD kernel for sharded parameters (DTensor).
         return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **told)
     if "." in optim.optimizer:
         return named_optimizer(optim)(groups, lr=optim.lr)
@@ -80,17 +81,17 @@ def build_optimizer(
         )
     if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
         return AnyPrecisionAdamW(groups, **adam, keeping=keeping)
-    # One pass over each tensor; without it a step makes several temporaries of every weight's size.
+    # Fused: one pass over each tensor, instead of several temporaries of every weight's size.
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
 def newton_schulz_args(optim: OptimConfig) -> Orthogonalizer:
-    """What the settings say of Muon's matrices."""
+    """Muon's orthogonalization settings from the config."""
     return Orthogonalizer(optim.muon_ns_steps, optim.muon_adjust_lr_fn or "original")
 
 
 def _is_exact(groups: Iterable[dict[str, list[tuple[str, nn.Parameter]]]]) -> bool:
-    """Whether weights and gradients are in float32."""
+    """Whether all weights and gradients are float32."""
     dtypes = {
         dtype
         for group in groups

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to, which learn at another rate, and which are matrices."""
+"""Parameter groups: weight decay, learning rate multipliers (LoRA+, layer-wise), Muon matrices."""
 
 import re
 from collections.abc import Callable, Container, Iterable
@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 RATE = "rate"
-"""What of the schedule's learning rate a group has, among the group's settings."""
+"""Key of a parameter group: its multiplier of the scheduled learning rate."""
 
 MATRICES = "matrices"
-"""Whether a group's parameters are matrices that Muon steps, among the group's settings."""
+"""Key of a parameter group: whether Muon updates its parameters."""
 
 FASTER = ".lora_B."
-"""Names of the second factors of adapters, which start at zero."""
+"""Part of the names of LoRA B matrices, which are initialized to zero."""
 
 OF_EMBEDDING = ".embed_tokens."
-"""Names of factors of an embedding, the first of which starts at zero."""
+"""Part of the names of embedding adapters, whose A matrix is the one initialized to zero."""
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 RateOf = Callable[[str], float]
-"""A parameter's name to its share of the learning rate."""
+"""Parameter name -> multiplier of the learning rate."""
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group what it has of the schedule's learning rate."""
+    """Set the learning rate of every group to `lr` times its multiplier."""
     for group in optimizer.param_groups:
         rate = lr * group.get(RATE, 1.0)
         if isinstance(group["lr"], torch.Tensor):
@@ -37,14 +37,14 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def alike(_: str) -> float:
-    """The same for all."""
+    """Multiplier 1 for all parameters."""
     return 1.0
 
 
 def layerwise_lr_decay(bound: float, num_layers: int) -> RateOf:
-    """Shares of the learning rate by depth: b + d/(n+2) (1-b), b the `bound`, n the number of
-    layers. d is 0 for the embedding, i for layer i, from 0, and n+2 for the final norm and the
-    head. The formula is ERNIEKit's, in which layer 0 learns like the embedding."""
+    """Layer-wise learning rate decay: multiplier b + d/(n+2) (1-b), with b the `bound` and n the
+    number of layers. d is 0 for the embedding, i for layer i (from 0), and n+2 for the final norm
+    and the LM head. The formula is ERNIEKit's, in which layer 0 has the embedding's rate."""
 
     def rate_of(name: str) -> float:
         depth = 0 if "embed_" in name else num_layers + 2
@@ -57,7 +57,7 @@ def layerwise_lr_decay(bound: float, num_layers: int) -> RateOf:
 
 @dataclass(frozen=True)
 class Grouping:
-    """What tells parameters apart."""
+    """Rules that assign parameters to groups."""
 
     weight_decay: float = 0.0
     no_decay_modules: Iterable[str] = ()
@@ -65,23 +65,23 @@ class Grouping:
     lora_plus_ratio: float = 1.0
     rate_of: RateOf = alike
     matrices: Container[str] = field(default_factory=frozenset[str])
-    """Names of parameters that Muon steps."""
+    """Names of the parameters that Muon updates."""
     rate_of_matrices: float = 1.0
-    """Theirs, as a share of the learning rate."""
+    """Learning rate multiplier of Muon matrices."""
 
 
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], grouping: Grouping
 ) -> list[dict[str, Any]]:
-    """Optimizer groups of the trainable parameters: matrices of Muon last, before that those that
-    learn faster last, and of these those that do not decay.
+    """Parameter groups of the trainable parameters, sorted by (Muon matrix, learning rate
+    multiplier, exempt from weight decay).
 
-    A parameter does not decay if the name of its module (`model.layers.0.input_layernorm`) contains
-    one of `no_decay_modules`, or its own name (the same with `.weight` or `.bias`) one of
-    `no_decay_params`. The second factors of adapters on linear layers and experts learn
-    `lora_plus_ratio` times as fast (Hayou et al. 2024, "LoRA+"); this changes nothing of what
-    decays, though decay, which is a share of the rate, is as much stronger. Parameters keep their
-    order and, in the group, their names; a group that would be empty is left out.
+    A parameter is exempt from weight decay if its module name (`model.layers.0.input_layernorm`)
+    contains one of `no_decay_modules`, or its own name (with `.weight` or `.bias`) one of
+    `no_decay_params`. LoRA B matrices of linear layers and experts have `lora_plus_ratio` times the
+    learning rate (Hayou et al. 2024, "LoRA+"); because weight decay is multiplied by the learning
+    rate, their decay is stronger by the same factor. Groups contain (name, parameter) in model
+    order; empty groups are omitted.
     """
     groups: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named_parameters:

@@ -1,7 +1,7 @@
-"""Muon: matrices move along the orthogonal matrix nearest to their momentum; the rest by AdamW.
+"""Muon: orthogonalized momentum (Newton-Schulz) for hidden matrices, AdamW for other parameters.
 
-Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; the rate for
-matrices of any shape of Liu et al. 2025, "Muon is scalable for LLM training".
+Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; the learning rate
+adjustment by shape is from Liu et al. 2025, "Muon is scalable for LLM training".
 """
 
 import math
@@ -19,30 +19,31 @@ from penstock_kernels.newton_schulz import each_by_shape, newton_schulz
 Adjust = Literal["original", "match_rms_adamw"]
 
 MomentumOf = Callable[[nn.Parameter], torch.Tensor]
-"""A parameter to what its part here would move along, in bfloat16. To be asked once a step."""
+"""Parameter -> momentum of its local shard, in bfloat16. Updates the momentum buffer, so call it
+once per step."""
 
 Directions = Callable[
     [Sequence[nn.Parameter], MomentumOf], Iterable[tuple[nn.Parameter, torch.Tensor]]
 ]
-"""From parameters and their momenta to each with what its part here does move along, in any
-order. Whoever lays matrices out over ranks brings one of its own."""
+"""(parameters, momentum function) -> (parameter, update direction of its local shard), in any
+order. Sharded matrices need a distributed implementation."""
 
 
 @dataclass(frozen=True)
 class Orthogonalizer:
-    """How a matrix becomes the direction it moves in."""
+    """Orthogonalization settings: Newton-Schulz steps and learning rate adjustment."""
 
     steps: int = 5
     adjust: Adjust = "original"
 
     def __call__(self, matrices_NK: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each whole matrix, in bfloat16."""
+        """Orthogonalize each (unsharded) matrix, in bfloat16."""
         return each_by_shape(matrices_NK, lambda stack: newton_schulz(stack, self.steps))
 
     def size(self, shape: Sequence[int]) -> float:
-        """What a matrix's shape does to the rate. `original`: sqrt(max(1, N/K)), so that rows of a
-        tall matrix move as far as those of a square one. `match_rms_adamw`: 0.2 sqrt(max(N, K)),
-        which makes the root mean square of a step 0.2 times the rate, as AdamW's often is."""
+        """Learning rate factor of a matrix [N, K]. `original`: sqrt(max(1, N/K)), so that rows of a
+        tall matrix move as far as those of a square one. `match_rms_adamw`: 0.2 sqrt(max(N, K)), so
+        that the RMS of the update is 0.2 times the learning rate, as is typical of AdamW."""
         rows, columns = shape
         if self.adjust == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
@@ -50,8 +51,10 @@ class Orthogonalizer:
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with `matrices` are stepped by Muon, each matrix of a stack by itself, others by
-    AdamW. Weight decay is a share of the rate in both."""
+    """Muon for groups with `matrices` (each matrix of a stack separately), AdamW for the others.
+
+    Weight decay is decoupled and multiplied by the learning rate in both.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of every parameter. Those of AdamW without a gradient are left as they are."""
+        """Update every parameter. AdamW parameters without a gradient are not changed."""
         assert closure is None
         group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
@@ -98,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             move_along(parameter, direction, group["lr"], self.keeping, step, kept=kept)
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """Move the momentum towards the gradient, and look ahead once more if that is wanted."""
+        """Update the momentum buffer, and return it, or the Nesterov momentum, in bfloat16."""
         its, local = self.state[parameter], self.keeping.local
         if not its:
             its["step"] = torch.zeros(())
@@ -119,7 +122,7 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Alone:
-    """Directions where every matrix is all here, by itself or in a stack [..., N, K]."""
+    """Update directions of unsharded matrices, single or in a stack [..., N, K]."""
 
     turning: Orthogonalizer
     local: Callable[[torch.Tensor], torch.Tensor] = as_it_is
@@ -127,7 +130,7 @@ class Alone:
     def __call__(
         self, parameters: Sequence[nn.Parameter], momentum_of: MomentumOf
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """One parameter after another."""
+        """Yield each parameter with its direction."""
         for parameter in parameters:
             momentum = momentum_of(parameter)
             stack_BNK = momentum.view(-1, *momentum.shape[-2:])

@@ -1,9 +1,9 @@
-"""NovoGrad: gradients are divided by the norms of their tensors before they are averaged.
+"""NovoGrad: Adam-like momentum of gradients normalized by their per-tensor second moment.
 
 Ginsburg et al. 2019, "Stochastic Gradient Methods with Layer-wise Adaptive Moments for Training of
-Deep Networks" (arXiv 1905.11286), algorithm 1, as NeMo computes it: eps is added to the root, new
-gradients come to the average whole unless `grad_averaging` is set, and decay comes to what is
-averaged. `amsgrad` divides by the largest norm so far.
+Deep Networks" (arXiv 1905.11286), algorithm 1, as implemented in NeMo: eps is added after the
+square root, new gradients are not scaled by 1 - beta1 unless `grad_averaging` is set, and weight
+decay is added to the gradient before averaging. `amsgrad` divides by the largest norm so far.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,41 +15,44 @@ from torch import nn
 from penstock.optim.anyprecision import StatePrecision, move_along
 
 BETAS, EPS = (0.95, 0.98), 1e-8
-"""NeMo's."""
+"""Defaults of NeMo."""
 
 SQUARES, LARGEST = "grad_sq", "max_grad_sq"
-"""States with a number for each tensor: the averages of squared norms, and their largest."""
+"""States with one number per tensor: the moving average of squared norms, and its maximum."""
 
 OF_TENSORS = (SQUARES, LARGEST)
 
 
 class Tensors(Protocol):
-    """Which tensors parameters are: several that are fused or stacked, or only a part of one."""
+    """Maps parameters to the tensors that have a norm: a parameter may be several fused or stacked
+    tensors, or a shard of one."""
 
     def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
-        """What is here of each tensor, or stack of n tensors, as a view [n, numbers] of `here`,
-        which is like the part of the parameter that is here."""
+        """Local shard of each tensor, or stack of n tensors, as a view [n, elements] of `here`.
+
+        `here` has the shape of the parameter's local shard.
+        """
         ...
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Of the parts of gradients that are here the squared norms of the tensors, fp32, in the
-        order of `parts`. Called by all at once."""
+        """Squared gradient norm of each full tensor, fp32, in the order of `parts`, from local
+        gradient shards. Collective: all ranks call it."""
         ...
 
 
 class Alone(Tensors):
-    """Where every parameter is all here, and a tensor, or a stack of matrices [n, N, K]."""
+    """For unsharded parameters: each is one tensor, or a stack of matrices [n, N, K]."""
 
     def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
-        """One for each parameter."""
+        """One view per parameter."""
         return [here.view(len(here) if parameter.ndim == 3 else 1, -1)]
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Of what is here."""
+        """Squared gradient norms without communication."""
         return {
             parameter: squared(self.parts(parameter, gradient.contiguous())).float()
             for parameter, gradient in gradients.items()
@@ -57,15 +60,15 @@ class Alone(Tensors):
 
 
 def squared(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The squared norm of each tensor of parts [n, numbers], fp64: added up in any order they come
-    to the same fp32 number."""
+    """Squared norm of each tensor of the parts [n, elements]; fp64, so that sums over ranks round
+    to the same fp32 number in any order."""
     return torch.cat(
         [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square() for part in parts]
     )
 
 
 class NovoGrad(torch.optim.Optimizer):
-    """Each matrix of a stack is a tensor by itself, as it would be in a model without stacks."""
+    """NovoGrad; each matrix of a stack has its own norm, as in a model without stacked weights."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class NovoGrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         gradients = {
             parameter: self.keeping.local(parameter.grad).contiguous()
@@ -145,11 +148,11 @@ def _kept(group: Mapping[str, Any]) -> Sequence[str]:
 def _norms(
     its: Mapping[str, torch.Tensor], squares: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """What gradients are divided by. Averages begin at the first gradient that is not 0."""
+    """Denominators of gradients. The moving average is initialized with the first nonzero norm."""
     _, beta2 = group["betas"]
     average = its[SQUARES]
     average.copy_(torch.where(average == 0, squares, average.lerp(squares, 1 - beta2)))
     if group["amsgrad"]:
         average = torch.maximum(its[LARGEST], average, out=its[LARGEST])
-    # The least that is divided by is not 0: a gradient of nothing stays nothing without eps too.
+    # Never divide by 0: with eps 0, a zero gradient must stay zero instead of becoming NaN.
     return average.sqrt().add_(group["eps"]).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch and torchao by their full names, told what they take and nothing else."""
+"""Optimizers of PyTorch and torchao by fully qualified name, with checked arguments."""
 
 import importlib
 import inspect
@@ -13,30 +13,31 @@ from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
 
 OURS = {"Muon": "muon"}
-"""Those that are ours here, laid out over ranks."""
+"""torch.optim classes with a sharded implementation here."""
 UNFIT = {
     "LBFGS": "computes the loss several times in a step",
     "SparseAdam": "takes sparse gradients alone",
 }
-"""Those that cannot step a model here, with the reason."""
+"""Unsupported optimizers, with the reason."""
 ELSEWHERE = {
     "lr": "That is decided by train.lr.",
     "weight_decay": "That is decided by train.weight_decay.",
     "params": "Those are the model's.",
     "differentiable": "No gradient goes through a step here.",
 }
-"""Arguments that are not to be told, with the reason."""
+"""Arguments that `optimizer_kwargs` must not contain, with the reason."""
 
 TRIED = 1e-3
-"""A rate to try arguments with."""
+"""Learning rate for the trial construction that validates the arguments."""
 
 
 def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
-    """The optimizer with this full name as a function of parameters and rate, told what is written
-    besides.
+    """Factory (params, lr) -> optimizer for the class named in `train.optimizer`, with
+    `train.optimizer_kwargs`.
 
     Raises:
-        ConfigError: there is none of this name, it cannot serve, or does not take what it is told.
+        ConfigError: there is no such optimizer, it is not supported, or it does not accept the
+            arguments.
         CapabilityError: its package is not installed.
     """
     name, told = optim.optimizer, optim.optimizer_kwargs

@@ -1,9 +1,9 @@
-"""AdamW's two moments in few bits, as checkpoints may hold them. No update is computed here.
+"""Quantized AdamW states (int8, int4) for checkpoints. No update is computed here.
 
-The first moment is kept in steps that are a share of the largest number of its block. The second,
-whose numbers lie magnitudes apart and divide the update, is kept as logarithms between the block's
-lowest and highest, so that each is off by a bounded factor; 0 stays 0. N numbers in blocks of
-BLOCK, the last of which may have fewer.
+Block-wise quantization. The first moment is quantized linearly, scaled by its block's absolute
+maximum. The second moment spans orders of magnitude and divides the update, so its logarithm is
+quantized between the block's minimum and maximum, which bounds the relative error; 0 stays 0. N
+values in blocks of BLOCK; the last block may be shorter.
 """
 
 from collections.abc import Mapping
@@ -16,30 +16,33 @@ Form = Literal["int8", "int4"]
 Moment = Literal["first", "second"]
 
 MOMENTS: Mapping[str, Moment] = {"exp_avg": "first", "exp_avg_sq": "second"}
-"""The names that AdamW gives them."""
+"""AdamW state names."""
 
 BLOCK = 128
-"""Numbers that share a scale. Even, so that a block is whole bytes in 4 bits."""
+"""Values per scale. Even, so that a block of 4-bit codes is whole bytes."""
 
 AT_ONCE = BLOCK << 17
-"""Numbers that are in work at a time: in fp32 some of them take less than a large matrix."""
+"""Values processed at a time, so that a few fp32 temporaries take less than a large matrix."""
 
 LEVELS: Mapping[Form, int] = {"int8": 255, "int4": 15}
-"""The highest code."""
+"""Highest code."""
 
 
 class Compressed(NamedTuple):
-    """N numbers."""
+    """N quantized values."""
 
     codes: torch.Tensor
-    """uint8 [N], in 4 bits [ceil(N / 2)] with the earlier number in the low half."""
+    """uint8 [N]; for int4 [ceil(N / 2)], with the earlier value in the low 4 bits."""
     scales: torch.Tensor
-    """fp32 [ceil(N / BLOCK), 2]: what codes begin at, and the step from one to the next."""
+    """fp32 [ceil(N / BLOCK), 2]: value of code 0 and step size, for each block."""
 
 
 def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
-    """Any number of numbers of any shape, computed in fp32 on their device. Those of a second
-    moment must be at least 0. A block with one that is not finite becomes one that is not."""
+    """Quantize values of any shape, in fp32 on their device.
+
+    Second moments must be at least 0. A block with a non-finite value dequantizes to non-finite
+    values.
+    """
     parts = values.detach().reshape(-1).split(AT_ONCE)
     codes, scales = zip(*(_compressed(part, moment, form) for part in parts), strict=True)
     return Compressed(torch.cat(codes), torch.cat(scales))
@@ -48,7 +51,7 @@ def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compres
 def dequantize_states(
     compressed: Compressed, count: int, moment: Moment, form: Form
 ) -> torch.Tensor:
-    """The numbers that `count` were compressed to, fp32 [count]."""
+    """Dequantize `count` values, fp32 [count]."""
     codes_N, scales_K2 = compressed
     if form == "int4":
         codes_N = torch.stack([codes_N & 15, codes_N >> 4], dim=1).view(-1)[:count]
@@ -61,7 +64,7 @@ def dequantize_states(
 
 
 def size_in(form: Form, count: int) -> tuple[int, int]:
-    """Bytes of codes, and blocks, of so many numbers."""
+    """(bytes of codes, number of blocks) for `count` values."""
     return (count if form == "int8" else -(-count // 2)), -(-count // BLOCK)
 
 
@@ -80,7 +83,7 @@ def _in_blocks(flat_N: torch.Tensor) -> torch.Tensor:
 
 
 def _of_first(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # As many steps below 0 as above it, so that 0 stays 0.
+    # Symmetric around 0, so that 0 stays exactly 0.
     half = levels // 2
     step_K1 = _steps(blocks_KB.abs().amax(1, keepdim=True) / half)
     codes_KB = (blocks_KB * _inverse(step_K1)).round_().add_(half)
@@ -91,18 +94,18 @@ def _of_second(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torc
     logs_KB, is_zero_KB = blocks_KB.log2(), blocks_KB == 0
     high_K1 = logs_KB.amax(1, keepdim=True)
     low_K1 = logs_KB.masked_fill_(is_zero_KB, torch.inf).amin(1, keepdim=True)
-    # A block of zeros alone has neither.
+    # An all-zero block has no finite minimum or maximum of logarithms.
     is_nothing_K1 = is_zero_KB.all(1, keepdim=True)
     low_K1, high_K1 = (each.masked_fill(is_nothing_K1, 0) for each in (low_K1, high_K1))
     step_K1 = _steps((high_K1 - low_K1) / (levels - 1))
-    # Code 0 is the number 0, and 1 the lowest; what is no number has a code all the same.
+    # Code 0 is the value 0, and code 1 the minimum. NaN gets code 1; its block's scales are not finite.
     codes_KB = logs_KB.sub_(low_K1).mul_(_inverse(step_K1)).round_().add_(1).nan_to_num_(1.0)
     codes_KB.masked_fill_(is_zero_KB, 0)
     return codes_KB.to(torch.uint8), torch.cat([low_K1 - step_K1, step_K1], dim=1)
 
 
 def _steps(steps_K1: torch.Tensor) -> torch.Tensor:
-    """Those too small to be divided by are none."""
+    """Flush subnormal step sizes to 0, whose inverse would overflow."""
     return steps_K1.masked_fill(steps_K1 < torch.finfo(steps_K1.dtype).tiny, 0)
 
 

@@ -1,7 +1,7 @@
-"""The learning rate at each step: a warmup, perhaps a hold, then one of many ways down.
+"""Learning rate schedules: warmup, optional hold, then decay.
 
-s is the step, from 0, and N their number; W steps of warmup, H of holding, and E the step at which
-the decay has ended. p runs from 0 at W + H to 1 at E.
+s is the step, from 0, and N the number of steps; W warmup steps, H hold steps, and E the step at
+which the decay has ended. The decay progress p goes from 0 at W + H to 1 at E.
 """
 
 import math
@@ -12,12 +12,12 @@ from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.optimizer import OptimConfig
 
 WITHOUT_WARMUP = 10_000
-"""Steps in which `inverse_sqrt` falls to about 0.7 where nothing else says how fast."""
+"""Default timescale of `inverse_sqrt` without warmup: steps until the rate falls to about 0.7."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in a schedule a step is: the letters of this file, as numbers."""
+    """A step's position in the schedule; the names are those of the module docstring."""
 
     s: int
     N: int
@@ -27,7 +27,7 @@ class _Place:
 
     @property
     def beyond(self) -> int:
-        """Steps of the decay that are done."""
+        """Number of decay steps done."""
         return self.s - self.W - self.H
 
     @property
@@ -36,26 +36,26 @@ class _Place:
 
 
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Learning rate of optimizer step `step`, counted from 0.
 
-    Warmup is linear: `zero_start` has lr_start + (lr - lr_start) s/W, so the very first step uses
-    lr_start, and `plus_one` has (s+1)/(W+1) in its place. Step W has lr, and so have the H steps
+    Warmup is linear: with `zero_start`, lr_start + (lr - lr_start) s/W, so the first step uses
+    lr_start; with `plus_one`, (s+1)/(W+1) replaces s/W. Step W uses lr, and so do the H hold steps
     after it. Then:
 
     - `constant`: lr
     - `linear`: m + (lr-m)(1-p), with m = lr_min
-    - `cosine`: m + (lr-m)(1 + cos(2 pi p num_cycles))/2: half a wave goes down once
+    - `cosine`: m + (lr-m)(1 + cos(2 pi p num_cycles))/2; num_cycles 0.5 is one descent
     - `polynomial`: m + (lr-m)(1-p)^power
     - `wsd` (warmup, stable, decay; Hu et al. 2024, "MiniCPM"): lr until `decay_steps` before E, and
-      down to m from there: straight, as a cosine, or as 1 - sqrt of the way (Haegele et al. 2024)
+      then decay to m: `linear`, `cosine`, or `sqrt`, 1 - sqrt of the progress (Haegele et al. 2024)
     - `square`: lr (1-p)^2, `sqrt`: lr sqrt(1 - s/E), `inverse_sqrt`: lr sqrt(t/(s-W-H+t)), with t
-      the `timescale`, else the steps of the warmup
+      the `timescale`, by default the warmup steps
     - `noam` (Vaswani et al. 2017): lr d_model^-0.5 min(s^-0.5, s W^-1.5), warmup included
     - `noam_hold`: lr (W/(s-H))^decay_rate
     - `step`: lr gamma^floor((s-W-H)/step_size), `exponential`: the same without floor
 
-    and the seven from `square` on are never below m. Where it has an end, m is what there is from
-    step E on. E is int(N decay_ratio) - constant_steps, and W a share of N rounded down.
+    The seven from `square` on are never below m. Schedules with an end use m from step E on. E is
+    int(N decay_ratio) - constant_steps, and W, if it is set as a ratio of N, is rounded down.
     """
     style, more = optim.lr_decay_style, optim.lr_schedule_kwargs
     if style == "noam":
@@ -73,7 +73,7 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Steps over which the rate rises: as many as are written, else a share of all."""
+    """Number of warmup steps: `lr_warmup_steps`, else `lr_warmup_ratio` of all steps."""
     if optim.lr_warmup_steps is not None:
         return optim.lr_warmup_steps
     return int(total_steps * optim.lr_warmup_ratio)
