@@ -1,7 +1,4 @@
-"""What a run will cost, before it runs: memory of a rank, seconds of a step, tokens, steps, disk.
-
-No torch.
-"""
+"""Cost estimates before a run: memory per rank, step time, tokens, steps, disk. No torch."""
 
 from dataclasses import dataclass
 
@@ -21,44 +18,43 @@ from penstock.models.registry import get_family
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one run on one layout."""
+    """Estimated costs of one run with one parallel layout."""
 
     degrees: ParallelDims
     machine: Machine
     memory: Memory
-    """Of the rank that takes the most, at its highest."""
+    """Peak memory of the rank with the highest peak."""
     step: Step | None
-    """None where nobody knows how fast the machine is."""
+    """None if the speed of the machine is unknown."""
     rows_per_step: int
     tokens_per_step: int
     flops_per_step: float
     length: Length | None
     disk: Disk
     reference_seconds: float | None = None
-    """Of the reference stage: one pass over all training rows. None where nothing is compared with
-    a reference, or nobody knows."""
+    """Time of the reference stage: one forward pass over all training rows. None without a
+    reference stage, or if unknown."""
 
     @property
     def fits(self) -> bool | None:
-        """Whether a rank has the memory; None where nobody knows how much it has."""
+        """Whether peak memory fits; None if the memory of the device is unknown."""
         limit = self.machine.memory
         return None if limit is None else self.memory.total <= USED * limit
 
     @property
     def seconds(self) -> float | None:
-        """Of all steps; what `max_hours` or `early_stopping` may save is not known."""
+        """Time of all steps, without an earlier end by `max_hours` or `early_stopping`."""
         if self.step is None or self.length is None:
             return None
         return self.step.total * self.length.steps
 
 
 USED = 0.92
-"""The share of a device's memory that tensors may take: libraries, and gaps between tensors, take
-the rest."""
+"""Share of device memory available to tensors; the rest is for libraries and fragmentation."""
 
 
 def build_cost_model(run: RunConfig, hf_config: HfConfig) -> Model:
-    """What there is to cut. Raises CapabilityError for a model that is not trained here."""
+    """Build the unsharded model. Raises CapabilityError for an unsupported model."""
     family = get_family(hf_config)
     published = declared_in(hf_config) if run.model.model_path else None
     return Model.of(run, family, family.read(hf_config), published)
@@ -67,7 +63,7 @@ def build_cost_model(run: RunConfig, hf_config: HfConfig) -> Model:
 def predict(
     run: RunConfig, model: Model, degrees: ParallelDims, machine: Machine, data: Data | None
 ) -> Prediction:
-    """What the run costs, laid out over so many ranks of that machine."""
+    """Estimate the costs of the run with this layout on this machine."""
     cut = Cut(run, model, degrees, machine.kind)
     rows = rows_per_step(run.train, degrees.num_replicas)
     length = estimate_length(run, data, rows)

@@ -1,6 +1,6 @@
-"""Which layout of a run would be the fastest on so many devices of a kind, of those that fit.
+"""Search for the fastest parallel layout of a run that fits in memory, on N devices of a type.
 
-The result of a run is the same in all of them: rows of a step stay as they are. No torch.
+All layouts train on the same rows per step, so the result is the same. No torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,26 +20,26 @@ from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 
 Settings = Mapping[str, Any]
-"""Of the section `train`."""
+"""Fields of the config section `train`."""
 
 SIZES = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG = 16_384
-"""Tokens of a row from which on ranks may share it."""
+"""Row length in tokens from which context parallelism is tried."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout, and what it would cost."""
+    """A layout and its estimated costs."""
 
     settings: Settings
-    """What to write of `train`."""
+    """`train` settings of the layout."""
     prediction: Prediction
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What layouts are looked for."""
+    """Inputs of the search."""
 
     run: RunConfig
     model: Model
@@ -47,7 +47,7 @@ class Wanted:
     machine: Machine
     devices: int
     rows: int
-    """Of a step, whatever the layout."""
+    """Rows per step, the same for every layout."""
     data: Data | None
 
 
@@ -60,10 +60,10 @@ class _Candidate:
 
 
 def fastest(wanted: Wanted, *, most: int = 5) -> list[Proposal]:
-    """The fastest layouts that fit, the fastest first; none where nothing fits."""
+    """At most `most` layouts that fit in memory, fastest first; empty if none fits."""
     found: list[_Candidate] = []
     for axes in _axes(wanted):
-        # How rows are dealt out, and what is recomputed, is a choice within each way to cut.
+        # Keep the best micro-batch size, ZeRO stage and recomputation of each set of sizes.
         if here := list(_of_axes(wanted, axes)):
             found.append(min(here, key=_order))
     found.sort(key=_order)
@@ -81,12 +81,12 @@ def _order(candidate: _Candidate) -> tuple[float, float]:
 
 
 def _says_something(name: str, value: Any) -> bool:
-    """Sizes of 1, and recomputation, are what is there if nothing is written."""
+    """Whether to show a setting: parallel sizes of 1 and recomputation (True == 1) are defaults."""
     return value != 1 or name == "micro_batch_size"
 
 
 def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
-    """Those with these sizes of the axes that fit."""
+    """Yield the layouts with these parallel sizes that fit."""
     options = product([3, 2] if axes["pipeline_parallel_size"] == 1 else [2], [False, True])
     for stage, recomputes in options:
         for several in MICRO_BATCHES:
@@ -103,7 +103,7 @@ def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
                 continue
             memory = peak(cut).total
             if wanted.machine.memory and memory > USED * wanted.machine.memory:
-                # More rows at once take more.
+                # Larger micro-batches need more memory.
                 break
             work = estimate_work(wanted.model.config, wanted.run, wanted.data, wanted.rows)
             step = estimate_step(cut, wanted.machine, work)
@@ -111,7 +111,7 @@ def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
 
 
 def _axes(wanted: Wanted) -> Iterator[Settings]:
-    """Sizes that multiply to the devices, of weights that a device has the room for."""
+    """Yield valid parallel sizes for the devices whose state at rest fits in memory."""
     devices, machine = wanted.devices, wanted.machine
     within = [size for size in SIZES if size <= min(devices, machine.local)]
     long = wanted.run.data.row_length >= LONG
@@ -133,13 +133,13 @@ def _axes(wanted: Wanted) -> Iterator[Settings]:
 
 
 def _copies(devices: int, machine: Machine) -> list[int]:
-    """Of the weights: one, or one in each machine."""
+    """Replicate sizes to try: one replica of the weights, or one per machine (HSDP)."""
     machines = devices // machine.local
     return [1, machines] if machines > 1 and devices % machine.local == 0 else [1]
 
 
 def _cut(wanted: Wanted, settings: Settings) -> Cut | None:
-    """None where the layout is none."""
+    """The run with these settings; None if the layout is invalid."""
     changed = with_train(wanted.run, settings)
     degrees = compute_dims(changed.train, wanted.devices)
     if not isinstance(degrees, ParallelDims) or layout_errors(
@@ -163,12 +163,11 @@ FREED = (
     "pipeline_parallel_virtual_stages",
     "init_device",
 )
-"""Settings that follow from a layout, and go back to their defaults with another one."""
+"""Settings that depend on the layout and are reset to their defaults for another one."""
 
 
 def with_train(run: RunConfig, settings: Settings) -> RunConfig:
-    """The run with these settings of `train` as if they had been written, on a layout of its
-    own."""
+    """The run with these `train` settings as if the config set them; `FREED` ones are reset."""
     train = type(run.train).model_construct(
         _fields_set=(run.train.model_fields_set - {*FREED}) | set(settings),
         **{

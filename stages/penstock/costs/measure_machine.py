@@ -1,5 +1,7 @@
-"""How fast this machine multiplies and copies: `python -m penstock.costs.measure_machine`, which
-ends with one JSON object. A process of its own, for it needs torch and all processors."""
+"""Measure matmul FLOP/s and memory bandwidth: `python -m penstock.costs.measure_machine`.
+
+Prints one JSON object. A separate process, because it needs torch and all CPU cores.
+"""
 
 import json
 import sys
@@ -14,7 +16,7 @@ ROUNDS = 5
 
 
 def measure() -> dict[str, float | str | None]:
-    """Operations a second of square products, and bytes a second read and written: the medians."""
+    """Median FLOP/s of square matmuls, and bytes per second read and written by a copy."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = SIZES[device.type]
     found: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
@@ -38,7 +40,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - started)
-    # The first one prepares.
+    # Skip the first one (warmup).
     return sorted(taken[1:])[ROUNDS // 2]
 
 

@@ -1,6 +1,6 @@
-"""What oneDNN keeps of a step's products, in bytes. No torch.
+"""Memory of oneDNN's primitive cache, in bytes. No torch.
 
-It multiplies 16-bit numbers on CPUs, by a program for each shape that it meets, which it keeps.
+oneDNN computes 16-bit matmuls on CPUs, and compiles and caches a primitive for each shape.
 """
 
 from penstock.costs.activations import FP32
@@ -8,18 +8,18 @@ from penstock.costs.sharded_model import Cut
 from penstock.models.tp_roles import ParallelStyle
 
 PROGRAM = 0.57e6
-"""Bytes of one, whatever its shape."""
+"""Bytes per cached primitive, for any shape."""
 
 MOST = 1024
-"""So many are kept."""
+"""Capacity of the cache, in primitives."""
 
 HEIGHTS = 12
-"""In which experts' rows are multiplied: four for every doubling, from a quarter of what all have
-on average to twice that, as routers choose that are not trained."""
+"""Number of distinct row counts in expert matmuls: four per doubling, from a quarter of the mean to
+twice the mean, as with untrained routers."""
 
 
 def program_bytes(cut: Cut) -> float:
-    """Of a rank with layers of every kind."""
+    """Bytes of cached primitives, for a rank with layers of every kind."""
     if cut.kind != "cpu" or cut.computes == FP32:
         return 0
     model = cut.model
@@ -29,7 +29,7 @@ def program_bytes(cut: Cut) -> float:
         for name, shape in model.shapes.items()
         if len(shape) > 1
     }
-    # One product forward, and one for each gradient.
+    # One matmul forward, and one for each gradient (input; weight unless frozen).
     count = (2 if frozen else 3) * sum(heights[of_experts] for _, of_experts in matrices)
     factors = {
         (side, width, bool(one.experts))

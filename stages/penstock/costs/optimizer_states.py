@@ -1,4 +1,4 @@
-"""What optimizers remember, in bytes. No torch."""
+"""Size of optimizer states, in bytes. No torch."""
 
 from penstock.config.schema.train import TrainConfig
 from penstock.costs.param_sizes import Tensor
@@ -6,14 +6,14 @@ from penstock.costs.param_sizes import Tensor
 WIDTHS = {"fp32": 4, "bf16": 2}
 
 EIGHT_BITS, FOUR_BITS = 1 + 4 / 256, 0.5 + 4 / 128
-"""Of a number, with its share of a scale for each block."""
+"""Bytes per element of torchao's quantized states, including the block scale."""
 
 COMPRESSED = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
-"""Of a moment in a checkpoint, with its share of its block's two scales."""
+"""Bytes per element of a quantized moment in a checkpoint, including the block's two scales."""
 
 
 def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
-    """Of what a checkpoint has of one tensor's."""
+    """Bytes of one tensor's optimizer states in a checkpoint."""
     kept = state_bytes(train, tensor)
     if train.ckpt_quant == "none":
         return kept
@@ -22,7 +22,7 @@ def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
 
 
 def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
-    """Of one tensor's share on this rank."""
+    """Bytes of optimizer states of this rank's shard of a tensor."""
     return tensor.mine * _per_number(train, tensor)
 
 
@@ -33,7 +33,7 @@ def _per_number(train: TrainConfig, tensor: Tensor) -> float:
     if optimizer == "adamw":
         return 2 * WIDTHS["fp32"]
     if optimizer == "anyprecision_adamw":
-        # What rounding takes from weights is kept beside those that are rounded.
+        # Kahan summation stores the rounding error of weights below fp32.
         lost = tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
         return 2 * told + lost
     if optimizer == "muon":

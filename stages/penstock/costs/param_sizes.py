@@ -1,4 +1,4 @@
-"""What one rank holds of a model: every tensor by its layer, at rest and gathered. No torch."""
+"""Parameter sizes of one rank: every tensor by layer, sharded and gathered. No torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from penstock.models.tp_roles import ParallelStyle
 from penstock.models.weights import LAYERS
 
 ROOT = -1
-"""In place of a layer's number: the embedding, the last norm, and the head."""
+"""Layer number of the embedding, the final norm and the LM head."""
 
 CODES: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
@@ -23,59 +23,58 @@ CODES: Mapping[str, tuple[float, int | None, int, int]] = {
     "fp8": (1, None, 4, 0),
     "block_fp8": (1, 128, 4, 0),
 }
-"""Of a quantised row: bytes of a number, numbers that share a scale, bytes of that, bytes of the
-whole row's."""
+"""Quantization formats: (bytes per value, values per scale (None: the whole row), bytes per scale,
+bytes of additional scales per row)."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter of a rank, before fsdp2 shards it."""
+    """One parameter of a rank, before FSDP sharding."""
 
     layer: int
-    """The number of its layer, or ROOT."""
+    """Layer number, or ROOT."""
     rows: int
-    """By which it is sharded."""
+    """Size of the dimension that FSDP shards."""
     columns: int
-    """Numbers in a row."""
+    """Elements per row."""
     learns: bool
     width: float
-    """Bytes of a number at rest."""
+    """Bytes per element of the shard."""
     gathered_width: float
-    """Bytes of a number once it is gathered to be computed with."""
+    """Bytes per element when gathered for computation."""
     shards: int
     hidden: bool = False
-    """Whether it is a matrix of a layer's own weights: what Muon steps."""
+    """Whether it is a hidden weight matrix, which Muon updates."""
 
     @property
     def numbers(self) -> int:
-        """Before it is sharded."""
+        """Number of elements before FSDP sharding."""
         return self.rows * self.columns
 
     @property
     def mine(self) -> int:
-        """Numbers that this rank keeps."""
+        """Number of elements of this rank's shard."""
         return -(-self.rows // self.shards) * self.columns
 
     @property
     def at_rest(self) -> float:
-        """Bytes that this rank keeps."""
+        """Bytes of this rank's shard."""
         return self.mine * self.width
 
     @property
     def gathered(self) -> float:
-        """Bytes of all of it."""
+        """Bytes when gathered."""
         return self.numbers * self.gathered_width
 
 
 def held(cut: Cut, pipeline: int = 0) -> list[Tensor]:
-    """The parameters of the rank numbered `pipeline` in its pipeline; the largest where ranks that
-    share its stage differ."""
+    """Parameters of pipeline rank `pipeline`; the largest sizes if ranks of a stage differ."""
     layers, begins, ends = _part(cut, pipeline)
     return [*_base(cut, layers, begins=begins, ends=ends), *_adapters(cut, layers, ends)]
 
 
 def layers_here(cut: Cut, pipeline: int) -> list[int]:
-    """The numbers of that rank's layers."""
+    """Layer numbers of that pipeline rank."""
     return _part(cut, pipeline)[0]
 
 
@@ -98,7 +97,7 @@ def _base(cut: Cut, layers: list[int], *, begins: bool, ends: bool) -> Iterator[
         if _is_here(name, layers, begins=begins, ends=ends):
             yield _tensor(cut, name, shape)
     if ends and not begins and cut.config.tie_word_embeddings:
-        # The two ends of a pipeline hold a copy each.
+        # Tied embeddings: the first and the last pipeline stage each have a copy.
         yield _tensor(cut, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
 
 
@@ -110,7 +109,7 @@ def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
 
 
 def parse_layer_number(name: str) -> int:
-    """The number of the layer that a parameter is in, or ROOT."""
+    """Layer number of a parameter, or ROOT."""
     return int(name.split(".")[2]) if name.startswith(LAYERS) else ROOT
 
 
@@ -121,7 +120,7 @@ def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
     learns = not cut.run.lora.enable_lora and not (
         cut.run.model.freeze_router and module.endswith("mlp.gate")
     )
-    # Of a bias only the vector is left, and experts' are stacks of vectors.
+    # Biases are not matrices; expert biases are stacks of vectors, with one more dimension.
     is_matrix = len(shape) > 1 + of_experts
     width = float(cut.keeps)
     gathered = float(cut.computes)
@@ -136,7 +135,7 @@ def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and numbers in a row of a rank's share of a tensor, by the tensor and expert axes."""
+    """(rows, elements per row) of a tensor on one rank, after tensor and expert parallelism."""
     size, config = cut.degrees.tensor, cut.config
     rows, columns = shape[0], 1
     for count in shape[1:]:
@@ -162,7 +161,7 @@ def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
-    """How a matrix of a layer is quantised; None: it is not."""
+    """Quantization format of a matrix of a layer; None if it is not quantized."""
     lora = cut.run.lora
     module = name.rpartition(".")[0]
     role = cut.model.roles.get(module)
@@ -182,14 +181,14 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
 
 
 def _group(cut: Cut) -> int | None:
-    """Numbers that share a scale, where that is written."""
+    """Quantization group size, if it is set."""
     if cut.run.lora.quant_group_size is not None:
         return cut.run.lora.quant_group_size
     return cut.model.published.group if cut.model.published else None
 
 
 def _width(format: str, columns: int, told: int | None) -> float:
-    """Bytes of a number of a row with its scales."""
+    """Bytes per element of a quantized row, including scales."""
     each, group, scale, whole = CODES[format]
     if group is None:
         return each + scale / columns
@@ -212,7 +211,7 @@ def _adapters(cut: Cut, layers: list[int], ends: bool) -> Iterator[Tensor]:
 
 
 def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
-    """Rows and numbers in a row of a layer's two factors, and of its magnitudes."""
+    """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = cut.degrees.tensor
     role = cut.model.roles[one.native]
     outputs, inputs = one.outputs, one.inputs

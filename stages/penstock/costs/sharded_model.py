@@ -1,4 +1,4 @@
-"""How a run is cut over its ranks, in the numbers that costs follow from. No torch."""
+"""How a run is sharded over its ranks, as inputs of the cost estimates. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ from penstock.models.quantization_config import QuantizationConfig
 from penstock.models.tp_roles import ParallelStyle, find_parallel_style
 
 Kind = Literal["cpu", "cuda"]
-"""What computes: kernels, and so what they keep, differ."""
+"""Device type: CPU and CUDA kernels save different tensors for backward."""
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What there is to cut: the same however it is cut, and found once."""
+    """The unsharded model, independent of the layout."""
 
     config: DecoderConfig
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the model's parameters, by their names in it."""
+    """Parameter shapes by name."""
     roles: Mapping[str, ParallelStyle | None]
-    """Of its modules that have parameters."""
+    """Parallel style of each module with parameters."""
     adapters: tuple[Linear, ...]
-    """The layers that bear one."""
+    """Layers with an adapter."""
     learning: Learning
     published: QuantizationConfig | None = None
-    """How its weights are quantised already, where the run takes them so."""
+    """Quantization of a pre-quantized checkpoint, if the run uses it."""
 
     @classmethod
     def of(
@@ -45,7 +45,7 @@ class Model:
         config: DecoderConfig,
         published: QuantizationConfig | None = None,
     ) -> "Model":
-        """The model of a run."""
+        """Build the model of a run."""
         names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
         shapes = {name: names.native_shape(name) for name in names.native_names()}
         its = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
@@ -56,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cut:
-    """A run on so many ranks."""
+    """A run with its parallel layout and device type."""
 
     run: RunConfig
     model: Model
@@ -65,29 +65,29 @@ class Cut:
 
     @property
     def config(self) -> DecoderConfig:
-        """The model's numbers."""
+        """The model config."""
         return self.model.config
 
     @property
     def computes(self) -> int:
-        """Bytes of a number in layers."""
+        """Bytes per element of the compute dtype."""
         return WIDTHS[self.run.train.computes_in]
 
     @property
     def keeps(self) -> int:
-        """Bytes of a number of a weight that learns."""
+        """Bytes per element of trainable weights."""
         return WIDTHS[self.run.train.keeps_in]
 
     @property
     def adds_up(self) -> int:
-        """Bytes of a number of a gradient, once it is one of a whole step."""
+        """Bytes per element of accumulated gradients."""
         if self.is_sharded:
             return self.keeps
         return 2 if self.run.train.grad_accum_dtype == "bf16" else 4
 
     @property
     def shards(self) -> int:
-        """Ranks that share most weights under fsdp2; 1 under the other modes."""
+        """FSDP shards of dense weights with fsdp2; 1 with the other modes."""
         if self.run.train.data_parallel_mode != "fsdp2":
             return 1
         folded = {
@@ -100,7 +100,7 @@ class Cut:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share the weights of the experts that each of them holds."""
+        """FSDP shards of expert weights."""
         if self.run.train.data_parallel_mode != "fsdp2":
             return 1
         degrees = self.degrees
@@ -110,27 +110,27 @@ class Cut:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step."""
+        """Micro-batches per rank and step (gradient accumulation)."""
         return accumulation_steps(self.run.train, self.degrees.num_replicas)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a full micro-batch on one rank, its share where ranks share a row."""
+        """Tokens of a full micro-batch on one rank; with context parallelism, its shard."""
         multiple = micro_batch_padding(self.run.data, self.run.train)
         whole = self.run.train.micro_batch_size * self.run.data.row_length
         return -(-whole // multiple) * multiple // self.degrees.context
 
     @property
     def kept(self) -> ReshardAfter:
-        """Until when gathered weights are kept under fsdp2."""
+        """When gathered weights are freed with fsdp2 (reshard_after_forward)."""
         return reshard_policy(self.run.train)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether fsdp2 gathers weights and casts them."""
+        """Whether fsdp2 shards the weights, and so gathers and casts them."""
         return self.run.train.data_parallel_mode == "fsdp2"
 
     @property
     def keeps_only_adapters(self) -> bool:
-        """Whether the base model is nowhere but in its own checkpoint, and never changes."""
+        """Whether checkpoints have only adapters: LoRA without merging (ReLoRA)."""
         return self.run.lora.enable_lora and not self.run.lora.merge_lora_interval

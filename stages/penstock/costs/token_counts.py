@@ -1,7 +1,4 @@
-"""How many tokens and steps a run has: counted where its data is there, else estimated.
-
-No torch.
-"""
+"""Tokens and steps of a run: counted if its data is prepared, else estimated. No torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +16,7 @@ from penstock.rows.row_length import SampleSizes, fitted_row_length
 from penstock.rows.sizing import keeps_rest
 
 FILL = 0.97
-"""The share of packed rows that holds tokens, where nothing is packed yet."""
+"""Assumed packing efficiency (share of row capacity with tokens) before data is packed."""
 
 Certainty = Literal["counted", "estimated"]
 
@@ -29,46 +26,46 @@ class Data:
     """The training split."""
 
     epoch_rows: tuple[int, ...]
-    """Packed rows of each epoch, over and over."""
+    """Packed rows of each epoch; epochs cycle through them."""
     tokens: int
-    """Of all these rows, padding left out."""
+    """Tokens of all these rows, without padding."""
     documents: int
     trained: int
-    """Tokens with a label."""
+    """Number of tokens with a label."""
     certain: Certainty
 
     @property
     def rows(self) -> int:
-        """Of all epochs that are laid out."""
+        """Rows of all packed epochs."""
         return sum(self.epoch_rows)
 
     @property
     def tokens_per_row(self) -> float:
-        """On average."""
+        """Mean tokens per row."""
         return self.tokens / max(1, self.rows)
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long the run is."""
+    """Duration of a run in steps and tokens."""
 
     steps: int
     tokens: int
     set_by: str
-    """The setting that says so."""
+    """The setting that ends the run."""
     certain: Certainty
 
 
 @dataclass(frozen=True)
 class Made:
-    """The facts of the stages before training, as far as their results are there."""
+    """Facts of the prepare and pack stages; None if a result is not cached."""
 
     prepared: Mapping[str, Any] | None
     packed: Mapping[str, Any] | None
 
     @classmethod
     def of(cls, steps: Sequence[PlannedStage]) -> "Made":
-        """Those of the steps of a run."""
+        """Read the facts from the planned stages of a run."""
         found = {step.stage.name: step for step in steps}
         manifests = [find_cached(found[n]) if n in found else None for n in ("prepare", "pack")]
         return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
@@ -77,8 +74,10 @@ class Made:
 def with_row_length(
     run: RunConfig, made: Made, steps: Sequence[PlannedStage], vocab_size: int
 ) -> RunConfig:
-    """The run with the length of rows that the data gives it, where that is not written. As long as
-    nothing is prepared it is estimated from the files."""
+    """The run with its row length set from the data, if the config does not set it.
+
+    Before data is prepared, the row length is estimated from the source files.
+    """
     if run.data.sample_packing_sequence_len is not None:
         return run
     most, multiple = run.data.row_length, run.data.pad_to_multiple_of
@@ -97,8 +96,7 @@ def with_row_length(
 
 
 def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:
-    """What is known of the data: from packed rows, from prepared samples, or from the files; None
-    where there is none of it."""
+    """Data counts from packed rows, prepared samples, or source files; None without any of them."""
     by_stage = {step.stage.name: step for step in steps}
     made = Made.of(steps)
     if made.packed:
@@ -125,7 +123,7 @@ COUNTED = ("rows", "tokens", "trained_tokens")
 
 
 def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Length | None:
-    """The steps of a run from its beginning; None where the data decides, and nobody knows it."""
+    """Steps of a run from its start; None if they depend on data whose size is unknown."""
     train = run.train
     row = run.data.row_length
     per_step = rows_per_step * (data.tokens_per_row if data else row * FILL)
@@ -148,8 +146,7 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
 
 
 def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:
-    """Every epoch ends with a step of what is left of it, or drops that unless it is all there
-    is."""
+    """Steps of `epochs`; the last step of an epoch may be partial or dropped (`last_batch`)."""
     whole = math.floor(epochs)
 
     def used(epoch: int) -> int:
@@ -162,8 +159,8 @@ def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> 
 
 
 def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
-    """What so many rows hold: as many tokens as rows do on average, in documents of equal length,
-    or full rows of one document where nothing is known."""
+    """Compute work of `rows` rows: the mean tokens per row in documents of equal length, or full
+    rows of one document each if the data is unknown."""
     row = run.data.row_length
     if data is None or not data.documents:
         return Work.of(config, [row] * rows)

@@ -98,7 +98,7 @@ def _of_second(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torc
     is_nothing_K1 = is_zero_KB.all(1, keepdim=True)
     low_K1, high_K1 = (each.masked_fill(is_nothing_K1, 0) for each in (low_K1, high_K1))
     step_K1 = _steps((high_K1 - low_K1) / (levels - 1))
-    # Code 0 is the value 0, and code 1 the minimum. NaN gets code 1; its block's scales are not finite.
+    # Code 0 is the value 0, and code 1 the minimum. NaN gets code 1, with non-finite scales.
     codes_KB = logs_KB.sub_(low_K1).mul_(_inverse(step_K1)).round_().add_(1).nan_to_num_(1.0)
     codes_KB.masked_fill_(is_zero_KB, 0)
     return codes_KB.to(torch.uint8), torch.cat([low_K1 - step_K1, step_K1], dim=1)
