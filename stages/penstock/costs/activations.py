@@ -1,7 +1,7 @@
-"""What the layers of a model keep for the backward pass, in bytes of one micro-batch. No torch.
+"""Activation memory: tensors saved for backward by each layer, in bytes per micro-batch. No torch.
 
-T tokens, D model width, N query heads, K key heads, H head width, F feed-forward width; each on one
-rank. The list of what is kept follows the modules in `penstock.models.layers`, line by line.
+T tokens, D hidden size, N query heads, K key heads, H head dim, F intermediate size; each on one
+rank. The saved tensors follow the modules in `penstock.models.layers`, line by line.
 """
 
 from dataclasses import dataclass
@@ -14,35 +14,35 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's share."""
+    """Activation memory of one layer."""
 
     stream: float
-    """What is kept outside of the two parts: the residual stream, and the norms' inputs."""
+    """Saved outside attention and MLP: the residual stream and the inputs of norms."""
     attention: float
-    """Within attention."""
+    """Saved within attention."""
     network: float
-    """Within the feed-forward network or the experts."""
+    """Saved within the MLP or the experts."""
     gradients: float
-    """The most that the backward pass holds beside what is kept, at its beginning."""
+    """Peak of activation gradients at the start of the layer's backward pass."""
     entry: float
-    """The layer's input alone."""
+    """The layer's input only (full activation checkpointing)."""
 
     @property
     def whole(self) -> float:
-        """All that is kept where nothing is recomputed."""
+        """Saved tensors without activation checkpointing."""
         return self.stream + self.attention + self.network
 
 
 def select_layer(cut: Cut, number: int) -> Layer:
-    """The layer with this number."""
+    """Activation memory of the layer with this number."""
     config, degrees, width = cut.config, cut.degrees, cut.computes
     tokens = cut.tokens
     tensor = degrees.tensor
     split = tensor if cut.run.train.sequence_parallel else 1
     stream_row = config.hidden_size * width
     feeds = _Feeds(cut, number)
-    # Two inputs of norms, with a number a row; and what the norms give, where a product that
-    # learns reads it.
+    # Inputs of the two norms, with one fp32 statistic per row; and their outputs if a trainable
+    # linear layer reads them.
     normed = tokens * stream_row
     stream = 2 * (tokens / split) * (stream_row + FP32)
     attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(cut, feeds)
@@ -58,7 +58,7 @@ def select_layer(cut: Cut, number: int) -> Layer:
 
 
 class _Feeds:
-    """Which of a layer's products keep their input: those whose matrix, or an adapter, learns."""
+    """Which linear layers save their input: those whose weight or adapter is trainable."""
 
     def __init__(self, cut: Cut, layer: int) -> None:
         self._cut = cut
@@ -68,16 +68,16 @@ class _Feeds:
         self._adapted = {one.name.rpartition(".")[2] for one in its if one.native.startswith(at)}
 
     def copies(self, *parts: str) -> int:
-        """How often an input that these products share is kept."""
+        """Number of saved copies of an input that these linear layers share."""
         count = sum(part in self._adapted for part in parts)
         if self._all_learn:
             return 1
-        # Factors in fp32 beside autocast: each casts the input for itself.
+        # With fp32 LoRA weights and autocast, each adapter casts and saves its own copy.
         casts = not self._cut.is_sharded and self._cut.computes < FP32
         return count if casts else min(1, count)
 
     def low(self, *parts: str) -> float:
-        """Bytes of what first factors give."""
+        """Bytes of the outputs of LoRA A."""
         count = sum(part in self._adapted for part in parts)
         return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.computes
 
@@ -90,33 +90,33 @@ def _attention(cut: Cut, feeds: _Feeds) -> float:
     row = config.head_dim * tokens
     within = 2 if cut.run.model.attention_cast_bf16 else width
     if cut.kind == "cpu":
-        # PyTorch attends in fp32 there, and keeps what it attends to so; long documents, which go
-        # by strips and keep less, are counted as short ones.
+        # CPU attention computes in fp32 and saves q, k, v in fp32; long documents, which are
+        # chunked and save less, are counted like short ones.
         within = FP32
     kept = row * within * 2 * (heads + keys) + tokens * heads * FP32
     projected = row * width * (heads + 2 * keys)
     if config.qk_norm:
         kept += projected + tokens * FP32 * (heads + keys)
     if cut.kind == "cuda" and cut.run.model.merge_qkv:
-        # Values are a part of what was projected, which is there as long as they are.
+        # v is a view of the fused qkv output, so saving v keeps all of that output.
         kept += (0 if config.qk_norm else projected) - row * width * keys
     if cut.kind == "cpu" and within != width:
-        # What leads out of attention reads a copy of what it gave.
+        # o_proj reads (and saves) a cast copy of the attention output.
         kept += row * width * heads * feeds.copies("o_proj")
     return kept + feeds.low("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def _network(cut: Cut, feeds: _Feeds, features: float) -> float:
-    """Gate and up; on CPUs the activated gate; and their product where what leads out learns."""
+    """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains."""
     per_feature = (3 if cut.kind == "cpu" else 2) + feeds.copies("down_proj")
     kept = cut.tokens * features * cut.computes * per_feature
     return kept + feeds.low("gate_proj", "up_proj", "down_proj")
 
 
 def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
-    """Of experts that are as busy as each other: each token's copies, sorted, where a product that
-    learns reads them; gate and up; their product likewise; what came of it. Routers keep scores in
-    fp32, and what they learn from."""
+    """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
+    gate and up outputs; their product, if down_proj trains; the expert outputs. Routers save fp32
+    scores and, if trainable, their input."""
     config, tokens, width = cut.config, cut.tokens, cut.computes
     rows = tokens * experts.experts_per_token
     row = rows * width * config.hidden_size
@@ -125,7 +125,7 @@ def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
     kept += per_feature * width * (rows * experts.width + tokens * experts.shared_width)
     kept += feeds.low("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
     if cut.kind == "cpu":
-        # PyTorch weighs and adds in fp32, and keeps twice which copy is where.
+        # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
         kept += rows * (FP32 * config.hidden_size + 2 * (8 + 1))
     else:
         kept += row
@@ -138,7 +138,7 @@ def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
 
 
 def _gradients_of_experts(cut: Cut, experts: ExpertsConfig) -> float:
-    """Of the sum of what experts made: its own, and each copy's before any is multiplied."""
+    """Gradients of the combined expert output: its own, and that of each token copy."""
     config, width = cut.config, cut.computes
     copies = experts.experts_per_token * (2 * FP32 if cut.kind == "cpu" else width)
     return cut.tokens * config.hidden_size * (width + FP32 + copies)

@@ -1,6 +1,6 @@
-"""What a run would compute on, and how fast that is: measured here, or by its maker's data sheet.
+"""Device speeds: FLOP/s, memory bandwidth and interconnect, measured or from data sheets.
 
-No torch: `measuring.py` measures, in a process of its own.
+No torch: `measure_machine.py` measures, in a separate process.
 """
 
 import json
@@ -22,53 +22,55 @@ if TYPE_CHECKING:  # how models are cut imports what models are made of
 GB = 1e9
 
 NETWORK = 50 * GB
-"""Bytes a second that an accelerator sends to other machines: a port of 400 Gbit/s for each."""
+"""Bytes per second between machines, per accelerator: one 400 Gbit/s port each."""
 
 IN_A_MACHINE = 8
-"""Accelerators of a machine, where nobody says."""
+"""Default number of accelerators per machine."""
 
 BFLOAT16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""What Linux calls them, on x86-64 and on Arm."""
+"""CPU flags of bfloat16 instructions in /proc/cpuinfo, on x86-64 and Arm."""
 
 REACHED: Mapping[Literal["measured", "tabled"], float] = {"measured": 0.55, "tabled": 0.5}
-"""The share of a speed that a layer's products reach: of square products that were measured, and
-of what a data sheet promises, which no product reaches."""
+"""Achieved share of FLOP/s in a layer's matmuls: of measured square matmuls, and of data
+sheet peaks, which no matmul reaches."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank computes on. Speeds are per second; None where nobody knows."""
+    """The device of one rank. Speeds are per second; None if unknown."""
 
     name: str
     kind: "Kind"
     speeds: Mapping[Precision, float]
     bandwidth: float | None
-    """Bytes of its memory, read and written."""
+    """Memory bandwidth in bytes per second, read plus written."""
     known_by: Literal["measured", "tabled"] | None = None
     memory: float | None = None
-    """Bytes."""
+    """Memory in bytes."""
     link: float = 10 * GB
-    """Bytes to others of the same machine, each way."""
+    """Bytes per second to other devices of the same machine, in each direction."""
     local: int = IN_A_MACHINE
-    """Ranks that share a machine."""
+    """Ranks per machine."""
 
     def speed(self, width: int) -> float | None:
-        """Operations with numbers of so many bytes, as layers reach them."""
+        """Achieved FLOP/s in layers, for a dtype of `width` bytes."""
         precisions: Mapping[int, Precision] = {1: "fp8", 2: "bf16", 4: "fp32"}
         found = self.speeds.get(precisions[width])
         return found * REACHED[self.known_by] if found and self.known_by else None
 
 
 def machine_here(local_ranks: int) -> Machine:
-    """This machine, of which a run uses so many ranks."""
+    """The device of one rank on this machine, with `local_ranks` ranks."""
     if names := names_of_gpus():
         return machine_called(names[0], local=len(names))
     return processors(measured().get(_cpu()), local_ranks)
 
 
 def processors(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
-    """This machine's processors and memory, shared by so many ranks; `told` is what was measured of
-    all of them together."""
+    """The CPUs and memory of this machine, divided among `local_ranks` ranks.
+
+    `told` are the measured speeds of the whole machine, if any.
+    """
     whole = _memory()
     memory = whole and whole / local_ranks
     if told is None:
@@ -78,13 +80,13 @@ def processors(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
         "bf16": told["bf16"] / local_ranks,
     }
     bandwidth = told["bandwidth"] / local_ranks
-    # What ranks send one another is copied a few times.
+    # Communication between ranks copies data several times in memory.
     link = bandwidth / 4
     return Machine(_cpu(), "cpu", speeds, bandwidth, "measured", memory, link, local_ranks)
 
 
 def machine_called(name: str, *, local: int = IN_A_MACHINE) -> Machine:
-    """An accelerator by its name. Raises ConfigError for one that nobody knows."""
+    """An accelerator by name. Raises ConfigError for an unknown one."""
     device = device_called(name)
     told = measured().get(name)
     if device is None and told is None:
@@ -106,7 +108,7 @@ def machine_called(name: str, *, local: int = IN_A_MACHINE) -> Machine:
 
 
 def measured() -> Mapping[str, dict[str, Any]]:
-    """What `remember` was told, by the name of what was measured."""
+    """All measurements stored by `remember`, by device name."""
     try:
         return read_json(_file())
     except (OSError, json.JSONDecodeError):
@@ -114,8 +116,11 @@ def measured() -> Mapping[str, dict[str, Any]]:
 
 
 def slow_bfloat16() -> str | None:
-    """What to write where products in bfloat16 are slower here than in float32: as measured, else
-    where the processors have no units for them, as with AVX2 alone. None on GPUs."""
+    """Warning if bfloat16 matmuls are slower than float32 on this CPU, else None.
+
+    Decided by measurement, else by whether the CPU has bfloat16 instructions (AVX2-only CPUs do
+    not). None on GPUs.
+    """
     if names_of_gpus():
         return None
     told = measured().get(_cpu())
@@ -131,13 +136,13 @@ def slow_bfloat16() -> str | None:
 
 
 def _has_bfloat16_units() -> bool:
-    """Whether the processors say that they have; those that say nothing may."""
+    """Whether the CPU flags include bfloat16 instructions; True if there are no flags."""
     lines = [line for line in _cpuinfo() if line.startswith(("flags", "Features"))]
     return not lines or bool(BFLOAT16_UNITS & set(lines[0].split()))
 
 
 def remember(found: Mapping[str, Any]) -> str:
-    """Keep what was measured of this machine, for plans; returns its name."""
+    """Store the measurements of this machine for later estimates; returns the device name."""
     name = found.get("name") or _cpu()
     write_json(_file(), {**measured(), name: dict(found)})
     return name
@@ -148,7 +153,7 @@ def _file() -> Path:
 
 
 def _cpu() -> str:
-    """This machine's processors by kind and number: other numbers are other speeds."""
+    """CPU model and number of cores, because speed depends on both."""
     lines = _cpuinfo()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{next(models, platform.processor() or platform.machine())} x {env.num_processors()}"
@@ -162,7 +167,7 @@ def _cpuinfo() -> list[str]:
 
 
 def _memory() -> float | None:
-    """Bytes of this machine's memory."""
+    """Memory of this machine in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

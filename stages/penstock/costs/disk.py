@@ -1,4 +1,4 @@
-"""What a run writes to disk, in bytes. No torch."""
+"""Estimated disk space of a run, in bytes. No torch."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -9,30 +9,30 @@ from penstock.costs.sharded_model import WIDTHS, Cut
 from penstock.costs.token_counts import Data
 
 OF_TOKEN = 8
-"""An id and a label."""
+"""Bytes per token on disk: an int32 id and an int32 label."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes, by what they are."""
+    """Bytes on disk, by kind."""
 
     checkpoint: float
-    """One of them."""
+    """Bytes of one checkpoint."""
     checkpoints: int | None
-    """How many are kept at the end; None where nobody knows how long the run is."""
+    """Number of checkpoints kept at the end; None if the number of steps is unknown."""
     exported: float
     prepared: float | None
     packed: float | None
 
     @property
     def total(self) -> float:
-        """With one checkpoint where nobody knows how many."""
+        """Total bytes; with one checkpoint if their number is unknown."""
         kept = self.checkpoint * (self.checkpoints or 1)
         return kept + self.exported + (self.prepared or 0) + (self.packed or 0)
 
 
 def estimate_disk(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Disk:
-    """Of all ranks together."""
+    """Estimate disk space, for all ranks together."""
     whole = _whole(cut)
     saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]
     checkpoint = sum(_alone(tensor) for tensor in saved)
@@ -52,7 +52,7 @@ def estimate_disk(cut: Cut, data: Data | None, steps: int | None, epochs: float)
 
 
 def _whole(cut: Cut) -> list[Tensor]:
-    """All tensors as one rank alone would hold them."""
+    """All tensors without sharding."""
     alone = replace(cut.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
     return held(replace(cut, degrees=replace(alone, tensor=1, expert=1)))
 

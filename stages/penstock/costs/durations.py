@@ -1,8 +1,8 @@
-"""How long a step takes, from how much is computed, read and sent. No torch.
+"""Step time from FLOPs, memory traffic and communication volume. No torch.
 
-Products, at the speed that they reach; what reads and writes memory beside them; what is sent and
-nothing hides; the bubble of a pipeline; and the optimizer. An estimate: kernels, clocks and other
-work on a machine shift it by a third either way.
+The sum of matmuls at their achieved FLOP/s, memory-bound operations, exposed (not overlapped)
+communication, the pipeline bubble, and the optimizer. An estimate: kernels, clock rates and other
+load change it by up to a third in either direction.
 """
 
 from dataclasses import dataclass, fields
@@ -17,67 +17,69 @@ from penstock.engine.distributed.pipeline_stages import virtual_stages
 from penstock.models.flops import Part, Work, core_attention_flops, forward_flops, step_flops
 
 TOUCHED = 4
-"""How often what a layer keeps passes through memory in a step: it is written and read forward, and
-read beside a gradient backward."""
+"""Memory passes over saved activations per step: written and read in the forward pass, read with a
+gradient in the backward pass."""
 
 TOUCHED_ONCE = 2
-"""The same of a pass forward alone."""
+"""Memory passes for a forward pass only."""
 
 STARTING = 6e-4
-"""Seconds in which a processor starts the kernels of a layer, forward and backward: a hundred, at
-6 microseconds."""
+"""Kernel launch overhead of a layer in seconds, forward and backward: 100 kernels of 6
+microseconds."""
 
 TO_HOST, OF_HOST = 25e9, 50e9
-"""Bytes a second from a GPU to its host's memory, and of that memory for each GPU."""
+"""Bytes per second from a GPU to host memory, and host memory bandwidth per GPU."""
 
 
 NEVER_HIDDEN = 0.1
-"""The share of what travels that no computing hides: the first units and the last."""
+"""Share of communication that is never overlapped: the first and the last units."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """How often ranks of an axis speak to each other in a layer."""
+    """Number of collectives per layer, by parallelism."""
 
     sums: int
-    """Over ranks that divide matrices."""
+    """All-reduces (tensor parallelism)."""
     exchanges: int
-    """Between ranks that divide heads, or experts, there and back."""
+    """All-to-all round trips (Ulysses and expert parallelism)."""
     turns: int
-    """Of keys and values around a ring."""
+    """Ring passes of keys and values (ring attention)."""
 
 
 FORWARD = Times(sums=2, exchanges=1, turns=1)
 STEP = Times(sums=4, exchanges=2, turns=3)
 STEP_AGAIN = Times(sums=6, exchanges=3, turns=4)
-"""A step, and one that computes its layers again."""
+"""A training step without and with activation checkpointing."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one optimizer step, or of one pass."""
+    """Seconds of one optimizer step, or of one forward pass."""
 
     products: float = 0
+    """Matmuls."""
     memory: float = 0
-    """What reads and writes memory, and multiplies little."""
+    """Memory-bound operations."""
     communication: float = 0
-    """What others wait for."""
+    """Exposed communication."""
     bubble: float = 0
-    """What a pipeline's ranks wait for one another."""
+    """Pipeline bubble."""
     optimizer: float = 0
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def with_others(self, other: "Step") -> "Step":
-        """The seconds of both."""
+        """The sum of both."""
         return Step(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 def estimate_step(cut: Cut, machine: Machine, work: Work) -> Step | None:
-    """One step over `work`, of all ranks together; None where nobody knows how fast they are."""
+    """Time of one optimizer step over `work`, the total of all ranks; None if the speed of the
+    machine is unknown."""
     speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
     if not speed or not bandwidth:
         return None
@@ -93,7 +95,7 @@ def estimate_step(cut: Cut, machine: Machine, work: Work) -> Step | None:
     again = 1.5 if cut.run.train.enable_gradient_checkpointing else 1.0
     memory = TOUCHED * again * kept * passes / bandwidth
     if cut.kind == "cuda":
-        # Small layers wait for the processor that starts their kernels.
+        # Small layers are bound by kernel launch overhead.
         memory = max(memory, again * STARTING * len(layers) * passes - products)
     computing = products + memory
     again_too = STEP_AGAIN if cut.run.train.enable_gradient_checkpointing else STEP
@@ -110,8 +112,8 @@ def estimate_step(cut: Cut, machine: Machine, work: Work) -> Step | None:
 
 
 def estimate_forward(cut: Cut, machine: Machine, work: Work) -> Step | None:
-    """One forward pass over `work` that nothing is learnt from, of all ranks together; None where
-    nobody knows how fast they are."""
+    """Time of one forward pass without gradients over `work`, the total of all ranks; None if the
+    speed of the machine is unknown."""
     speed, bandwidth = machine.speed(cut.computes), machine.bandwidth
     if not speed or not bandwidth:
         return None
@@ -129,7 +131,7 @@ def estimate_forward(cut: Cut, machine: Machine, work: Work) -> Step | None:
 
 
 def _again(cut: Cut, work: Work) -> float:
-    """Operations of what is computed a second time."""
+    """FLOPs of recomputation (activation checkpointing)."""
     train = cut.run.train
     if not train.enable_gradient_checkpointing:
         return 0.0
@@ -141,12 +143,12 @@ def _again(cut: Cut, work: Work) -> float:
 
 
 def _between(machine: Machine, ranks: int, inner: int) -> float:
-    """Bytes a second between so many ranks, of which each is `inner` ranks from the next."""
+    """Bytes per second among `ranks` ranks with a stride of `inner` ranks."""
     return machine.link if ranks * inner <= machine.local else min(machine.link, NETWORK)
 
 
 def _exposed(cut: Cut, machine: Machine, computing: float) -> float:
-    """Seconds that weights and gradients are on their way, and nothing is computed meanwhile."""
+    """Seconds of weight and gradient communication (FSDP, DDP) not overlapped with compute."""
     degrees, passes = cut.degrees, cut.micro_batches
     tensors = held(cut)
     inner = degrees.tensor * degrees.context
@@ -168,7 +170,7 @@ def _exposed(cut: Cut, machine: Machine, computing: float) -> float:
 
 
 def _gathering(cut: Cut, machine: Machine, times: int) -> float:
-    """Seconds in which ranks that share the weights get those of the others, so many times."""
+    """Seconds of `times` all-gathers of all weights over the FSDP shards."""
     weights = sum(tensor.gathered for tensor in held(cut))
     return (cut.shards - 1) / cut.shards * weights * times / _between_shards(cut, machine)
 
@@ -179,7 +181,7 @@ def _between_shards(cut: Cut, machine: Machine) -> float:
 
 
 def _in_layers(cut: Cut, machine: Machine, layers: int, times: Times) -> float:
-    """Seconds that layers of one micro-batch wait for other ranks."""
+    """Seconds of communication within the layers for one micro-batch (TP, Ulysses, ring, EP)."""
     degrees, config, width = cut.degrees, cut.config, cut.computes
     stream = cut.tokens * config.hidden_size * width
     seconds = 0.0
@@ -196,7 +198,7 @@ def _in_layers(cut: Cut, machine: Machine, layers: int, times: Times) -> float:
     if degrees.ring > 1:
         sent = cut.tokens * 2 * config.num_key_value_heads * config.head_dim * width
         speed = _between(machine, degrees.ring, degrees.tensor * degrees.ulysses)
-        # Most of it travels while the block before is computed.
+        # Most of it overlaps with computing the previous block.
         seconds += 0.3 * layers * times.turns * (degrees.ring - 1) * sent / speed
     if degrees.expert > 1 and config.experts:
         sent = stream * config.experts.experts_per_token
@@ -208,7 +210,7 @@ def _in_layers(cut: Cut, machine: Machine, layers: int, times: Times) -> float:
 
 
 def _bubble(cut: Cut) -> float:
-    """What a rank waits for others of its pipeline, beside what it computes."""
+    """Pipeline bubble as a fraction of compute and communication time."""
     size, train = cut.degrees.pipeline, cut.run.train
     if size == 1:
         return 0.0
@@ -216,18 +218,19 @@ def _bubble(cut: Cut) -> float:
     waits = (size - 1) / cut.micro_batches
     if schedule in INTERLEAVED:
         waits /= virtual_stages(train)
-    # Weights' gradients fill most of what is left.
+    # With a split backward pass, weight gradients fill most of the bubble.
     return waits / 3 if schedule in SPLIT_BACKWARD else waits
 
 
 def _optimizer(cut: Cut, bandwidth: float) -> float:
-    """Weights and states are read and written, gradients read, for the norm and for the step."""
+    """Seconds of the optimizer step: weights and states are read and written, and gradients read
+    twice (for the gradient norm and for the update)."""
     learning = [tensor for tensor in held(cut) if tensor.learns]
     states = sum(state_bytes(cut.run.train, tensor) for tensor in learning)
     mine = sum(tensor.at_rest for tensor in learning)
     read_and_written = 2 * (states + mine) + 2 * mine
     train = cut.run.train
     if cut.kind == "cuda" and (train.enable_fsdp_offload or train.optimizer_offload == "cpu"):
-        # Gradients and weights travel, and the processor goes through all of it.
+        # Gradients and weights are copied over PCIe, and the CPU updates everything.
         return 2 * mine / TO_HOST + read_and_written / OF_HOST
     return read_and_written / bandwidth

@@ -1,6 +1,8 @@
-"""How many samples and tokens files hold that are not prepared yet, estimated from their sizes and
-from the first records of each source; Megatron's files say it themselves. No tokenizer is
-loaded."""
+"""Estimate samples and tokens of source files that are not prepared yet.
+
+From file sizes and the first records of each source; exact for Megatron files, from their index. No
+tokenizer is loaded.
+"""
 
 import csv
 import io
@@ -18,10 +20,10 @@ from penstock.core.sources.local_files import detect_compression, detect_file_ki
 from penstock.core.sources.megatron_files import DATA, INDEX
 
 LOOKED_AT = 1 << 18
-"""Bytes that are read of each source."""
+"""Bytes read from each source."""
 
 DOCUMENT = 512
-"""Tokens of a sample, where its records cannot be looked at."""
+"""Assumed tokens per sample if records cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +33,20 @@ class FileSizes:
     tokens: int
     samples: int
     longest: int
-    """Tokens of the longest record that was looked at, rounded up to a power of two."""
+    """Tokens of the longest record read, rounded up to a power of two."""
 
 
 @dataclass(frozen=True)
 class _FirstRecords:
-    """What the beginning of a file holds: its bytes, and those of the text of each record."""
+    """The records at the start of a file: their bytes in total, and the text bytes of each."""
 
     size: int
     texts: list[int]
 
 
 def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | None:
-    """Samples and tokens of the files of `sources`; None where there are none, or the size of one
-    is not known."""
+    """Estimate samples and tokens of `sources`; None if there are no tokens, or a file size is
+    unknown."""
     per_token = bytes_per_token(vocab_size)
     tokens = samples = 0.0
     longest = 1.0
@@ -78,15 +80,17 @@ def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | 
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """Bytes of English text for a token, by the size of the vocabulary: 1 for one of bytes, 4.1 at
-    32,000, at most 4.5. A line through log2 of sizes that were measured."""
+    """Bytes of English text per token, by vocabulary size: 1 for a byte vocabulary, 4.1 at 32,000,
+    at most 4.5. A linear fit in log2 of the vocabulary size to measured values."""
     return min(4.5, max(1.0, 0.45 * math.log2(max(2, vocab_size)) - 2.6))
 
 
 def _document_tokens(source: Source) -> list[int]:
-    """Tokens of each document of Megatron's files, as their indexes have them; of a damaged index
-    none, which preparing tells better."""
-    # Only such data needs NumPy here.
+    """Tokens of each document of Megatron files, from their index files.
+
+    Damaged indexes are skipped: the prepare stage reports them with a better message.
+    """
+    # Import here: only Megatron data needs NumPy.
     from penstock.prepare.readers.decompress import SourceFile  # noqa: PLC0415
     from penstock.prepare.readers.megatron import read_index  # noqa: PLC0415
 
@@ -104,8 +108,10 @@ def _document_tokens(source: Source) -> list[int]:
 
 
 def _first_records(path: Path) -> _FirstRecords | None:
-    """The records at the beginning of a file of text; None of other files, and of one whose first
-    record is longer than what is looked at."""
+    """Read the records at the start of a text file (JSON, CSV, plain text).
+
+    None for other files, and if the first record is longer than `LOOKED_AT`.
+    """
     kind = detect_file_kind(path.name)
     if kind not in ("json", "csv", "text") or detect_compression(path.name):
         return None
@@ -121,12 +127,12 @@ def _first_records(path: Path) -> _FirstRecords | None:
 
 
 Texts = Iterator[tuple[int, int]]
-"""Of each record: where it ends, and the bytes of its text."""
+"""(end offset in bytes, bytes of text) of each record."""
 
 
 def _json_texts(text: str) -> Texts:
     decode, at = json.JSONDecoder().raw_decode, 0
-    # An array's bracket, and what stands between records.
+    # Skip the opening bracket of an array and separators between records.
     skip = partial(_after_any, text, " \t\r\n,[")
     size = 0
     while (start := skip(at)) < len(text):

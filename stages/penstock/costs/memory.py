@@ -1,8 +1,9 @@
-"""What a training step takes of one rank's memory at its highest, before it runs. No torch.
+"""Estimated peak memory of one rank in a training step. No torch.
 
-A step is followed from moment to moment: the end of the forward pass, the backward pass through
-each layer, what leads out of it, and the optimizer. Each moment holds what is at rest, what is kept
-for the backward pass, gradients that are there already, and buffers; the highest is the answer.
+Memory is computed at several moments of a step: the end of the forward pass, the backward pass of
+each layer, the gradient reduction of the embedding and head, and the optimizer step. Each moment is
+the sum of weights and optimizer states, saved activations, gradients so far, and buffers; the peak
+is the maximum.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from penstock_kernels.logit_chunks import tokens_at_once
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what they are for."""
+    """Bytes of one rank, by use."""
 
     weights: float = 0
     gradients: float = 0
@@ -27,39 +28,39 @@ class Memory:
     activations: float = 0
     logits: float = 0
     buffers: float = 0
-    """Weights that were gathered or cast, and gradients on their way."""
+    """Gathered or cast weights, and gradients in communication buffers."""
     programs: float = 0
-    """Of the library that multiplies."""
+    """oneDNN's primitive cache."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Total bytes."""
         return sum(getattr(self, one.name) for one in fields(self))
 
     def __add__(self, other: "Memory") -> "Memory":
-        """Both."""
+        """Add each kind of memory."""
         names = [one.name for one in fields(self)]
         return Memory(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def peak(cut: Cut) -> Memory:
-    """At its highest, on the rank of a pipeline that takes the most."""
+    """Peak memory, on the pipeline rank with the highest peak."""
     return max((_Rank(cut, rank).peak() for rank in _ends(cut)), key=lambda memory: memory.total)
 
 
 def at_rest(cut: Cut) -> float:
-    """Bytes of weights, gradients and what the optimizer remembers, on the rank with the most."""
+    """Bytes of weights, gradients and optimizer states, on the pipeline rank with the most."""
     return max(_Rank(cut, rank).at_rest() for rank in _ends(cut))
 
 
 def _ends(cut: Cut) -> set[int]:
-    """The ranks of a pipeline that may take the most: the first keeps the most activations, the
-    last has the head."""
+    """Pipeline ranks that may have the highest peak: the first has the most activations in flight,
+    the last has the head."""
     return {0, cut.degrees.pipeline - 1}
 
 
 class _Rank:
-    """One rank of a pipeline, and its step."""
+    """Memory of one pipeline rank over a step."""
 
     def __init__(self, cut: Cut, pipeline: int) -> None:
         self.cut, self.train = cut, cut.run.train
@@ -74,7 +75,7 @@ class _Rank:
         self.host = cut.kind == "cuda" and self.train.enable_fsdp_offload
 
     def peak(self) -> Memory:
-        """The highest moment."""
+        """Maximum over all moments."""
         return max(self._moments(), key=lambda memory: memory.total)
 
     def _moments(self) -> Iterator[Memory]:
@@ -99,11 +100,11 @@ class _Rank:
         return Memory(weights=weights, optimizer=states)
 
     def at_rest(self) -> float:
-        """Between the backward pass and the update."""
+        """Bytes between the backward pass and the optimizer step."""
         gradients = sum(self._gradients(unit) for unit in self.units)
         return self._rest().total + gradients
 
-    # What is kept for the backward pass.
+    # Saved activations.
 
     def _kept(self, layer: Layer) -> float:
         train = self.train
@@ -114,15 +115,15 @@ class _Rank:
         left = layer.stream
         left += 0 if "self_attn" in train.recompute_modules else layer.attention
         left += 0 if "mlp" in train.recompute_modules else layer.network
-        # What a part that is computed again is given.
+        # The input of each recomputed module is saved.
         return left + layer.entry * len(train.recompute_modules)
 
     def _again(self, layer: Layer) -> float:
-        """What is there once it is computed again."""
+        """Additional bytes once the layer is recomputed."""
         return max(0.0, layer.whole - self._kept(layer))
 
     def _in_flight(self) -> float:
-        """Micro-batches whose activations are kept at once."""
+        """Number of micro-batches in flight, whose activations are saved at once."""
         size, train = self.cut.degrees.pipeline, self.train
         several = self.cut.micro_batches
         if size == 1:
@@ -139,7 +140,7 @@ class _Rank:
         return min(several, size - self.pipeline)
 
     def _saved(self, upto: int, flight: float) -> float:
-        """Activations of the layers before number `upto`, of all micro-batches under way."""
+        """Saved activations of the first `upto` layers, and of other micro-batches in flight."""
         kept = [self._kept(self.keeps[number]) for number in self.layers]
         here = sum(kept[:upto]) + (flight - 1) * sum(kept)
         if self.train.enable_activation_offload and self.cut.kind == "cuda":
@@ -147,17 +148,17 @@ class _Rank:
             return min(here, limit)
         return here
 
-    # Weights that are gathered or cast, and gradients.
+    # Gathered or cast weights, and gradients.
 
     def _gathered(self, unit: int) -> float:
-        """Bytes of a unit's weights as they are computed with, beside those at rest."""
+        """Bytes of a unit's gathered or cast weights, in addition to those at rest."""
         cut = self.cut
         tensors = self.units[unit]
         if cut.is_sharded:
             return sum(tensor.gathered for tensor in tensors)
         if cut.computes == cut.keeps:
             return 0
-        # Autocast makes copies of matrices that learn; frozen ones are kept as they are needed.
+        # Autocast copies trainable matrices; frozen ones are stored in the compute dtype.
         return sum(
             tensor.numbers * cut.computes
             for tensor in tensors
@@ -165,23 +166,23 @@ class _Rank:
         )
 
     def _sent(self, unit: int) -> float:
-        """Bytes of a unit's gradients in the precision that they are added up in, all of them."""
+        """Bytes of a unit's unsharded gradients in the reduce dtype."""
         width = 2 if self.train.fsdp_reduce_dtype == "bf16" else FP32
         return sum(tensor.numbers * width for tensor in self.units[unit] if tensor.learns)
 
     def _fresh(self, unit: int) -> float:
-        """Bytes of a unit's gradients as the backward pass makes them."""
+        """Bytes of a unit's unsharded gradients as the backward pass produces them."""
         width = self.cut.computes if self.cut.is_sharded else self.cut.adds_up
         return sum(tensor.numbers * width for tensor in self.units[unit] if tensor.learns)
 
     def _gradients(self, unit: int) -> float:
-        """Bytes of a unit's gradients once they are added up: this rank's share."""
+        """Bytes of a unit's reduced gradients: this rank's shard."""
         if self.host:
             return 0
         return sum(tensor.mine * self.cut.adds_up for tensor in self.units[unit] if tensor.learns)
 
     def _accumulated(self) -> float:
-        """Gradients of earlier micro-batches, which under fsdp2 are whole until the last."""
+        """Accumulated gradients of earlier micro-batches; with fsdp2 unsharded until the last."""
         if self.cut.micro_batches == 1:
             return 0
         if self.cut.is_sharded:
@@ -189,28 +190,28 @@ class _Rank:
         return sum(self._gradients(unit) for unit in self.units)
 
     def _whole(self, at: int) -> float:
-        """Gathered weights while the layer in this place is computed: its own, those that are kept
-        or on their way, and the root's."""
+        """Gathered weights while layer index `at` is computed: its own, those not resharded yet or
+        prefetched, and the root's."""
         cut = self.cut
         units = [self._gathered(number) for number in self.layers]
         root = self._gathered(ROOT)
         if not cut.is_sharded:
             if self.train.enable_gradient_checkpointing:
                 return root + units[at]
-            # Of each micro-batch under way.
+            # Autocast copies are saved for each micro-batch in flight.
             return self._in_flight() * (root + sum(units))
         if cut.kept != "nothing":
             return root + sum(units[: at + 1] if cut.kept == "backward" else units)
         neighbour = units[at - 1] if at else 0
         if cut.shards == 1:
-            # Nothing is on its way.
+            # Nothing is prefetched.
             return root + units[at]
-        # On its way a unit is there as it was cast, and as it arrives.
+        # A prefetched unit counts twice if it is cast: the cast copy and the all-gather output.
         copies = 1 if cut.computes == cut.keeps else 2
         return root + units[at] + copies * neighbour
 
     def _copied(self, unit: int) -> float:
-        """What the library that sends gradients between processors copies."""
+        """Bytes that gloo copies when it reduces gradients on CPUs."""
         return self._sent(unit) if self.cut.kind == "cpu" else 0
 
     # The moments.
@@ -227,13 +228,13 @@ class _Rank:
         )
 
     def _loss(self) -> tuple[float, float]:
-        """Bytes of logits and hidden states at the loss, and of the head's gradient."""
+        """(bytes of logits and hidden states at the loss, bytes of the head's gradient)."""
         cut, config = self.cut, self.cut.config
         if not self._ends:
             return 0.0, 0.0
         entries = config.vocab_size / cut.degrees.tensor
         width = FP32 if cut.run.model.lm_head_fp32 else cut.computes
-        # PyTorch's own loss keeps logits, the same in fp32, their softmax and its gradient.
+        # Eager cross-entropy has logits, their fp32 copy, the softmax and its gradient.
         rows, each = cut.tokens, 4 * FP32
         if self.train.ce_mode != "eager":
             each = width
@@ -250,19 +251,19 @@ class _Rank:
         return last in self.layers or not self.layers
 
     def _backward(self, at: int, done: float, flight: float) -> Iterator[Memory]:
-        """The backward pass through the layer in this place: its beginning, with all that it kept;
-        its end, with all its gradients; and while these are summed over ranks."""
+        """Moments of the backward pass of layer index `at`: its start, with all saved activations;
+        its end, with all its gradients; and the reduce-scatter of these."""
         unit = self.layers[at]
         layer = self.keeps[unit]
         _, head = self._loss()
         sharded = self.cut.is_sharded
-        # They go into those of earlier micro-batches.
+        # With gradient accumulation, gradients are added to those of earlier micro-batches.
         before = (done if self.cut.micro_batches == 1 else self._accumulated()) + head
         fresh = self._fresh(unit)
         own = 0.0 if sharded or self.cut.micro_batches > 1 else fresh
         buffers = self._whole(at)
         if sharded and at + 1 < len(self.layers):
-            # What the sum over ranks is made from is there until the next one begins.
+            # The reduce-scatter input is freed only when the next reduce-scatter begins.
             buffers += self._sent(self.layers[at + 1])
         left = self._saved(at, flight) + layer.entry
         yield Memory(
@@ -282,10 +283,10 @@ class _Rank:
             )
 
     def _root_ends(self, done: float) -> Memory:
-        """The last sums: of the embedding and the head."""
+        """The gradient reduction of the root unit: embedding and head."""
         mine = done + self._gradients(ROOT)
         if not self.cut.is_sharded:
-            # Buckets become the gradients, and until all have arrived there are both.
+            # DDP: gradients and all-reduce buckets exist until all buckets are reduced.
             both = mine if self.cut.degrees.num_replicas * self.cut.degrees.context > 1 else 0
             return Memory(gradients=mine, buffers=both + self._gathered(ROOT))
         gradients = mine
