@@ -1,7 +1,7 @@
-"""A model to chat with: the engine's own generator, the chat template, and text as it is sampled.
+"""Chat with a model: the engine's generator, the chat template, and streamed text.
 
-Prompts are rendered anew each turn, so a conversation may be edited freely; keys and values are
-cached within an answer.
+The whole conversation is rendered for every turn, so it may be edited freely; the KV cache is used
+within one reply only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,42 +26,42 @@ Message = Mapping[str, str]
 """`role` and `content`."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding gives for the first bytes of a character whose last have not been sampled."""
+"""Decoding result of an incomplete UTF-8 character, whose last bytes are not sampled yet."""
 
 
 class StoppedError(Exception):
-    """The answer was stopped by the person who waits for it."""
+    """The user interrupted the reply."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer as text."""
+    """A generated reply."""
 
     text: str
-    """Without special tokens."""
+    """Text without special tokens."""
     tokens: int
     ended: str
-    """`stop`: by the end token; `length`: at `max_new_tokens`; `interrupted`: by Ctrl-C."""
+    """Finish reason: `stop`: EOS token; `length`: `max_new_tokens`; `interrupted`: Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model on this rank, and its tokenizer."""
+    """A model on this rank with its tokenizer."""
 
     generator: Generator
     tokenizer: PreTrainedTokenizerBase
     ends: tuple[int, ...]
-    """Tokens that end an answer."""
+    """EOS token ids."""
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations are rendered; without a template text is only continued."""
+        """Whether the tokenizer has a chat template; without one, text is only completed."""
         return bool(self.tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a prompt. Without a chat template they are those of the last message alone.
+        """Tokenize the prompt. Without a chat template, only the last message is used.
 
-        Raises ConfigError for a conversation that the template refuses.
+        Raises ConfigError if the chat template rejects the conversation.
         """
         if not self.has_template:
             return list(self.tokenizer.encode(messages[-1]["content"]))
@@ -70,13 +70,13 @@ class ChatModel:
             text = self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
                 f"the model's chat template refuses a conversation of {roles}: {error}\n"
                 "  Leave --system out if the model knows no system message."
             ) from error
-        # A template writes special tokens itself.
+        # The chat template already contains the special tokens.
         return list(self.tokenizer.encode(str(text), add_special_tokens=False))
 
     def reply(
@@ -86,10 +86,10 @@ class ChatModel:
         on_text: Callable[[str], None],
         check_stop: Callable[[], None],
     ) -> Reply:
-        """The answer to a conversation; `on_text` is given its pieces as they are sampled.
+        """Generate the reply to a conversation; `on_text` streams its text.
 
-        `check_stop` may raise StoppedError before each token: what there is then is the answer.
-        Raises ConfigError for a conversation that is longer than the model's context.
+        `check_stop` is called before each token and may raise StoppedError: the reply is then the
+        text so far. Raises ConfigError if the conversation is longer than the model's context.
         """
         tokens: list[int] = []
         shown = ""
@@ -129,9 +129,9 @@ def load_chat_model(
     tokenizer: Path,
     adapter: Path | None = None,
 ) -> ChatModel:
-    """The model in the folder `weights`, with an adapter laid over it and not merged.
+    """Load the model in the folder `weights`, optionally with an unmerged adapter.
 
-    Raises ConfigError, CapabilityError or ArtifactError for folders that cannot be computed.
+    Raises ConfigError, CapabilityError or ArtifactError for folders that are not supported.
     """
     hf_config = read_hf_config(str(weights), {})
     built = assemble(run, hf_config, weights, ranks, lambda _: None, adapter=adapter)
@@ -142,7 +142,7 @@ def load_chat_model(
 def end_tokens(
     folder: Path, hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """Tokens that end an answer, by the tokenizer, config.json and generation_config.json."""
+    """EOS token ids from the tokenizer, config.json and generation_config.json."""
     file = folder / "generation_config.json"
     said: list[Mapping[str, Any]] = [hf_config, read_json(file) if file.is_file() else {}]
     found: list[Any] = [tokenizer.eos_token_id]
@@ -153,8 +153,8 @@ def end_tokens(
 
 
 def require_not_quantised(folder: Path) -> None:
-    """Raise CapabilityError for a folder whose weights are rounded: adapters alone train on those,
-    and the generator computes with plain ones."""
+    """Raise CapabilityError for a folder with quantized weights, which the generator does not
+    support."""
     if read_json(folder / "config.json").get("quantization_config"):
         raise CapabilityError(
             f"{folder} is quantised, and penstock chat computes with plain weights.\n"

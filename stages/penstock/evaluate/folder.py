@@ -1,4 +1,4 @@
-"""A folder with an exported model, or with an adapter alone, and what others need to load it."""
+"""Exported folders (a full model or only an adapter), and the packages needed to load them."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +10,9 @@ ADAPTER = "adapter_config.json"
 
 
 def read_base_model(folder: Path) -> str | None:
-    """The folder or the hub's name of the model that the adapter in `folder` is laid over; None for
-    a folder with a whole model.
+    """Folder or hub id of the base model of the adapter in `folder`; None for a full model.
 
-    Raises CapabilityError where a package that loads it is not installed.
+    Raises CapabilityError if a package needed to load it is not installed.
     """
     if not (folder / ADAPTER).is_file():
         _require_what_decodes(folder)

@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness, run by its own package on a folder that others load."""
+"""Run lm-evaluation-harness tasks on an exported model, with the package lm_eval."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Score:
-    """One number that a task tells."""
+    """One metric of a task."""
 
     task: str
     metric: str
-    """As the harness calls it, with the filter of answers that it comes from: `acc,none`."""
+    """The harness's name with the filter: `acc,none`."""
     value: float
     stderr: float | None
-    """Its standard error, where the harness knows one."""
+    """Standard error, if the harness reports it."""
 
 
 def run_tasks(
@@ -36,18 +36,18 @@ def run_tasks(
     seed: int,
     more_tasks: Path | None = None,
 ) -> list[Score]:
-    """What the model in `hf_folder` scores in each task, on `limit` of its documents or all.
+    """Evaluate the model in `hf_folder` on each task, on at most `limit` documents (None: all).
 
-    `more_tasks` is a folder of tasks of one's own, in the harness's format. Raises CapabilityError
-    where the package, or one that loads the folder, is not installed, and ConfigError for a task
-    that it does not know.
+    `more_tasks` is a folder of custom tasks in the harness's format (include_path). Raises
+    CapabilityError if lm_eval, or a package needed to load the folder, is not installed, and
+    ConfigError for an unknown task.
     """
     if find_spec("lm_eval") is None:
         raise CapabilityError(
             "--harness runs tasks with the package lm_eval, which is not installed.\n"
             "  pip install 'penstock[harness]'."
         )
-    # Optional, and seconds to import.
+    # An optional package that takes seconds to import.
     lm_eval: Any = import_module("lm_eval")
     kinds: Any = import_module("lm_eval.tasks")
     manager = kinds.TaskManager(include_path=str(more_tasks) if more_tasks else None)
@@ -75,7 +75,7 @@ def run_tasks(
 
 
 def model_arguments(hf_folder: Path) -> dict[str, Any]:
-    """What the harness loads for a folder with a model, or with an adapter beside its base."""
+    """The harness's `model_args` for a folder with a full model, or with an adapter."""
     base = read_base_model(hf_folder)
     if base is None:
         return {"pretrained": str(hf_folder), "dtype": "auto"}
@@ -88,7 +88,7 @@ def model_arguments(hf_folder: Path) -> dict[str, Any]:
 
 
 def parse_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """The numbers among what the harness tells of each task."""
+    """Extract the numeric metrics from the harness's results."""
     found: list[Score] = []
     for task, told in results.items():
         for name, value in told.items():

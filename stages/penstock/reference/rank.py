@@ -1,7 +1,6 @@
-"""What the ranks of the reference stage do: pass answers through the model, and keep their scores.
+"""The ranks of the reference stage: compute reference log-probs by forward passes, and save them.
 
-Scores are added to those that are known every now and then, so that a run that ends early has not
-computed them in vain.
+Log-probs are saved periodically, so that an interrupted run keeps what it has computed.
 """
 
 import time
@@ -19,13 +18,17 @@ from penstock.train.launch.stop_request import StopRequest
 from penstock.train.rank import Notify, assembled
 
 KEEP_SECONDS = 30.0
-"""How long scores are held before they are written."""
+"""Interval between writes of log-probs."""
 
 
 def reference(
     job: Job, ranks: ProcessInfo, stop: StopRequest, notify: Notify
 ) -> tuple[dict[str, Any] | None, int]:
-    """Compute what is not known of the job's answers; None when asked to stop before the end."""
+    """Compute the missing log-probs of the job's samples.
+
+    Returns:
+        The facts, None if stopped before the end, and the number of samples computed.
+    """
     wanted = _wanted(job, ranks)
     if not wanted:
         return {"computed": 0}, 0
@@ -49,7 +52,7 @@ def reference(
 
 
 def _wanted(job: Job, ranks: ProcessInfo) -> list[bytes]:
-    """The samples that the leading rank knows no scores of."""
+    """The samples without log-probs, as seen by rank 0."""
     assert job.scores is not None
     mine: list[bytes] = []
     if ranks.is_main_process:
@@ -58,7 +61,7 @@ def _wanted(job: Job, ranks: ProcessInfo) -> list[bytes]:
 
 
 def _keep(job: Job, held: list[Scored], ranks: ProcessInfo) -> None:
-    """Write what has been found since the last time."""
+    """Write the log-probs computed since the last write, on rank 0."""
     if held and ranks.is_main_process:
         assert job.scores is not None
         samples = [sample for scored in held for sample in scored.samples]

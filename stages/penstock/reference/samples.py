@@ -1,4 +1,4 @@
-"""The answers in packed rows: which there are, and the rows that hold those that are asked for."""
+"""Samples in packed rows: list their digests, and select the rows of some of them."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -9,7 +9,7 @@ from penstock.rows.schema import SPLITS
 
 
 def sample_digests(packed: Path) -> list[bytes]:
-    """The digests of all samples of a packed artifact, each once, in the order of the rows."""
+    """Digests of all samples of a packed artifact, without duplicates, in row order."""
     found: dict[bytes, None] = {}
     for rows in _splits(packed):
         found.update(dict.fromkeys(rows.samples()))
@@ -17,7 +17,7 @@ def sample_digests(packed: Path) -> list[bytes]:
 
 
 def iter_rows(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
-    """Rows with the samples that are wanted and no others, each of them once."""
+    """Yield rows with only the wanted samples, each sample once."""
     others = set(sample_digests(packed)).difference(wanted)
     every = (rows.row(index) for rows in _splits(packed) for index in range(len(rows)))
     return each_once(every, others)

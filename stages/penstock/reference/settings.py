@@ -1,4 +1,4 @@
-"""What decides what a reference model makes of answers, besides its weights and the answers."""
+"""Settings that change reference log-probs, besides the model weights and the samples."""
 
 from typing import Any
 
@@ -8,27 +8,27 @@ from penstock.config.schema.run import RunConfig
 from penstock.identity import identity_fields
 
 OF_NUMBERS = ("enable_fp8_training", "fp8")
-"""Settings of training that decide how layers compute, besides the precision."""
+"""`train` settings that change layer numerics, besides the compute dtype."""
 
 QUANTISED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_modules")
-"""Settings of adapters that decide what is beneath them."""
+"""`lora` settings that change the base model (QLoRA quantization)."""
 
 
 class ReferenceSettings(Settings):
-    """The identity of scores: nothing of what is learnt from them, nor of adapters."""
+    """Cache identity of reference log-probs; independent of the preference loss and of adapters."""
 
     model: dict[str, Any]
     computes_in: str
-    """What layers compute in, as torch calls it."""
+    """Compute dtype of layers, by its torch name."""
     numbers: dict[str, Any]
     quantised: dict[str, Any] | None
-    """How the base model beneath adapters is kept, where it is quantised."""
+    """Quantization of the base model with QLoRA, else None."""
     seed: int | None
-    """What weights are drawn from, where none are given."""
+    """Seed of random initialization; None if weights are loaded."""
 
 
 def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
-    """What a run says of its reference model."""
+    """Build the reference settings of a run."""
     return ReferenceSettings(
         model=identity_fields(run, "model"),
         computes_in=run.train.computes_in,
@@ -39,14 +39,17 @@ def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSetting
 
 
 def reference_run(run: RunConfig) -> RunConfig:
-    """The run as its reference model is laid out: of adapters there are only such as change
-    nothing, which keep the weights beneath them as small as in training."""
+    """Config with which the reference model is built.
+
+    With LoRA, it has untrained rank-1 adapters, which change no output but keep the base weights as
+    small (frozen, quantized) as in training.
+    """
     lora = LoraConfig()
     if run.lora.enable_lora:
         kept = {name: getattr(run.lora, name) for name in QUANTISED}
         lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
     plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}
-    # They are of what training adds to an optimizer or takes from it.
+    # Reset optimizer and initialization settings, which do not apply to a forward pass.
     unset = {"optimizer_kwargs": {}, "optimizer_dtype": "fp32", "init_checkpoint_path": None}
     train = run.train.model_copy(update={**plain, **unset})
     return run.model_copy(update={"lora": lora, "train": train})

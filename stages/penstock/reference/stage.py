@@ -1,4 +1,4 @@
-"""The reference stage: what the model that training starts from makes of every answer."""
+"""The reference stage: log-probs of all completions under the initial model (reference model)."""
 
 import shutil
 import signal
@@ -20,17 +20,17 @@ from penstock.train.launch.rank_failures import what_happened
 from penstock.train.launch.torchrun import LaunchResult, read_run_outcome, start_ranks
 
 SCORES = "scores"
-"""The folder beside `reference` in which scores of all runs lie, one folder for each model."""
+"""Folder of log-probs shared by all runs, beside `reference`; one subfolder per model."""
 
 MODULE = "penstock.reference"
 
 
 @dataclass(frozen=True)
 class Reference(Stage):
-    """Packed answers in, their log-probabilities out: `scores-*.arrow`, by the samples' content.
+    """Input: packed rows. Output: log-probs of completions (`scores-*.arrow`), by sample content.
 
-    They are computed once for every model and sample, whatever rows the samples are packed in, and
-    whatever is learnt from them: what is there already, of any run, is not computed again.
+    They are computed once per model and sample, independent of packing and of the loss, and shared
+    by all runs: existing log-probs are not recomputed.
     """
 
     name: ClassVar[str] = "reference"
@@ -40,17 +40,17 @@ class Reference(Stage):
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     packed: Artifact
     origin: ModelSource
-    """Of which the config and the weights are identity."""
+    """The model; its config and weights are part of the cache key."""
     run_config: RunConfig
     root: Path
-    """The folder on this machine in whose `scores` those of all runs lie."""
+    """Local folder with the shared log-probs in its subfolder `scores`."""
     ranks: Literal["torchrun", "this_process"] = "torchrun"
     initial: Source | None = None
-    """A checkpoint whose weights stand in for the model's."""
+    """A checkpoint whose weights replace the model's (`init_checkpoint_path`)."""
 
     @property
     def model(self) -> Mapping[str, Input]:
-        """What the scores are of, besides the answers."""
+        """Inputs that determine log-probs, besides the samples."""
         found: dict[str, Input] = {"config": self.origin.config}
         if self.origin.weights:
             found["weights"] = self.origin.weights
@@ -60,20 +60,20 @@ class Reference(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config and its weights."""
+        """The packed rows, the model's config and weights, and the initial checkpoint, if any."""
         return {"packed": self.packed, **self.model}
 
     @property
     def known(self) -> Path:
-        """Where this model's scores lie, of the samples of all runs."""
+        """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
         made = {"version": self.version, "settings": self.settings.model_dump(mode="json")}
         return self.root / SCORES / digest_json({**made, **model})[:16]
 
     def run(self, out: Path) -> Facts:
-        """Compute what is not known, and put all that is asked for together.
+        """Compute missing log-probs, and write those of all samples to `out`.
 
-        Raises Interrupted when asked to stop: what has been computed is known then.
+        Raises Interrupted if asked to stop; what has been computed so far is saved.
         """
         from penstock.reference.samples import sample_digests
         from penstock.rows.ref_logprobs import AnswerScores, drop_damaged, write_scores
@@ -95,7 +95,7 @@ class Reference(Stage):
         return {"samples": len(samples), "mean_log_probs": scores.mean(0).round(6).tolist()}
 
     def job(self, output_dir: Path) -> Job:
-        """What the ranks of this machine are told."""
+        """Build the job of the ranks on this machine."""
         origin = replace(self.origin, adapter=None, adapter_path=None)
         run = reference_run(self.run_config)
         job = build_job(stage_key(self), run, self.packed, origin, output_dir)
@@ -108,8 +108,8 @@ class Reference(Stage):
         return local_folder(typed, self.initial).resolve()
 
     def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
-        """What ranks that came to their end have found. Raises Interrupted if they were asked to
-        stop, and StageError with the cause if they failed."""
+        """Facts returned by finished ranks. Raises Interrupted if they were asked to stop, and
+        StageError with the cause if they failed."""
         outcome = read_run_outcome(job)
         if outcome is None:
             raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
@@ -122,16 +122,16 @@ class Reference(Stage):
         return outcome["facts"]
 
     def follow(self, out: Path) -> None:
-        """Be a rank that does not lead, in this process; the leading rank runs the stage."""
+        """Run as a rank other than 0 in this process; rank 0 runs the stage."""
         _here(self.job(out.resolve()))
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The scores; what ranks leave beside them comes and goes."""
+        """The log-prob files; other files of the ranks are temporary."""
         return sorted(out.glob("scores-*.arrow"))
 
 
 def no_reference(run: RunConfig) -> ConfigError:
-    """What is to be said of a run that is asked for its reference scores, and has none."""
+    """Error for a run without a reference stage."""
     if run.train.objective != "preference":
         why = f"train.objective is {run.train.objective}, which compares with no reference model"
     elif run.preference.reference_free:
@@ -142,7 +142,7 @@ def no_reference(run: RunConfig) -> ConfigError:
 
 
 def _here(job: Job) -> LaunchResult:
-    """Be the leading rank ourselves; torchrun was started by hand and the others are with us."""
+    """Run rank 0 in this process: the user started all ranks with torchrun."""
     from penstock.reference.rank import reference
     from penstock.train.rank import run_by_hand
 
