@@ -1,3 +1,3 @@
-"""The version of the package, apart from `penstock/__init__.py`, so that low layers can import it."""
+"""The version of the package, in a module of its own that low layers can import."""
 
 __version__ = "0.1.0"
