@@ -16,7 +16,7 @@ from penstock.core.files import read_json, write_json
 from penstock.core.machine.device_specs import DEVICES, Precision, device_called
 from penstock.core.machine.gpus import names_of_gpus
 
-if TYPE_CHECKING:  # how models are cut imports what models are made of
+if TYPE_CHECKING:  # importing it loads the model packages, which this does not need
     from penstock.costs.sharded_model import Kind
 
 GB = 1e9

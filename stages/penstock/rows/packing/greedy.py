@@ -9,11 +9,11 @@ from penstock.rows.bin_plan import PackingPlan, join
 
 
 def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPlan:
-    """Rows of samples in the order given, `group_size` consecutive samples at a time.
+    """Pack samples in the order given, `group_size` consecutive samples at a time.
 
-    Each sample goes to the row of its group with the most room (of several, the oldest); where that
-    has too little, it opens a row. No sample may be longer than `capacity`. Rows are in the order
-    in which they were opened. This is ERNIEKit's `greedy_intokens`, with groups of 500.
+    Each sample goes to the row of its group with the most room (of several, the oldest); if it does
+    not fit there, it opens a row. No sample may be longer than `capacity`. Rows are in the order in
+    which they were opened. Equal to ERNIEKit's `greedy_intokens`, which uses groups of 500.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = range(0, len(sizes), group_size)
@@ -26,7 +26,7 @@ def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPla
 def _group(sizes: npt.NDArray[np.int64], capacity: int, first: int) -> PackingPlan:
     rows: list[list[int]] = []
     heap: list[tuple[int, int]] = []
-    """(-room, row) of every row: the one with the most room first."""
+    """(-room, row) of every row; the row with the most room comes first."""
     for sample, size in enumerate(sizes.tolist(), start=first):
         if heap and -heap[0][0] >= size:
             room, row = heap[0]
