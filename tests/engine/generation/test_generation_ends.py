@@ -76,8 +76,8 @@ REFUSED = {
     "prompt 0 has 512 tokens, and the model's context ends at 512": Prompt([1] * 512),
     "token 320, and the model's vocabulary ends at 319": Prompt([3, 320]),
     "0 answers are asked": Prompt([1], count=0),
-    "400 likeliest tokens": Prompt([1], prompt_top_k=400),
-    "321 likeliest tokens": Prompt([1], top_k=321),
+    "the top 400 tokens": Prompt([1], prompt_top_k=400),
+    "the top 321 tokens": Prompt([1], top_k=321),
     "no tokenizer": Prompt([1], SamplingParams(stop_texts=(".",))),
 }
 
