@@ -92,7 +92,7 @@ WRONG = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_type_checkers_know_the_api_and_refuse_what_it_does_not_take(tmp_path):
     checker = shutil.which("basedpyright") or ROOT / ".venv" / "bin" / "basedpyright"
     file, lines = tmp_path / "typed.py", TYPED.splitlines()

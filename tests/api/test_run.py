@@ -154,7 +154,7 @@ def test_a_model_that_is_not_exported_is_not_trained_on_the_way(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_an_adapter_is_merged_or_laid_over_its_base_and_says_the_same(tmp_path, merge):
     run = ps.load(
         write_run(tmp_path),
@@ -283,7 +283,7 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     assert max(steps) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_two_ranks_train_what_one_does(done, tmp_path):
     _, run, results, _ = done

@@ -160,6 +160,7 @@ def test_supervised_training_is_that_of_peft_and_torch(server, model, shared):
     assert found[-1] < found[0]
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_was_killed_goes_on_from_what_was_saved_as_if_nothing_had_been(
     model, shared, tmp_path
 ):
