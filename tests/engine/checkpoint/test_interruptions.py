@@ -114,7 +114,7 @@ def followed_in_vain():
 
     def start(self, title, module, word):
         module = GONE if word == "mlflow" else HUNG
-        self._couriers.start(title, module, self._job.output_dir / "logs" / f"{word}.log")
+        self._trackers.start(title, module, self._job.output_dir / "logs" / f"{word}.log")
 
     MetricsRecorder._start = start
 

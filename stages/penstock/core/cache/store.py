@@ -237,7 +237,7 @@ def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request)
 
     def is_done() -> bool:
         manifest = depot.manifest() if request.cache == "reuse" else None
-        return bool(manifest and _is_result_of(step, manifest) and _is_current(step, manifest))
+        return bool(manifest and _matches_key(step, manifest) and _is_current(step, manifest))
 
     with _locked(step.path, notify):
         if manifest := there():
@@ -281,7 +281,7 @@ def _obtained(
     """Return the manifest if the remote result is complete and current, after downloading and
     verifying its files."""
     there = depot.manifest()
-    if there is None or not _is_result_of(step, there) or not _is_current(step, there, notify):
+    if there is None or not _matches_key(step, there) or not _is_current(step, there, notify):
         return None
     here = _whole(step, verify, notify)
     if here is None or here["files"] != there["files"]:
@@ -294,7 +294,7 @@ def _obtained(
     return there
 
 
-def _is_result_of(step: PlannedStage, manifest: dict[str, Any]) -> bool:
+def _matches_key(step: PlannedStage, manifest: dict[str, Any]) -> bool:
     return manifest["key"] == stage_key(step.stage)
 
 

@@ -1,8 +1,8 @@
-"""Processes of `multiprocessing` that do not run the caller's script.
+"""Start `multiprocessing` processes that do not re-import the caller's `__main__` module.
 
-A process that is spawned imports the script that its parent is running, in case the work is defined
-there. Ours never is, and a script without `if __name__ == "__main__":` would start its run anew in
-each of them.
+With the spawn start method, a child imports the parent's `__main__` module. None of our work is
+defined there, and a script without `if __name__ == "__main__":` would call `Run.run` again in each
+child.
 """
 
 import sys

@@ -35,7 +35,7 @@ class MetricsRecorder:
         """The run outcome passed to these processes at the end."""
         self._metrics = MetricsLog(job.output_dir / METRICS, done)
         self._display = progress(train.log_format, total, done, train.log_interval)
-        self._couriers = TrackerSupervisor(self.say)
+        self._trackers = TrackerSupervisor(self.say)
         self._looked = time.monotonic()
         self._report_after = self._looked + train.report_interval if train.report_interval else None
         self._is_behind = False
@@ -52,7 +52,7 @@ class MetricsRecorder:
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
-            self._couriers.poll()
+            self._trackers.poll()
             self._start_live_report(now)
 
     def warn(self, step: int, text: str, **details: Any) -> None:
@@ -69,7 +69,7 @@ class MetricsRecorder:
         """No more records. The other processes get limited time to finish."""
         self._display.close()
         self._metrics.close()
-        self._couriers.close(self.ending)
+        self._trackers.close(self.ending)
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         self._metrics.append(dict(record))
@@ -93,4 +93,4 @@ class MetricsRecorder:
     def _start(self, title: str, module: str, word: str) -> None:
         folder = self._job.output_dir
         file = folder / LOGS / f"{module.rpartition('.')[2]}_{word}.log"
-        self._couriers.start(title, [module, word, str(folder)], file)
+        self._trackers.start(title, [module, word, str(folder)], file)

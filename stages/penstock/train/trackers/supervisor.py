@@ -92,21 +92,21 @@ class TrackerSupervisor:
 
     def poll(self) -> None:
         """Report processes that failed since the last check."""
-        for courier in self._all:
-            if fault := courier.poll_failure():
-                self._tell(courier, fault)
+        for process in self._all:
+            if fault := process.poll_failure():
+                self._tell(process, fault)
 
     def close(self, ending: Ending) -> None:
         """Let all of them finish within PARTING_SECONDS."""
         until = time.monotonic() + PARTING_SECONDS
-        for courier in self._all:
-            courier.signal_end(ending)
-        for courier in self._all:
-            if fault := courier.wait(until):
-                self._tell(courier, fault)
+        for process in self._all:
+            process.signal_end(ending)
+        for process in self._all:
+            if fault := process.wait(until):
+                self._tell(process, fault)
 
-    def _tell(self, courier: TrackerProcess, fault: str) -> None:
+    def _tell(self, process: TrackerProcess, fault: str) -> None:
         self._notify(
-            f"{courier.title} follows this run no more: {fault} (see {courier.log}). Training goes "
+            f"{process.title} follows this run no more: {fault} (see {process.log}). Training goes "
             "on, metrics.jsonl has everything, and the next start goes on from where it was"
         )
