@@ -237,8 +237,10 @@ def _dataset(
 
 def _validation(run: RunConfig, count: int) -> tuple[None, str]:
     """What is held out of data of so many samples at most. Raises as the prepare stage would."""
+    from penstock.prepare.select.select import validation_count
+
     size = run.data.val_set_size
-    taken = max(1, round(size * count)) if isinstance(size, float) else size or 0
+    taken = validation_count(size, count)
     if taken >= count:
         raise StageError(
             f"Validation takes {taken} samples, and the data has {count} at most.\n"

@@ -84,6 +84,11 @@ def count_kept(mask: Mask | None, rows: int) -> int:
     return rows if mask is None else int(mask.sum())
 
 
+def validation_count(size: int | float | None, total: int) -> int:
+    """Number of validation samples that `data.val_set_size` asks for, of `total` samples."""
+    return max(1, round(size * total)) if isinstance(size, float) else size or 0
+
+
 def held_out(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
     """Which samples are set aside, slice by slice: those of the lowest ranks.
 
@@ -92,8 +97,7 @@ def held_out(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
     """
     every = np.concatenate([np.empty(0, dtype=np.uint64), *ranks])
     is_held = np.zeros(len(every), dtype=bool)
-    wanted = max(1, round(size * len(every))) if isinstance(size, float) else size or 0
-    wanted = min(wanted, len(every))
+    wanted = min(validation_count(size, len(every)), len(every))
     if wanted:
         last = np.partition(every, wanted - 1)[wanted - 1]
         is_held = every < last
