@@ -126,6 +126,23 @@ def with_adapter(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"lora": lora})
 
 
+def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
+    """A line with the settings that `with_adapter` took from the adapter, if any differ.
+
+    A written value that is the default cannot be told from an unset one, so it is reported too.
+    """
+    pairs = ((name, getattr(before.lora, name), getattr(run.lora, name)) for name in TAKEN)
+    taken = [
+        f"{name}: {json.dumps(theirs)} instead of {json.dumps(mine)}"
+        for name, mine, theirs in pairs
+        if mine != theirs
+    ]
+    if not taken:
+        return ()
+    path = redact(str(run.lora.init_adapter_path))
+    return (f"lora.init_adapter_path: the adapter {path} has {', '.join(taken)}",)
+
+
 def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
     """The adapter's value, which is what is written if anything is."""
     mine, theirs = getattr(run.lora, name), said.get(key)

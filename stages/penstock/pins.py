@@ -67,11 +67,11 @@ def typed_dataset(
     """
     if dataset.is_typed:
         return dataset
-    # Readers of files take a while to import, which runs that say their types are spared.
-    from penstock.prepare.infer_type import inferred  # noqa: PLC0415
+    # Runs that say their types are spared the import.
+    from penstock.prepare.dataset_type import infer_dataset_type  # noqa: PLC0415
 
     token = run.data.hf_use_auth_token
-    found = inferred(
+    found = infer_dataset_type(
         dataset,
         pin_dataset(dataset, token),
         where=where,

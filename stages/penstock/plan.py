@@ -35,7 +35,12 @@ from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.machine import check_hub, check_machine, check_model, rows_of_a_step, why_cannot_train
-from penstock.origins import resolve_init_checkpoint, resolve_model_source, with_adapter
+from penstock.origins import (
+    adapter_notes,
+    resolve_init_checkpoint,
+    resolve_model_source,
+    with_adapter,
+)
 from penstock.pack.stage import Pack, PackSettings
 from penstock.pins import pin_sources, pinned_checkpoint, pinned_start, with_types
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
@@ -101,7 +106,8 @@ def plan(
     """
     check_hub(run)
     run, notes = (run, ()) if run.data.skip_prepare_dataset else with_types(run)
-    run = with_adapter(resolve_init_checkpoint(run))
+    written, run = run, with_adapter(resolve_init_checkpoint(run))
+    notes += adapter_notes(written, run)
     wanted = wanted or run.stages
     steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if needs(wanted, "pack"):

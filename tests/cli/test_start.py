@@ -29,7 +29,7 @@ OF_WORK = {
     "penstock.train.launch.hang_watchdog",
 }
 """What judges or does work, and a run that is finished does without."""
-OWN_MODULES = 186
+OWN_MODULES = 187
 """As many of our own a finished run may import."""
 BUDGETS = {"import penstock": 0.15, "from penstock.cli.main import main; main(['--help'])": 0.4}
 
@@ -76,10 +76,13 @@ def makes_nothing(_, out):
     return {}
 
 
+@pytest.mark.parametrize("type", ["text", None], ids=["a type", "an inferred type"])
 def test_a_finished_run_imports_neither_libraries_nor_what_judges_or_does_work(
-    monkeypatch, tmp_path
+    type, monkeypatch, tmp_path
 ):
-    config = small_run(tmp_path)
+    dataset = {"path": str(tmp_path / "rows.jsonl"), "type": type}
+    datasets = [{name: value for name, value in dataset.items() if value is not None}]
+    config = small_run(tmp_path, data={"datasets": datasets})
     monkeypatch.setattr("penstock.plan._notices", lambda *_: [])
     for stage in (Prepare, Pack, Train, Export):
         monkeypatch.setattr(stage, "run", makes_nothing)

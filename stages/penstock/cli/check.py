@@ -200,8 +200,9 @@ def _dataset(
 ) -> tuple[DatasetConfig, str]:
     """The data set with its type, and what its first records hold. `counts` gets the number of its
     samples if these are all."""
+    from penstock.prepare.dataset_type import LOOKED_AT
     from penstock.prepare.first_records import first_samples
-    from penstock.prepare.infer_type import LOOKED_AT, read_first
+    from penstock.prepare.infer_type import read_first
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)

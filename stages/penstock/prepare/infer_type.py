@@ -1,34 +1,25 @@
-"""Which format a data set has, where the configuration does not say it: told from first records.
+"""Infer the format of a data set from its first records.
 
 `infer_format` is a pure function of the records and of the columns that the configuration names.
-What it finds is used as if it had been written, so it is part of what identifies prepared data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
-from penstock.config.schema.dataset import DatasetConfig, FormatName
-from penstock.core.cache.digests import derived
-from penstock.core.cache.record import digest_json
+from penstock.config.schema.dataset import FormatName
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.prepare.bad_records import BadRow
+from penstock.prepare.dataset_type import LOOKED_AT, Inferred
 from penstock.prepare.formats.json_values import unpacked
 from penstock.prepare.formats.kto import verdict_of
-from penstock.prepare.readers.file_splits import FORMAT, Piece, split_source
+from penstock.prepare.readers.file_splits import Piece, split_source
 from penstock.prepare.readers.records import Value
 from penstock.prepare.readers.registry import chunks
 
 LISTS_OF_MESSAGES = ("messages", "conversations")
 """Columns that hold conversations."""
-
-LOOKED_AT = 20
-"""Records that are looked at: a column may be null in the first."""
-
-VERSION = 3
-"""Raised when the same records must be told to be of another format."""
 
 FIRST: Mapping[str, set[FormatName]] = {
     "preference": {"preference", "preference_turns", "kto"},
@@ -41,50 +32,6 @@ CONTEXTS = ("context", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution")
 TEXTS = ("text", "content", "document", "body")
 """Names of columns that are proposed; only those of usual formats are taken by themselves."""
-
-
-@dataclass(frozen=True)
-class Inferred:
-    """A format, and the columns to be read where they have other names than usual."""
-
-    type: FormatName
-    fields: Mapping[str, str] = field(default_factory=dict[str, str])
-    seen: str = ""
-    """The columns that told."""
-
-    def values(self) -> dict[str, Any]:
-        """The settings of a data set that say it."""
-        return {"type": self.type, **self.fields}
-
-    def __str__(self) -> str:
-        more = "".join(f", {name}: {value}" for name, value in self.fields.items())
-        return f"type: {self.type}{more} (its records have {self.seen})"
-
-
-def inferred(
-    dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
-) -> Inferred | None:
-    """The format of a source by its first records, remembered by its content; None where there is
-    no record to look at, or the hub cannot be reached, which preparing tells better.
-
-    `where` is the data set's place in the configuration. Raises ConfigError that shows the columns
-    where several formats or none fit.
-    """
-    asked = digest_json(
-        [FORMAT, VERSION, source.key, dataset.ds_type, _named(dataset), objective, LOOKED_AT]
-    )
-
-    def look() -> Any:
-        records = read_first(source, dataset.ds_type, token)
-        if not records:
-            raise StageError("it has no records")
-        found = infer_format(records, _named(dataset), objective=objective, where=where)
-        return [found.type, dict(found.fields), found.seen]
-
-    try:
-        return Inferred(*derived(asked, look))
-    except (StageError, CapabilityError, FileNotFoundError):
-        return None
 
 
 def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
@@ -187,12 +134,12 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
         return all(name in columns for name in names)
 
     if has("input_ids"):
-        yield Inferred("tokenized", seen="input_ids")
+        yield Inferred("tokenized", columns="input_ids")
     chosen, rejected = (named.get(f"field_{n}", n) for n in ("chosen", "rejected"))
     if has(chosen, rejected):
-        yield Inferred("preference", seen=f"{chosen} and {rejected}")
+        yield Inferred("preference", columns=f"{chosen} and {rejected}")
     elif has("rejected_response"):
-        yield Inferred("preference", seen="rejected_response")
+        yield Inferred("preference", columns="rejected_response")
     prompt = named.get("field_prompt", "prompt")
     completion, label = (
         named.get("field_completion", "completion"),
@@ -201,14 +148,14 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
     verdict = columns.get(label)
     is_judged = has(prompt, completion) and verdict_of(verdict) is not None
     if is_judged:
-        yield Inferred("kto", seen=f"{prompt}, {completion} and {label}")
+        yield Inferred("kto", columns=f"{prompt}, {completion} and {label}")
     if has("src", "tgt"):
         kind: FormatName = "preference_turns" if has("response") else "sft_turns"
-        yield Inferred(kind, seen="src and tgt")
+        yield Inferred(kind, columns="src and tgt")
     yield from _conversations(columns, named)
     question, answer = (named.get(f"field_{n}", n) for n in ("instruction", "output"))
     if has(question, answer):
-        yield Inferred("alpaca", seen=f"{question} and {answer}")
+        yield Inferred("alpaca", columns=f"{question} and {answer}")
     elif has("prompt", "completion") and not is_judged and not has("messages"):
         texts = all(_is_text(columns[name]) for name in ("prompt", "completion"))
         if texts and not {"field_instruction", "field_output"} & named.keys():
@@ -216,7 +163,7 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
             yield Inferred("instruction", fields, "prompt and completion")
     text = named.get("field_text", "text")
     if has(text):
-        yield Inferred("text", seen=text)
+        yield Inferred("text", columns=text)
 
 
 def _conversations(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
@@ -267,15 +214,6 @@ def _looks_like_list(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _named(dataset: DatasetConfig) -> dict[str, str]:
-    """The `field_` settings that are written."""
-    return {
-        name: value
-        for name in sorted(dataset.model_fields_set)
-        if name.startswith("field_") and (value := getattr(dataset, name)) is not None
-    }
 
 
 def _values(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:

@@ -16,7 +16,7 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source, with_adapter
+from penstock.origins import adapter_notes, resolve_model_source, with_adapter
 from tests.engine import runs
 from tests.engine.inputs import write_bases
 from tests.engine.loops import decoder_of, each, loop_of, save, step
@@ -251,6 +251,19 @@ def test_an_adapter_that_does_not_agree_or_is_not_trained_on_is_refused(
     (tmp_path / "adapter_model.safetensors").write_bytes(weights)
     with pytest.raises(error, match=says):
         run_of(folder, "refused", {"init_adapter_path": str(tmp_path), **lora})
+
+
+def test_settings_that_an_adapter_overrides_are_reported(folder, theirs):
+    assert theirs
+    adapter = str(folder / "peft" / "rslora")
+    model = {"model_path": str(folder / "dense"), "tokenizer_path": "builtin:bytes"}
+    # Rank and alpha are written, but as their defaults.
+    lora = {"init_adapter_path": adapter, "enable_lora": True, "lora_rank": 16, "lora_alpha": 16}
+    settings = {"model": model, "lora": lora, "data_parallel_mode": "none"}
+    written = runs.run_config(folder / "reported", folder / "dense", **settings)
+    [line] = adapter_notes(written, with_adapter(written))
+    assert "has lora_rank: 6 instead of 16, lora_alpha: 9 instead of 16, use_rslora: true" in line
+    assert adapter_notes(with_adapter(written), with_adapter(written)) == ()
 
 
 def test_an_adapter_of_other_layers_is_refused_before_it_is_trained(folder, theirs):
