@@ -1,6 +1,6 @@
 """Slices spread over the workers of a Dask or Ray cluster, as `pipeline.task_runner` says.
 
-Only tokenising goes there. Sealing, packing and training stay in the flow's own thread, where they
+Only tokenizing goes there. Sealing, packing and training stay in the flow's own thread, where they
 can be cancelled. Workers and flow share the files below `data.dataset_prepared_path`.
 """
 
@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
     task_run_name="prepare share {number} of {count}", cache_policy=NO_CACHE, persist_result=False
 )
 def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[str, Any]:
-    """Tokenise one share of the slices that are missing, on whichever worker this runs."""
+    """Tokenize one share of the slices that are missing, on whichever worker this runs."""
     with collected_warnings() as warnings:
         done = stage.prepare_share(out, number - 1, count)
     return {
@@ -53,7 +53,7 @@ def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[st
 
 
 def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
-    """Have the workers of a cluster tokenise what is missing, in `count` shares.
+    """Have the workers of a cluster tokenize what is missing, in `count` shares.
 
     Sealing it is left to the stage, which finds all slices done.
     """

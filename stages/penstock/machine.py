@@ -219,7 +219,7 @@ def is_installed(package: str) -> bool:
 
 
 def check_weights(run: RunConfig) -> None:
-    """Refuse weights that are published quantised unless the run uses them so."""
+    """Refuse weights that are published quantized unless the run uses them so."""
     if not run.model.model_path:
         return
     from penstock.engine.quantization.validate_prequantized import validate_prequantized
@@ -254,8 +254,8 @@ def check_model(run: RunConfig) -> None:
     if path is None or is_url(path) or not Path(path).expanduser().is_dir():
         return
     folder = Path(path).expanduser()
-    is_quantised = declared_in(config) or (folder / "hf_quant_config.json").is_file()
-    shapes = None if is_quantised else family.weight_map(shape).hf_shapes()
+    is_quantized = declared_in(config) or (folder / "hf_quant_config.json").is_file()
+    shapes = None if is_quantized else family.weight_map(shape).hf_shapes()
     spare = config.get("num_nextn_predict_layers") or 0
     require_weights(folder, shapes, shape.num_hidden_layers + spare)
 

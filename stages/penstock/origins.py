@@ -72,7 +72,7 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         foundation=model.foundation,
         seed=run.train.seed,
         adapting=adapting if lora.enable_lora else None,
-        quantising=quantization_args(run),
+        quantizing=quantization_args(run),
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
     )

@@ -254,7 +254,7 @@ def require_upstream(plan: Plan, name: str) -> None:
 
 
 def prepare_step(run: RunConfig) -> PlannedStage:
-    """Data and tokenizer in, tokenised slices out."""
+    """Data and tokenizer in, tokenized slices out."""
     data = run.data
     root = data.dataset_prepared_path
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
@@ -297,7 +297,7 @@ def prepare_step(run: RunConfig) -> PlannedStage:
 def given_data(run: RunConfig) -> PlannedStage:
     """Prepared data that is there, which data.skip_prepare_dataset takes as it is.
 
-    Tokens that another program has left there are laid out anew, and not tokenised.
+    Tokens that another program has left there are laid out anew, and not tokenized.
     """
     place = Path(run.data.dataset_prepared_path)
     if tokens := tokens_at(place):
@@ -310,7 +310,7 @@ def given_data(run: RunConfig) -> PlannedStage:
 
 
 def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
-    """Tokenised slices in, packed rows out."""
+    """Tokenized slices in, packed rows out."""
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}

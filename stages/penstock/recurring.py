@@ -82,7 +82,7 @@ class Decision:
     slices: int | None = None
     """Slices of the sources; None where nobody looked at them."""
     reused_slices: int | None = None
-    """Those of them that had been tokenised before."""
+    """Those of them that had been tokenized before."""
     keys: Mapping[str, str] | None = None
     """Of the stages of the model that was looked at, 16 digits."""
     figures: Figures | None = None

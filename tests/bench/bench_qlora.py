@@ -1,4 +1,4 @@
-"""Adapters over quantised weights: `python -m tests.bench.bench_qlora --memory | --learning BASE`.
+"""Adapters over quantized weights: `python -m tests.bench.bench_qlora --memory | --learning BASE`.
 
 `--memory`: the base weights of a random Llama in bf16 (default 1.0e9 parameters, next to all of
 them in linear layers) are loaded in every format, each in a process of its own. Printed are the
@@ -9,7 +9,7 @@ if they are installed: transformers with bitsandbytes' NF4.
 `--learning BASE --data FILE`: adapters are trained on questions and answers (columns `question` and
 `answer`, such as GSM8K's) over the weights in the folder BASE as they are and in every format, the
 same rows in the same order, and the loss of the last steps and of rows that were held out is
-printed with its ratio to that over unquantised weights (goal: at most 1.02).
+printed with its ratio to that over unquantized weights (goal: at most 1.02).
 """
 
 import argparse
@@ -40,13 +40,13 @@ def load_ours(folder: Path, kept: str) -> Any:
     from penstock.engine.build import assemble
     from penstock.engine.distributed.ranks import init_process_group
 
-    quantised = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
+    quantized = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
     run = loads(
         {
             "model": {"model_path": str(folder), "tokenizer_path": "builtin:bytes"},
             "data": {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
             "train": {"data_parallel_mode": "none", "output_dir": "unused"},
-            "lora": {"enable_lora": True, "lora_rank": 1, **quantised},
+            "lora": {"enable_lora": True, "lora_rank": 1, **quantized},
         }
     )
     hf_config = json.loads((folder / "config.json").read_text())
@@ -138,7 +138,7 @@ def _train(
     folder: Path, base: Path, data: Path, kept: str, steps: int
 ) -> tuple[list[float], float]:
     """The losses of all steps, and that of held out rows after them."""
-    quantised = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
+    quantized = {"enable_qlora": True, "quant_format": kept} if kept != "bf16" else {}
     config = {
         "model": {"model_path": str(base.resolve())},
         "data": {
@@ -165,7 +165,7 @@ def _train(
             "lr_decay_style": "cosine",
             "save_epochs": 0,
         },
-        "lora": {"enable_lora": True, "lora_rank": 16, **quantised},
+        "lora": {"enable_lora": True, "lora_rank": 16, **quantized},
         "launch": {"nproc_per_node": 1},
         "pipeline": {"stages": ["prepare", "pack", "train"]},
     }

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
-from penstock.models.initialize import initialise
+from penstock.models.initialize import initialize
 from penstock.models.registry import get_family
 from penstock.rows.collate import MicroBatch
 from penstock.train.dataloader import read
@@ -108,7 +108,7 @@ def weights(hf_config: dict[str, Any]) -> dict[str, torch.Tensor]:
     family = get_family(hf_config)
     config = family.read(hf_config)
     shapes = family.weight_map(config, merge_qkv=True).hf_shapes()
-    return {name: initialise(name, shape, SEED, config) for name, shape in shapes.items()}
+    return {name: initialize(name, shape, SEED, config) for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`penstock prepare CONFIG --shard i/n`: several machines tokenise a share each, and one seals."""
+"""`penstock prepare CONFIG --shard i/n`: several machines tokenize a share each, and one seals."""
 
 from pathlib import Path
 

@@ -117,7 +117,7 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("columns", [64, 128, 200, 4096])
-def test_quantised_rows_take_the_bytes_of_their_format(name, columns):
+def test_quantized_rows_take_the_bytes_of_their_format(name, columns):
     widths = format_named(name).widths(columns)
     assert _width(name, columns, None) * columns == pytest.approx(sum(widths.values()))
 
@@ -129,7 +129,7 @@ def test_shards_are_whole_rows():
 
 
 @pytest.mark.parametrize("published", [None, QuantizationConfig("fp8", "compressed-tensors")])
-def test_quantised_matrices_take_their_bits_and_all_else_its_own(published):
+def test_quantized_matrices_take_their_bits_and_all_else_its_own(published):
     lora = {"enable_lora": True, "enable_qlora": True, "quant_format": "int8"}
     model = {"exclude_modules": ["o_proj"]}
     cut, its, config = cut_of("dense", ParallelDims(), lora={**lora, **model})

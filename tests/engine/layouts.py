@@ -231,7 +231,7 @@ MERGING = (
 
 OVER_NVFP4: dict[str, Any] = {"kind": "broad", "lora": "over nvfp4"}
 OVER_TILES: dict[str, Any] = {"kind": "broad", "lora": "over tiles"}
-QUANTISED = (
+QUANTIZED = (
     laid("over nf4, shard 2 x tp 2", shard=2, tp=2, kind="broad", lora="over nf4", **SPLIT),
     laid("over nvfp4, tp 2", tp=2, load_weights_mode="all_ranks", **OVER_NVFP4),
     laid("over nvfp4, shard 2, offloaded", shard=2, enable_fsdp_offload=True, **OVER_NVFP4),
@@ -340,7 +340,7 @@ LAYOUTS = {
         *WITH_LEARNED_POSITIONS,
         *FORMED,
         *MERGING,
-        *QUANTISED,
+        *QUANTIZED,
         *OFFLOADED,
         *DROPPING,
         *BALANCED,

@@ -72,7 +72,7 @@ def _whole(loop: Trainer, take: Callable[[nn.Parameter], torch.Tensor | None]) -
     found: Arrays = {}
     for boxes in loop.ranks.all_gather(mine):
         for name, shape, offsets, box in boxes:
-            # Bytes of quantised weights too: what is missing is no number.
+            # Bytes of quantized weights too: what is missing is no number.
             kind = np.promote_types(box.dtype, np.float32)
             whole = found.setdefault(name, np.full(shape, np.nan, kind))
             ends = zip(offsets, box.shape, strict=True)

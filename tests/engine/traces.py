@@ -18,7 +18,7 @@ from penstock.engine.model_source import ExportFormat, LoraArgs, ModelSource, qu
 from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import CHECKPOINTS, Job
-from penstock_kernels.quant import Quantised, dequantise
+from penstock_kernels.quant import QuantizedTensor, dequantize
 from tests.engine import loops
 from tests.engine.laid import LR, MAX_NORM
 
@@ -44,7 +44,7 @@ class Trace:
     told: list[dict[str, Any]] = field(default_factory=list)
     """Of routers, in each step; empty where nobody looked."""
     rounded: loops.Arrays = field(default_factory=dict[str, np.ndarray])
-    """What quantised matrices stand for that adapters were merged into; `weights` lack these."""
+    """What quantized matrices stand for that adapters were merged into; `weights` lack these."""
 
 
 class Errors(NamedTuple):
@@ -72,7 +72,7 @@ def trace_here(job: Job) -> Trace | None:
     weights = loops.parameters_of(loop)
     if not loop.ranks.is_main_process:
         return None
-    rounded = _dequantised(job, weights) if job.config.lora.merge_lora_interval else {}
+    rounded = _dequantized(job, weights) if job.config.lora.merge_lora_interval else {}
     losses, norms = ([record[name] for record in records] for name in ("loss", "grad_norm"))
     told = [{name: record[name] for name in TOLD if name in record} for record in records]
     return Trace(rows, losses, norms, gradients, weights, told, rounded)
@@ -84,8 +84,8 @@ def steps_of(job: Job) -> int:
     return 3 if job.config.lora.enable_lora else 2
 
 
-def _dequantised(job: Job, weights: loops.Arrays) -> loops.Arrays:
-    """What quantised matrices stand for, the tensors of which are taken out of `weights`."""
+def _dequantized(job: Job, weights: loops.Arrays) -> loops.Arrays:
+    """What quantized matrices stand for, the tensors of which are taken out of `weights`."""
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
@@ -95,8 +95,8 @@ def _dequantised(job: Job, weights: loops.Arrays) -> loops.Arrays:
         columns = shapes[name][1]
         raw = {leaf: weights.pop(f"{name}.{leaf}") for leaf in kept.widths(columns)}
         tensors = {leaf: torch.tensor(array).to(torch.uint8) for leaf, array in raw.items()}
-        value = Quantised.of_bytes(kept, columns, tensors)
-        found[name] = dequantise(value, torch.float32).numpy()
+        value = QuantizedTensor.of_bytes(kept, columns, tensors)
+        found[name] = dequantize(value, torch.float32).numpy()
     return found
 
 
@@ -196,7 +196,7 @@ def exported(job: Job) -> Mapping[str, bytes]:
         adapting=LoraArgs(lora.lora_alpha, "root" if lora.use_rslora else "rank", 0, lora.lora_bias)
         if lora.enable_lora
         else None,
-        quantising=quantization_args(job.config),
+        quantizing=quantization_args(job.config),
     )
     out = job.output_dir / "export"
     write_folders(job.output_dir / CHECKPOINTS / "global_step_0", origin, ExportFormat(), out)

@@ -189,18 +189,18 @@ def compile_group_gemm() -> None:
 def compile_quant() -> None:
     from penstock_kernels.noise import triton as noise
     from penstock_kernels.quant import FORMATS, format_named
-    from penstock_kernels.quant import triton_dequantize as dequantise
+    from penstock_kernels.quant import triton_dequantize as dequantize
     from penstock_kernels.quant import triton_matmul as matmul
-    from penstock_kernels.quant import triton_quantize as quantise
+    from penstock_kernels.quant import triton_quantize as quantize
 
     for kept in (*FORMATS.values(), *([format_named("nf4", 4096)] if ALL else [])):
         scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
         tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
-        rows, columns = dequantise.tile(4096, kept.group)
+        rows, columns = dequantize.tile(4096, kept.group)
         tile = {"ROWS": rows, "COLUMNS": columns}
         of = {"FORMAT": kept.name, "GROUP": kept.group or 0}
         read = {**tensors, "global_ptr": whole}
-        compiled(dequantise._dequantise, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
+        compiled(dequantize._dequantize, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
         # Numbers of fp32 take the most shared memory, whatever stands for them.
         multiplied = DATA if kept.name == "int8" else DATA[:1]
         for data in multiplied if (kept.group or 0) <= matmul.MOST_GROUP else ():
@@ -217,23 +217,23 @@ def compile_quant() -> None:
             compiled(noise._add, drawn, {**shape, "ROUND": False})
         made = {**tensors, "w_ptr": "*bf16"}
         if kept.name == "block_fp8":
-            compiled(quantise._by_tiles, made, {"TILE": quantise.TILE}, num_warps=8)
+            compiled(quantize._by_tiles, made, {"TILE": quantize.TILE}, num_warps=8)
         if kept.codes == "levels":
-            compiled(quantise._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
+            compiled(quantize._by_groups, {**made, "largest_ptr": whole}, {**of, **tile})
         else:
-            compiled(quantise._by_rows, made, {**of, **tile})
+            compiled(quantize._by_rows, made, {**of, **tile})
 
 
 def compile_float8() -> None:
     from penstock_kernels.float8 import triton_multiply as multiply
-    from penstock_kernels.float8 import triton_quantize as quantise
+    from penstock_kernels.float8 import triton_quantize as quantize
 
     tensors = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
     shared = (("tensor", True), ("rows", True), ("groups", False), ("tiles", False))
     for (sharing, given), kind in ways(shared, ("e4m3", "e5m2")):
-        rows, warps = (quantise.BLOCK, 8) if sharing == "tiles" else (quantise.ROWS, 4)
-        of = {"SHARING": sharing, "GIVEN": given, "ROWS": rows, "BLOCK": quantise.BLOCK}
-        compiled(quantise._quantise, tensors, {**of, "KIND": kind}, num_warps=warps)
+        rows, warps = (quantize.BLOCK, 8) if sharing == "tiles" else (quantize.ROWS, 4)
+        of = {"SHARING": sharing, "GIVEN": given, "ROWS": rows, "BLOCK": quantize.BLOCK}
+        compiled(quantize._quantize, tensors, {**of, "KIND": kind}, num_warps=warps)
     scales = {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     tile = {"TILE_M": multiply.TILE, "TILE_N": multiply.TILE, "BAND": multiply.BAND}
     for kind, pointer, rows in (("e4m3", "*fp8e4nv", 128), ("e5m2", "*fp8e5", 1)):

@@ -40,13 +40,13 @@ KERNELS = {
     },
     "quant": {
         "noise.triton._add",
-        "quant.triton_dequantize._dequantise",
+        "quant.triton_dequantize._dequantize",
         "quant.triton_matmul._multiply",
         "quant.triton_quantize._by_groups",
         "quant.triton_quantize._by_rows",
         "quant.triton_quantize._by_tiles",
     },
-    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantize._quantise"},
+    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantize._quantize"},
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

@@ -67,7 +67,7 @@ def test_elements_lie_where_their_spans_say(x, copied):
 
 
 @pytest.mark.parametrize("backend", [*rms_norm.backends[1:]])
-def test_rows_to_be_normalised_may_lie_anywhere(backend):
+def test_rows_to_be_normalized_may_lie_anywhere(backend):
     if backend == "triton" and not CAN_RUN_TRITON:
         pytest.skip("needs CUDA or Triton's interpreter")
     x, weight, dy = randoms((5, 7, 33), (33,), (7, 5, 33))

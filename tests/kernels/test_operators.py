@@ -1,4 +1,4 @@
-"""Operators of mixtures, dropout and quantised matrices are what PyTorch takes them for.
+"""Operators of mixtures, dropout and quantized matrices are what PyTorch takes them for.
 
 Those of attention, norms, gates and rotary embedding are asked beside their other tests.
 """
@@ -10,12 +10,12 @@ from torch.library import opcheck
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.layers.module_registry import OpModule
-from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
+from penstock.models.layers.quantized_linear import LEAVES, QuantizedMatrix
 from penstock.models.layers.router import Router
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.permute import sort_by_expert
-from penstock_kernels.quant import format_named, quantise
+from penstock_kernels.quant import format_named, quantize
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
 BACKENDS = ["native", "loops", *(["triton"] if CAN_RUN_TRITON else [])]
@@ -70,16 +70,16 @@ def numbered(module: OpModule):
 
 
 def test_what_programs_ask_of_modules_by_number():
-    matrix = QuantisedMatrix(format_named("nvfp4"), (4, 24), torch.device(DEVICE))
-    for leaf, raw in quantise(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
+    matrix = QuantizedMatrix(format_named("nvfp4"), (4, 24), torch.device(DEVICE))
+    for leaf, raw in quantize(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
         matrix.get_parameter(leaf).data = raw
     tensors = [matrix.get_parameter(leaf) for leaf in LEAVES]
     number, kind = numbered(matrix), (24, torch.bfloat16)
-    weight, told = operator("quantised_weight")(number, *tensors, *kind)
-    assert torch.equal(operator("quantised_weight_again")(number, told, *tensors, *kind), weight)
+    weight, told = operator("quantized_weight")(number, *tensors, *kind)
+    assert torch.equal(operator("quantized_weight_again")(number, told, *tensors, *kind), weight)
     again = (number, told, *tensors, *kind)
-    opcheck(operator("quantised_weight"), (number, *tensors, *kind), test_utils=PLAIN)
-    opcheck(operator("quantised_weight_again"), again, test_utils=PLAIN)
+    opcheck(operator("quantized_weight"), (number, *tensors, *kind), test_utils=PLAIN)
+    opcheck(operator("quantized_weight_again"), again, test_utils=PLAIN)
     site = Dropout(0.5, "site")
     with dropout_rng(DropoutRNG(1, 2, torch.arange(3, device=DEVICE))):
         given = drawn(3, 6, learns=False), numbered(site)

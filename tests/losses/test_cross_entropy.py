@@ -14,9 +14,9 @@ from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy, token_log_probs
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
-from penstock.models.layers.quantized_linear import QuantisedLinear
+from penstock.models.layers.quantized_linear import QuantizedLinear
 from penstock_kernels.cross_entropy import LossOptions
-from penstock_kernels.quant import FORMATS, quantise
+from penstock_kernels.quant import FORMATS, quantize
 
 TOKENS, WIDTH, VOCAB = 53, 16, 41
 CHUNKED = Loss(chunk=8)
@@ -52,10 +52,10 @@ def frozen():
     return matrix().requires_grad_(False)
 
 
-def quantised():
+def quantized():
     head = matrix()
-    made = QuantisedLinear(head, FORMATS["nf4"])
-    for name, raw in quantise(head.weight.detach(), FORMATS["nf4"]).as_bytes().items():
+    made = QuantizedLinear(head, FORMATS["nf4"])
+    for name, raw in quantize(head.weight.detach(), FORMATS["nf4"]).as_bytes().items():
         made.get_parameter(f"weight.{name}").data.copy_(raw)
     return made
 
@@ -65,7 +65,7 @@ HEADS = {
     "frozen": frozen,
     "adapted": adapted,
     "adapted and normed": lambda: adapted("dora"),
-    "quantised": quantised,
+    "quantized": quantized,
     "a matrix and more": lambda: nn.Sequential(matrix(), nn.Tanh()),
 }
 
@@ -138,12 +138,12 @@ def several(count):
     return labels, torch.rand(TOKENS, count, generator=generator)
 
 
-@pytest.mark.parametrize("head", ["a matrix", "adapted", "quantised", "a matrix and more"])
+@pytest.mark.parametrize("head", ["a matrix", "adapted", "quantized", "a matrix and more"])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_log_probabilities_of_several_labels_are_those_of_fp64_logits(head, cap):
     hidden, call, _ = setting(head)
     labels, weights = several(4)
-    # Torch has no quantised products in fp64: these logits are made wide.
+    # Torch has no quantized products in fp64: these logits are made wide.
     logits = call(hidden).double()
     logits = logits if cap is None else cap * (logits / cap).tanh()
     every = logits.log_softmax(-1).gather(1, labels.clamp(min=0))
@@ -241,8 +241,8 @@ class Largest(TorchDispatchMode):
         return made
 
 
-# Dequantising 656 weights takes more numbers than a chunk has logits.
-@pytest.mark.parametrize("head", sorted(HEADS.keys() - {"quantised"}))
+# Dequantizing 656 weights takes more numbers than a chunk has logits.
+@pytest.mark.parametrize("head", sorted(HEADS.keys() - {"quantized"}))
 def test_logits_of_more_than_a_chunk_are_never_made(head):
     hidden, call, labels = setting(head)
     most = max(VOCAB * WIDTH, hidden.numel(), 8 * VOCAB)

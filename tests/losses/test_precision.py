@@ -13,9 +13,9 @@ from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, compute_logits, sum_cross_entropy, token_log_probs
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
-from penstock.models.layers.quantized_linear import QuantisedLinear
+from penstock.models.layers.quantized_linear import QuantizedLinear
 from penstock_kernels.cross_entropy import LossOptions
-from penstock_kernels.quant import FORMATS, dequantise, quantise
+from penstock_kernels.quant import FORMATS, dequantize, quantize
 
 TOKENS, WIDTH, VOCAB, RANK = 53, 32, 41, 3
 
@@ -61,16 +61,16 @@ def put_magnitudes(head):
     head.lora_magnitude["lm_head"].data *= 2
 
 
-def quantised():
+def quantized():
     head, weight = plain()
-    codes = quantise(weight, FORMATS["nf4"])
-    made = QuantisedLinear(head, FORMATS["nf4"])
+    codes = quantize(weight, FORMATS["nf4"])
+    made = QuantizedLinear(head, FORMATS["nf4"])
     for name, raw in codes.as_bytes().items():
         made.get_parameter(f"weight.{name}").data.copy_(raw)
-    return made, dequantise(codes, torch.float32)
+    return made, dequantize(codes, torch.float32)
 
 
-HEADS = {"plain": plain, "adapted": adapted, "normed": normed, "quantised": quantised}
+HEADS = {"plain": plain, "adapted": adapted, "normed": normed, "quantized": quantized}
 
 
 def computed(loss, head, hidden, labels):
@@ -95,9 +95,9 @@ def test_logits_in_fp32_are_those_of_what_is_kept_in_bf16(kind, mode):
 
     for casting in (False, True):
         # Weights that lie in bf16 themselves, as FSDP gives them, or that autocast would cast.
-        if not casting and kind != "quantised":
+        if not casting and kind != "quantized":
             head = head.bfloat16()
-        elif kind != "quantised":
+        elif kind != "quantized":
             head = head.float()
         if kind == "normed":
             put_magnitudes(head)

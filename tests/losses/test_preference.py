@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.config.schema.preference import AVERAGED, LossType, PreferenceConfig
-from penstock.losses.preference import LOSSES, Answers, baseline, normalised, preference_losses
+from penstock.losses.preference import LOSSES, Answers, baseline, normalized, preference_losses
 from penstock.losses.preference_metrics import MARGINS, measures, told
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "preference_losses.json").read_text())
@@ -100,13 +100,13 @@ def test_the_kl_estimate_is_the_mean_of_each_column_and_at_least_zero():
 
 def test_lengths_are_taken_out_as_written():
     sums_DA, tokens_DA = torch.tensor([[-6.0, -4.0]]), torch.tensor([[3, 1]])
-    assert torch.equal(normalised(sums_DA, tokens_DA, "none"), sums_DA)
-    assert torch.equal(normalised(sums_DA, tokens_DA, "mean"), torch.tensor([[-2.0, -4.0]]))
-    assert torch.equal(normalised(sums_DA, tokens_DA, "pair_mean"), torch.tensor([[-4.0, -8.0]]))
+    assert torch.equal(normalized(sums_DA, tokens_DA, "none"), sums_DA)
+    assert torch.equal(normalized(sums_DA, tokens_DA, "mean"), torch.tensor([[-2.0, -4.0]]))
+    assert torch.equal(normalized(sums_DA, tokens_DA, "pair_mean"), torch.tensor([[-4.0, -8.0]]))
 
 
 def test_means_are_taken_where_a_loss_is_defined_on_them():
-    means = {loss for loss in LOSSES if PreferenceConfig(loss_type=loss).normalisation == "mean"}
+    means = {loss for loss in LOSSES if PreferenceConfig(loss_type=loss).normalization == "mean"}
     assert means == AVERAGED
 
 

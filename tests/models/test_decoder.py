@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models.decoder import Decoder
-from penstock.models.initialize import initialise
+from penstock.models.initialize import initialize
 from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
@@ -37,7 +37,7 @@ def start(model, weights, seed=3):
     shapes, config = weights.hf_shapes(), weights.config
     model.load_state_dict(
         {
-            name: from_hf(weights, name, lambda hf: initialise(hf, shapes[hf], seed, config))
+            name: from_hf(weights, name, lambda hf: initialize(hf, shapes[hf], seed, config))
             for name in weights.native_names()
         }
     )
@@ -90,13 +90,13 @@ def test_a_start_depends_on_seed_and_name_alone():
     shapes, config = weights.hf_shapes(), weights.config
     name, other = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     torch.manual_seed(99)
-    first = initialise(name, shapes[name], 7, config)
+    first = initialize(name, shapes[name], 7, config)
     torch.randn(5)
-    assert torch.equal(first, initialise(name, shapes[name], 7, config))
-    assert not torch.equal(first, initialise(other, shapes[other], 7, config))
-    assert not torch.equal(first, initialise(name, shapes[name], 8, config))
+    assert torch.equal(first, initialize(name, shapes[name], 7, config))
+    assert not torch.equal(first, initialize(other, shapes[other], 7, config))
+    assert not torch.equal(first, initialize(name, shapes[name], 8, config))
     assert abs(first.std().item() / config.initializer_range - 1) < 0.05
-    assert initialise("model.norm.weight", [48], 7, config).eq(1).all()
+    assert initialize("model.norm.weight", [48], 7, config).eq(1).all()
 
 
 def test_tied_weights_stay_one_through_every_move():

@@ -9,7 +9,7 @@ import transformers
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.foundation import NO_EFFECT, check_foundation, laid_over
-from penstock.models.initialize import generator_for, initialise
+from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import FAMILIES, get_family
 from penstock_kernels.attention import VarlenMetadata
 from tests.models.twins import LLAMA3_ROPE, SIZES, SPARSE
@@ -65,7 +65,7 @@ def logits(config: dict[str, Any]) -> torch.Tensor:
     model = Decoder(decoder)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parts = [initialise(n, names.hf_shapes()[n], 0, decoder) for n in names.hf_names(name)]
+            parts = [initialize(n, names.hf_shapes()[n], 0, decoder) for n in names.hf_names(name)]
             start = torch.cat([p.flatten() for p in parts]).view_as(parameter)
             noise = torch.randn(parameter.shape, generator=generator_for(name, 1))
             parameter.copy_(start * 5 + noise * 0.3)

@@ -67,7 +67,7 @@ def test_triton_computes_the_model_of_transformers(family):
 
 def ragged():
     """A model whose selection bias decides alone: one expert has every token, the others none."""
-    # Not normalised: the weight of a single choice would be 1, and the router's gradient noise.
+    # Not normalized: the weight of a single choice would be 1, and the router's gradient noise.
     choice = {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}
     theirs = hf_model("glm4_moe", tied=False, **choice)
     for name, bias in theirs.state_dict().items():
@@ -123,7 +123,7 @@ def their_balance(pair, ids):
     return balance, squares
 
 
-def penalised(pair, ids, labels, recomputed):
+def penalized(pair, ids, labels, recomputed):
     """The loss, gradients with the losses of routers, and what a watch noted, by the engine's ways.
 
     Padding is routed as well, and must not count.
@@ -150,7 +150,7 @@ def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recompute
     (plain + (LOAD * balance + Z * squares) / tokens).backward()
     wanted = as_stored(pair.theirs, gradients(pair.theirs))
     for recomputed in (None, "plain", "reentrant", "once"):
-        loss, got, noted = penalised(pair, ids, labels, recomputed)
+        loss, got, noted = penalized(pair, ids, labels, recomputed)
         torch.testing.assert_close(loss, plain.detach(), rtol=1e-6, atol=0)
         sums = torch.stack(noted).sum(0)
         assert sums[:8].sum() == len(noted) * 3 * tokens

@@ -1,4 +1,4 @@
-"""What configurations of quantised checkpoints declare, as far as it is not read."""
+"""What configurations of quantized checkpoints declare, as far as it is not read."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def compressed(**changed: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_quantised_in_other_ways_is_refused_with_what_to_do(said, fault):
+def test_what_is_quantized_in_other_ways_is_refused_with_what_to_do(said, fault):
     with pytest.raises(CapabilityError, match=f"(?s){fault}.*model.model_path"):
         declared_in({"quantization_config": said})
 

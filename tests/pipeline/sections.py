@@ -44,8 +44,8 @@ def in_float8(**fp8):
     return section("train", enable_fp8_training=True, fp8=fp8)
 
 
-def quantised(**lora):
-    """Adapters beside quantised weights."""
+def quantized(**lora):
+    """Adapters beside quantized weights."""
     return section("lora", enable_qlora=True, **lora)
 
 

@@ -38,7 +38,7 @@ def test_a_pair_is_read_back_with_both_sides_and_is_as_long_as_the_longer(more, 
         assert list(sample.sides) == ["chosen", "rejected"]
     assert found == PAIRS
     assert facts["kind"] == "preference"
-    if more:  # else the tokeniser's own tally is told
+    if more:  # else the tokenizer's own tally is told
         assert facts["tokens"]["train"] == 11
         assert facts["lengths"]["train"] == {"1": 1, "4": 2}
 

@@ -1,4 +1,4 @@
-"""Tokenised slices made of tokens at hand, for tests of what comes after tokenising."""
+"""Tokenized slices made of tokens at hand, for tests of what comes after tokenizing."""
 
 from collections.abc import Sequence
 from pathlib import Path

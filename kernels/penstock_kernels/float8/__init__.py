@@ -13,7 +13,7 @@ from penstock_kernels.float8.matmuls import (
     Recipe,
     seen,
 )
-from penstock_kernels.float8.operations import multiply, quantise
+from penstock_kernels.float8.operations import multiply, quantize
 from penstock_kernels.float8.weight import Float8WeightShard
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "largest_of_part",
     "linear",
     "multiply",
-    "quantise",
+    "quantize",
     "seen",
     "shape_of_scales",
 ]

@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         ctx.scheme, ctx.agreement = scheme, agreement
         y_TN, x, weight = outputs(x_TK, weight_NK, scheme, agreement)
         # Per-tensor codes serve both directions; other recipes quantize again.
-        ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantised"
+        ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantized"
         kept = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
         learns = ctx.needs_input_grad[1]
         ctx.save_for_backward(weight_NK, weight.scales, *(kept if learns else (None, None)))

@@ -15,11 +15,11 @@ from penstock_kernels.float8.amax import amax
 from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing
 from penstock_kernels.float8.formats import Kind, compute_scales
 from penstock_kernels.float8.hadamard import factors, turn
-from penstock_kernels.float8.operations import multiply, quantise
+from penstock_kernels.float8.operations import multiply, quantize
 from penstock_kernels.float8.weight import Float8WeightShard
 
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
-Product = Literal["quantised", "exact"]
+Product = Literal["quantized", "exact"]
 Agree = Callable[[torch.Tensor], torch.Tensor]
 """All-reduces maxima over the ranks that hold shards of the same matrix."""
 
@@ -38,9 +38,9 @@ class Float8Recipe:
     recipe: Recipe = "rowwise"
     gradients: Kind = "e5m2"
     """Of outputs; activations and weights are e4m3."""
-    input_gradient: Product = "quantised"
+    input_gradient: Product = "quantized"
     """`exact`: from the unquantized gradient of y and the dequantized W."""
-    weight_gradient: Product = "quantised"
+    weight_gradient: Product = "quantized"
     """`exact`: from the unquantized gradient of y and the unquantized x."""
     block: int | None = None
     """Block size of the Hadamard transform (`hadamard.py`) of x and W; None: no transform."""
@@ -78,11 +78,11 @@ def coded(
     reaches = {"tensor": (rows, columns), "rows": (columns,)}.get(sharing, ())
     asked = [agree for agree in reaches if agree]
     if not asked:
-        return quantise(x_RC, kind, sharing)
+        return quantize(x_RC, kind, sharing)
     largest = amax(x_RC, sharing)
     for agree in asked:
         largest = agree(largest)
-    return quantise(x_RC, kind, sharing, compute_scales(largest, kind))
+    return quantize(x_RC, kind, sharing, compute_scales(largest, kind))
 
 
 def seen(weight_NK: torch.Tensor, block: int | None) -> torch.Tensor:
@@ -130,7 +130,7 @@ def gradients(
     None if W's gradient is not needed. `weight_scales`: of the forward pass.
     """
     dx = dweight = dy = None
-    rounds = (scheme.input_gradient == "quantised", scheme.weight_gradient == "quantised")
+    rounds = (scheme.input_gradient == "quantized", scheme.weight_gradient == "quantized")
     if scheme.of_rows == "tensor" and any(map(all, zip(wanted, rounds, strict=True))):
         # Used for both gradients.
         dy = coded(dy_TN, scheme.gradients, "tensor", agreement.tokens, agreement.outputs)
@@ -154,8 +154,8 @@ def _input_gradient(
     whole = None
     if not isinstance(weight_NK, Float8WeightShard):
         whole = seen(weight_NK.to(dtype), scheme.block)
-    is_quantised = scheme.input_gradient == "quantised"
-    if is_quantised and sharing == "rows":
+    is_quantized = scheme.input_gradient == "quantized"
+    if is_quantized and sharing == "rows":
         # An all-gathered FP8 weight is scaled along its other dimension: it would be rounded twice.
         assert whole is not None, "rows of a gathered weight have no scales for their columns"
         across = coded(whole.mT, "e4m3", sharing, agreement.inputs, agreement.outputs)
@@ -163,9 +163,9 @@ def _input_gradient(
         weight = (
             weight_NK.coded
             if isinstance(weight_NK, Float8WeightShard)
-            else quantise(whole, "e4m3", sharing, scales)
+            else quantize(whole, "e4m3", sharing, scales)
         )
-        if not is_quantised:
+        if not is_quantized:
             return turned(dy_TN @ weight.numbers(dtype), scheme.block)
         across = weight.mT
     dy = dy or coded(dy_TN, scheme.gradients, scheme.of_rows, agreement.tokens, agreement.outputs)

@@ -8,20 +8,20 @@ from penstock_kernels.float8 import reference, scaled_mm
 from penstock_kernels.float8.float8_matrix import Float8Matrix
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op
 
-__all__ = ["multiply", "quantise"]
+__all__ = ["multiply", "quantize"]
 
-_QUANTISE: Mapping[str, KernelImpl[..., Float8Matrix]] = {}
+_QUANTIZE: Mapping[str, KernelImpl[..., Float8Matrix]] = {}
 _MULTIPLY: Mapping[str, KernelImpl[..., torch.Tensor]] = {
     "scaled": KernelImpl(scaled_mm.multiply, scaled_mm.refuses),
 }
 if HAS_TRITON:
     from penstock_kernels.float8 import triton_multiply, triton_quantize
 
-    _QUANTISE = {"triton": KernelImpl(triton_quantize.quantise, triton_quantize.refuses, "triton")}
+    _QUANTIZE = {"triton": KernelImpl(triton_quantize.quantize, triton_quantize.refuses, "triton")}
     _MULTIPLY = {
         **_MULTIPLY,
         "triton": KernelImpl(triton_multiply.multiply, triton_multiply.refuses, "triton"),
     }
 
-quantise: Op[..., Float8Matrix] = Op("float8 quantise", reference.quantise, _QUANTISE)
+quantize: Op[..., Float8Matrix] = Op("float8 quantize", reference.quantize, _QUANTIZE)
 multiply: Op[..., torch.Tensor] = Op("float8 multiply", reference.multiply, _MULTIPLY)

@@ -10,7 +10,7 @@ from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing, Sums, s
 from penstock_kernels.float8.formats import Kind, cast_to_fp8, compute_scales
 
 
-def quantise(
+def quantize(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> Float8Matrix:
     """Quantize a matrix to FP8; it may be a transposed view.

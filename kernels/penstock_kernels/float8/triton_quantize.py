@@ -34,7 +34,7 @@ def _scale_of(largest, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     x_ptr,
     codes_ptr,
     scales_ptr,
@@ -95,7 +95,7 @@ def _run(
     codes = x.new_empty((R, C), dtype=torch.uint8)
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
-        _quantise[(triton.cdiv(R, rows), triton.cdiv(C, BLOCK))](
+        _quantize[(triton.cdiv(R, rows), triton.cdiv(C, BLOCK))](
             x,
             codes,
             found,
@@ -120,14 +120,14 @@ def _fake(
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(shape, dtype=torch.float32)
 
 
-_quantised = operator("float8_quantise", _run, fake=_fake)
+_quantized = operator("float8_quantize", _run, fake=_fake)
 
 
-def quantise(
+def quantize(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> Float8Matrix:
     """Bitwise identical to the reference, of finite numbers; others leave the same scales."""
-    codes, found = _quantised(x_RC, kind, sharing, scales)
+    codes, found = _quantized(x_RC, kind, sharing, scales)
     return Float8Matrix(codes.view(DTYPES[kind]), found, sharing)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.noise.reference import add_noise_ as _reference
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
-from penstock_kernels.quant import Quantised
+from penstock_kernels.quant import QuantizedTensor
 from penstock_kernels.rng_rows import RowKeys
 
 __all__ = ["RowKeys", "add_noise_"]
@@ -18,7 +18,7 @@ __all__ = ["RowKeys", "add_noise_"]
 
 def _refuses(
     weight_NK: torch.Tensor,
-    quantised: Quantised,
+    quantized: QuantizedTensor,
     alpha: float,
     runs: Sequence[RowKeys],
     first_column: int = 0,
@@ -28,7 +28,7 @@ def _refuses(
         return "the weight is in fp64, and it computes in fp32"
     if weight_NK.stride(-1) != 1:
         return "the weight's rows are not contiguous"
-    return needs_cuda(weight_NK, *quantised.tensors.values())
+    return needs_cuda(weight_NK, *quantized.tensors.values())
 
 
 _FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.noise.runs import require_runs
-from penstock_kernels.quant import Quantised, step_size
+from penstock_kernels.quant import QuantizedTensor, step_size
 from penstock_kernels.rng_rows import RowKeys, blocks, side_by_side, words
 
 PURPOSE = 1
@@ -18,14 +18,14 @@ PURPOSE = 1
 
 def add_noise_(
     weight_NK: torch.Tensor,
-    quantised: Quantised,
+    quantized: QuantizedTensor,
     alpha: float,
     runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
     """`weight + alpha * n * step`, in place: n is normal, and step is the group's `step_size`.
 
-    `weight` [..., N, K] is the dequantized `quantised`; the sum is computed in float32 and rounded
+    `weight` [..., N, K] is the dequantized `quantized`; the sum is computed in float32 and rounded
     once. `runs` name the tensors of all R rows, in order, and `first_column` is the index of the
     first column in the full tensor. An element's random number is a function of its run's key and
     of its row and column in the full tensor, see `normals`.
@@ -33,16 +33,16 @@ def add_noise_(
     Raises:
         ValueError: the arguments do not fit together.
     """
-    require_runs(weight_NK, quantised, alpha, runs, first_column)
+    require_runs(weight_NK, quantized, alpha, runs, first_column)
     if alpha == 0:
         return weight_NK
-    columns = quantised.columns
+    columns = quantized.columns
     # A view, so that writes change the original.
     weight_RK = weight_NK.view(-1, columns)
-    spread_RG = (step_size(quantised) * alpha).flatten(0, -2)
+    spread_RG = (step_size(quantized) * alpha).flatten(0, -2)
     for here, run in blocks(runs, columns):
         noise = normals(run, first_column, columns, weight_RK.device)
-        spread = _of_columns(spread_RG[here], quantised.format.group, columns)
+        spread = _of_columns(spread_RG[here], quantized.format.group, columns)
         weight_RK[here] = torch.addcmul(weight_RK[here].float(), noise, spread)
     return weight_NK
 

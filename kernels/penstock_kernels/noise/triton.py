@@ -12,7 +12,7 @@ import triton.language as tl
 from penstock_kernels.noise import reference
 from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.quant import Quantised, step_size
+from penstock_kernels.quant import QuantizedTensor, step_size
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.rng_rows import RowKeys, table
@@ -103,18 +103,18 @@ def _add(
 
 def add_noise_(
     weight_NK: torch.Tensor,
-    quantised: Quantised,
+    quantized: QuantizedTensor,
     alpha: float,
     runs: Sequence[RowKeys],
     first_column: int = 0,
 ) -> torch.Tensor:
     """Same as the reference, except for the last bits of logarithms and cosines."""
-    require_runs(weight_NK, quantised, alpha, runs, first_column)
+    require_runs(weight_NK, quantized, alpha, runs, first_column)
     if alpha == 0 or not weight_NK.numel():
         return weight_NK
-    K, group = quantised.columns, quantised.format.group
+    K, group = quantized.columns, quantized.format.group
     weight_RK = weight_NK.view(-1, K)
-    spread = (step_size(quantised) * alpha).contiguous()
+    spread = (step_size(quantized) * alpha).contiguous()
     R, num_runs = weight_RK.shape[0], len(runs)
     rows, columns = tile(K, group)
     drawn = first_column % 4 + K

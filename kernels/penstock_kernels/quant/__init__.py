@@ -5,22 +5,22 @@ T rows of x, matrices of N rows and K columns, a stack of them with leading dime
 
 from penstock_kernels.quant.formats import FORMATS, Format, format_named
 from penstock_kernels.quant.linear import group_linear, linear
-from penstock_kernels.quant.operations import dequantise, matmul, quantise
-from penstock_kernels.quant.quantized_matrix import Quantised, cat
+from penstock_kernels.quant.operations import dequantize, matmul, quantize
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor, cat
 from penstock_kernels.quant.scales import largest
 from penstock_kernels.quant.steps import step_size
 
 __all__ = [
     "FORMATS",
     "Format",
-    "Quantised",
+    "QuantizedTensor",
     "cat",
-    "dequantise",
+    "dequantize",
     "format_named",
     "group_linear",
     "largest",
     "linear",
     "matmul",
-    "quantise",
+    "quantize",
     "step_size",
 ]

@@ -11,7 +11,7 @@ from penstock_kernels.quant.packing import grouped
 TILE = 128
 
 
-def quantise(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., N, K] and scales [..., N, G] of [..., N, K].
 
     Given the largest magnitude [..., N, G] of the tile that each row's group lies in.

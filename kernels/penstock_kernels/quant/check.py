@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 
 def require_matrix(weight_NK: torch.Tensor) -> None:
@@ -13,21 +13,21 @@ def require_matrix(weight_NK: torch.Tensor) -> None:
     """
     if weight_NK.ndim < 2 or not weight_NK.is_floating_point() or not weight_NK.numel():
         raise ValueError(
-            "matrices of floating point numbers are quantised, "
+            "matrices of floating point numbers are quantized, "
             f"and this is {weight_NK.dtype} {tuple(weight_NK.shape)}"
         )
 
 
-def require_finite(quantised: Quantised) -> Quantised:
+def require_finite(quantized: QuantizedTensor) -> QuantizedTensor:
     """Refuse non-finite values, found by their scales. Synchronizes with the device.
 
     Raises:
         ValueError: if so.
     """
-    scales = quantised.scales if quantised.global_scales is None else quantised.global_scales
+    scales = quantized.scales if quantized.global_scales is None else quantized.global_scales
     if not bool(scales.isfinite().all()):
         raise ValueError(
-            f"a matrix of {quantised.shape} has numbers that are not finite: "
-            f"it cannot be kept as {quantised.format.name}"
+            f"a matrix of {quantized.shape} has numbers that are not finite: "
+            f"it cannot be kept as {quantized.format.name}"
         )
-    return quantised
+    return quantized

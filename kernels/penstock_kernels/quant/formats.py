@@ -49,7 +49,7 @@ class Format:
         return columns
 
     def widths(self, columns: int) -> dict[str, int]:
-        """Bytes of a row in each tensor of a Quantised, by name."""
+        """Bytes of a row in each tensor of a Quantized, by name."""
         found = {
             "codes": self.row_bytes(columns),
             "scales": self.num_groups(columns) * self.scales_dtype.itemsize,

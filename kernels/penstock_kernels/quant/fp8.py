@@ -5,7 +5,7 @@ import torch
 from penstock_kernels.quant.scales import E4M3_MOST, SMALLEST, divided
 
 
-def quantise(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of [..., N, K], given the rows' largest magnitudes [..., N, 1]."""
     scales = compute_scales(largest).contiguous()
     return cast_to_fp8(weight_NK.float() / scales), scales

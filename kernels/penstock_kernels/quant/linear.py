@@ -13,33 +13,35 @@ import torch
 
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.quant.formats import Format
-from penstock_kernels.quant.operations import dequantise, matmul
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.operations import dequantize, matmul
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 __all__ = ["Change", "GroupGemm", "group_linear", "linear"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Makes of the dequantised weight the one that is used, such as by noise, in place if it likes;
+"""Makes of the dequantized weight the one that is used, such as by noise, in place if it likes;
 called once forward and once backward, and must give the same."""
 
 GroupGemm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def linear(x: torch.Tensor, quantised: Quantised, change: Change | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, quantized: QuantizedTensor, change: Change | None = None
+) -> torch.Tensor:
     """`x W^T`, [..., N], of x [..., K] in its dtype; few rows without dequantizing all of W.
 
     Raises:
         ValueError: W is not one matrix, or x has other columns.
     """
-    if len(quantised.shape) != 2 or x.shape[-1] != quantised.columns:
-        raise ValueError(f"x is {tuple(x.shape)}, and the matrix {quantised.shape}")
-    y_TN = _Linear.apply(x.reshape(-1, x.shape[-1]), *_parts(quantised), change)
+    if len(quantized.shape) != 2 or x.shape[-1] != quantized.columns:
+        raise ValueError(f"x is {tuple(x.shape)}, and the matrix {quantized.shape}")
+    y_TN = _Linear.apply(x.reshape(-1, x.shape[-1]), *_parts(quantized), change)
     return y_TN.unflatten(0, x.shape[:-1])
 
 
 def group_linear(
     x_TK: torch.Tensor,
-    quantised: Quantised,
+    quantized: QuantizedTensor,
     counts_G: torch.Tensor,
     multiply: GroupGemm = group_gemm,
     change: Change | None = None,
@@ -48,25 +50,25 @@ def group_linear(
 
     multiply is group_gemm, or one of its backends.
     """
-    return _GroupLinear.apply(x_TK, counts_G, *_parts(quantised), multiply, change)
+    return _GroupLinear.apply(x_TK, counts_G, *_parts(quantized), multiply, change)
 
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Format, int]
 
 
-def _parts(quantised: Quantised) -> _Parts:
+def _parts(quantized: QuantizedTensor) -> _Parts:
     """What autograd sees: tensors, and what is none."""
     return (
-        quantised.codes,
-        quantised.scales,
-        quantised.global_scales,
-        quantised.format,
-        quantised.columns,
+        quantized.codes,
+        quantized.scales,
+        quantized.global_scales,
+        quantized.format,
+        quantized.columns,
     )
 
 
 def _weight(ctx: Any, tensors: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-    weight = dequantise(Quantised(ctx.format, ctx.columns, *tensors), dtype)
+    weight = dequantize(QuantizedTensor(ctx.format, ctx.columns, *tensors), dtype)
     return weight if ctx.change is None else ctx.change(weight)
 
 
@@ -85,7 +87,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(codes, scales, global_scales)
         ctx.format, ctx.columns, ctx.change = format, columns, change
         if change is None:
-            return matmul(x_TK, Quantised(format, columns, codes, scales, global_scales))
+            return matmul(x_TK, QuantizedTensor(format, columns, codes, scales, global_scales))
         return x_TK @ _weight(ctx, (codes, scales, global_scales), x_TK.dtype).mT
 
     @staticmethod

@@ -10,7 +10,7 @@ from penstock_kernels.quant.packing import grouped, pack
 from penstock_kernels.quant.scales import SMALLEST
 
 
-def quantise(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(weight_NK: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of [..., N, K]."""
     x = grouped(weight_NK, group)
     scales = x.abs().amax(-1).clamp(min=SMALLEST)

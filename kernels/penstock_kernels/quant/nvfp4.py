@@ -13,7 +13,7 @@ from penstock_kernels.quant.scales import E2M1_MOST, E4M3_MOST, SMALLEST, divide
 GROUP = 16
 
 
-def quantise(
+def quantize(
     weight_NK: torch.Tensor, largest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and global scales of [..., N, K], given the largest magnitudes [..., N, 1]."""

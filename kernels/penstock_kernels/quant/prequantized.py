@@ -1,4 +1,4 @@
-"""Published quantized matrices, converted to `Quantised` without requantization.
+"""Published quantized matrices, converted to `QuantizedTensor` without requantization.
 
 ..., N rows and K columns; G groups of a row.
 """
@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.quant.block_fp8 import TILE
 from penstock_kernels.quant.formats import FORMATS, format_named
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "bitsandbytes_scales",
@@ -23,12 +23,12 @@ __all__ = [
 
 def nf4_of_bitsandbytes(
     packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], group: int = 64
-) -> Quantised:
+) -> QuantizedTensor:
     """bitsandbytes' NF4: `packed` (uint8) and one scale for each group of the flattened matrix.
 
-    bitsandbytes stores the earlier column in the high four bits of a byte, `Quantised` in the low
-    ones; everything else is equal if groups end where rows do. For double quantization, compute the
-    scales with `bitsandbytes_scales`.
+    bitsandbytes stores the earlier column in the high four bits of a byte, `QuantizedTensor` in the
+    low ones; everything else is equal if groups end where rows do. For double quantization, compute
+    the scales with `bitsandbytes_scales`.
 
     Raises:
         ValueError: rows are not whole groups, or there are fewer numbers than the shape has.
@@ -37,10 +37,10 @@ def nf4_of_bitsandbytes(
     if columns % group or packed.numel() * 2 != math.prod(shape):
         raise ValueError(
             f"{packed.numel()} bytes of two codes in groups of {group} are no rows of whole groups "
-            f"in {tuple(shape)}; dequantise with bitsandbytes and quantise the result"
+            f"in {tuple(shape)}; dequantize with bitsandbytes and quantize the result"
         )
     codes = packed.reshape(*rows, columns // 2)
-    return Quantised(
+    return QuantizedTensor(
         format_named("nf4", group),
         columns,
         codes >> 4 | codes << 4,
@@ -66,16 +66,16 @@ def bitsandbytes_scales(
 
 def nvfp4_of_modelopt(
     weight: torch.Tensor, weight_scale: torch.Tensor, weight_scale_2: torch.Tensor
-) -> Quantised:
+) -> QuantizedTensor:
     """ModelOpt's NVFP4: codes uint8 [..., N, K/2], e4m3 scales [..., N, K/16], one of a matrix."""
     *outer, rows, half = weight.shape
     whole = weight_scale_2.float().reshape(*outer, 1, 1).expand(*outer, rows, 1)
-    return Quantised(FORMATS["nvfp4"], 2 * half, weight, weight_scale, whole.contiguous())
+    return QuantizedTensor(FORMATS["nvfp4"], 2 * half, weight, weight_scale, whole.contiguous())
 
 
 def of_fp8_tiles(
     weight: torch.Tensor, weight_scale_inv: torch.Tensor, first_row: int = 0
-) -> Quantised:
+) -> QuantizedTensor:
     """FP8 in tiles of 128 x 128: e4m3 [..., N, K] and float32 [..., N/128, K/128], rounded up.
 
     For a range of a matrix's rows, `first_row` is the index of the first, and the scales begin with
@@ -83,7 +83,7 @@ def of_fp8_tiles(
     """
     within, rows = first_row % TILE, weight.shape[-2]
     scales = weight_scale_inv.float().repeat_interleave(TILE, -2)
-    return Quantised(
+    return QuantizedTensor(
         FORMATS["block_fp8"],
         weight.shape[-1],
         weight.view(torch.uint8),
@@ -91,8 +91,8 @@ def of_fp8_tiles(
     )
 
 
-def tile_scales(quantised: Quantised) -> torch.Tensor:
+def tile_scales(quantized: QuantizedTensor) -> torch.Tensor:
     """weight_scale_inv of block_fp8, [..., N/128, G]: of a whole matrix, or one from a tile's
     first row on.
     """
-    return quantised.scales[..., ::TILE, :]
+    return quantized.scales[..., ::TILE, :]

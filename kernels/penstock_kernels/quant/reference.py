@@ -6,15 +6,15 @@ from penstock_kernels.quant import block_fp8, fp8, integers, nf4, nvfp4
 from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.packing import grouped, unpack
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.scales import of_rows
 
 
-def quantise(
+def quantize(
     weight_NK: torch.Tensor,
     format: Format,
     largest: torch.Tensor | None = None,
-) -> Quantised:
+) -> QuantizedTensor:
     """Matrices [..., N, K] in a format; largest as scales.largest gives it, of the whole.
 
     Raises:
@@ -27,16 +27,16 @@ def quantise(
     match format.name:
         case "nf4":
             assert format.group is not None
-            codes, scales = nf4.quantise(weight_NK, format.group)
+            codes, scales = nf4.quantize(weight_NK, format.group)
         case "nvfp4":
             assert largest is not None
-            codes, scales, global_scales = nvfp4.quantise(weight_NK, largest)
+            codes, scales, global_scales = nvfp4.quantize(weight_NK, largest)
         case "block_fp8":
             assert largest is not None
-            codes, scales = block_fp8.quantise(weight_NK, largest)
+            codes, scales = block_fp8.quantize(weight_NK, largest)
         case "fp8":
             assert largest is not None
-            codes, scales = fp8.quantise(weight_NK, largest)
+            codes, scales = fp8.quantize(weight_NK, largest)
         case "int8":
             assert largest is not None
             codes, scales = integers.int8(weight_NK, largest)
@@ -45,12 +45,14 @@ def quantise(
             codes, scales = integers.int4(weight_NK, format.group)
         case name:
             raise AssertionError(name)
-    return require_finite(Quantised(format, weight_NK.shape[-1], codes, scales, global_scales))
+    return require_finite(
+        QuantizedTensor(format, weight_NK.shape[-1], codes, scales, global_scales)
+    )
 
 
-def dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The matrices, [..., N, K]: multiplied in float32, rounded once."""
-    format, codes = quantised.format, quantised.codes
+    format, codes = quantized.format, quantized.codes
     match format.codes:
         case "levels":
             values = unpack(codes, format.levels)
@@ -58,10 +60,10 @@ def dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat16) -> tor
             values = codes.view(torch.int8).float()
         case "e4m3":
             values = codes.view(torch.float8_e4m3fn).float()
-    scales = quantised.scales.float()
-    if quantised.global_scales is not None:
-        scales = scales * quantised.global_scales
+    scales = quantized.scales.float()
+    if quantized.global_scales is not None:
+        scales = scales * quantized.global_scales
     if format.group is None:
         return (values * scales).to(dtype)
     numbers = grouped(values, format.group) * scales[..., None]
-    return numbers.flatten(-2)[..., : quantised.columns].to(dtype)
+    return numbers.flatten(-2)[..., : quantized.columns].to(dtype)

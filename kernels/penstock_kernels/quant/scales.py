@@ -25,7 +25,7 @@ def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torch.Tensor | None:
-    """The absolute maxima that `quantise` takes, of [..., N, K]; None if it takes none.
+    """The absolute maxima that `quantize` takes, of [..., N, K]; None if it takes none.
 
     For a matrix [..., 1, 1] with `nvfp4`, for a row [..., N, 1] with `int8` and `fp8`, and with
     `block_fp8` for the tile of each row's group, [..., N, G]. With shards, take the maximum over

@@ -3,7 +3,7 @@
 import torch
 
 from penstock_kernels.quant.levels import NF4
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 STEPS = {
     # From 0 to the smallest value.
@@ -19,9 +19,9 @@ STEPS = {
 """In units of the scale, by format."""
 
 
-def step_size(quantised: Quantised) -> torch.Tensor:
+def step_size(quantized: QuantizedTensor) -> torch.Tensor:
     """The step of each group, float32 [..., N, G]; G is 1 where rows have one scale."""
-    scales = quantised.scales.float()
-    if quantised.global_scales is not None:
-        scales = scales * quantised.global_scales
-    return scales * STEPS[quantised.format.name]
+    scales = quantized.scales.float()
+    if quantized.global_scales is not None:
+        scales = scales * quantized.global_scales
+    return scales * STEPS[quantized.format.name]

@@ -1,4 +1,4 @@
-"""dequantise on Triton: one pass, codes in, numbers out. R rows of all matrices, K columns."""
+"""dequantize on Triton: one pass, codes in, numbers out. R rows of all matrices, K columns."""
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_numbers import decode_level, from_e4m3, to_bf16_grid
 
 ELEMENTS = 4096
@@ -62,7 +62,7 @@ def read(
 
 
 @triton.jit(do_not_specialize=["R"])
-def _dequantise(
+def _dequantize(
     codes_ptr,
     scales_ptr,
     global_ptr,
@@ -107,25 +107,25 @@ def tile(columns: int, group: int | None) -> tuple[int, int]:
     return max(ELEMENTS // width, 1), width
 
 
-def pointers(quantised: Quantised) -> list[torch.Tensor | None]:
+def pointers(quantized: QuantizedTensor) -> list[torch.Tensor | None]:
     """Its tensors as kernels take them: rows side by side, scales of 8 bits as bytes."""
-    bytes_of = {name: tensor.contiguous() for name, tensor in quantised.tensors.items()}
-    if quantised.format.scales == "e4m3":
+    bytes_of = {name: tensor.contiguous() for name, tensor in quantized.tensors.items()}
+    if quantized.format.scales == "e4m3":
         bytes_of["scales"] = bytes_of["scales"].view(torch.uint8)
     return [bytes_of["codes"], bytes_of["scales"], bytes_of.get("global_scales")]
 
 
-def dequantise(quantised: Quantised, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Bitwise identical to the reference."""
-    format, shape = quantised.format, quantised.shape
-    K = quantised.columns
-    y = torch.empty(shape, dtype=dtype, device=quantised.codes.device)
+    format, shape = quantized.format, quantized.shape
+    K = quantized.columns
+    y = torch.empty(shape, dtype=dtype, device=quantized.codes.device)
     if not y.numel():
         return y
     R = y.numel() // K
     rows, columns = tile(K, format.group)
-    _dequantise[(triton.cdiv(R, rows), triton.cdiv(K, columns))](
-        *pointers(quantised),
+    _dequantize[(triton.cdiv(R, rows), triton.cdiv(K, columns))](
+        *pointers(quantized),
         y,
         R,
         K,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_dequantize import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.tuning import chosen
@@ -93,13 +93,13 @@ def _multiply(
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (row < N)[None, :])
 
 
-def matmul(x_TK: torch.Tensor, quantised: Quantised) -> torch.Tensor:
+def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
     """x W^T, [T, N] in x's dtype; sums in float32."""
-    format = quantised.format
+    format = quantized.format
     x_TK = x_TK.contiguous()
-    (T, K), N = x_TK.shape, quantised.shape[0]
+    (T, K), N = x_TK.shape, quantized.shape[0]
     y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
-    tensors = pointers(quantised)
+    tensors = pointers(quantized)
     x_rows = max(16, triton.next_power_of_2(T))
 
     def launch(tile: Tile) -> None:

@@ -1,4 +1,4 @@
-"""quantise on Triton: one pass, and one before it where scales reach beyond a group or tile.
+"""quantize on Triton: one pass, and one before it where scales reach beyond a group or tile.
 
 R rows of all matrices, K columns; for tiles, M matrices of N rows.
 """
@@ -15,7 +15,7 @@ from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.fp8 import compute_scales
 from penstock_kernels.quant.integers import int8_scales
-from penstock_kernels.quant.quantized_matrix import Quantised
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.scales import of_rows
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import (
@@ -135,11 +135,11 @@ def _by_tiles(w_ptr, codes_ptr, scales_ptr, N, K, num_groups, TILE: tl.constexpr
     tl.store(scales_ptr + rows * num_groups + tl.program_id(1), each, mask=row < N)
 
 
-def quantise(
+def quantize(
     weight_NK: torch.Tensor,
     format: Format,
     largest: torch.Tensor | None = None,
-) -> Quantised:
+) -> QuantizedTensor:
     """Bitwise identical to the reference."""
     require_matrix(weight_NK)
     in_tiles = format.tile_rows > 1 and largest is None
@@ -174,4 +174,4 @@ def quantise(
             magnitudes
         ).contiguous()
         _by_rows[grid](weight, codes, scales, R, K, num_groups, **of)
-    return require_finite(Quantised(format, K, codes, scales, global_scales))
+    return require_finite(QuantizedTensor(format, K, codes, scales, global_scales))

@@ -128,7 +128,7 @@ def _most_partials(device: torch.device, warps: int) -> int:
     return multiprocessors * max(1, RESIDENT // warps)
 
 
-def _normalised(
+def _normalized(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum (None without a residual stream), its norm, and the factor of each row."""
@@ -211,7 +211,7 @@ _gradients_of = operator("rms_norm_gradients", _gradients, fake=_gradients_fake)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    _, y, scale = _normalised(x, None, weight, eps)
+    _, y, scale = _normalized(x, None, weight, eps)
     return y, scale
 
 
@@ -242,7 +242,7 @@ _norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backwar
 def _add_norm(
     x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _normalised(x, stream, weight, eps)
+    return _normalized(x, stream, weight, eps)
 
 
 def _add_norm_fake(

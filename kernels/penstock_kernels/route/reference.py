@@ -10,7 +10,7 @@ def route(
     experts_per_token: int,
     *,
     scoring: Literal["softmax", "sigmoid"] = "softmax",
-    normalised: bool = True,
+    normalized: bool = True,
     bias_E: torch.Tensor | None = None,
     num_groups: int = 1,
     groups_per_token: int = 1,
@@ -33,7 +33,7 @@ def route(
             wanted_TE = wanted_TGE.masked_fill(left_out_TG.unsqueeze(-1), float("-inf")).flatten(1)
         choice_TK = wanted_TE.topk(experts_per_token, dim=-1).indices
     weights_TK = scores_TE.gather(1, choice_TK)
-    if normalised:
+    if normalized:
         # The smallest number prevents a division by 0 if all sigmoids are 0.
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     return choice_TK, weights_TK * scale

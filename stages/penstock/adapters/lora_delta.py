@@ -17,7 +17,7 @@ from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import Experts, Matrix
-from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
 """Returns the full tensor of a LoRA parameter that may be sharded by rows. It is called for all
@@ -28,7 +28,7 @@ parameters in the same order on every rank, so it may be a collective."""
 class LoraWeight:
     """A weight that has adapters, and their current deltas."""
 
-    weight: torch.Tensor | QuantisedMatrix
+    weight: torch.Tensor | QuantizedMatrix
     products: Sequence[tuple[int, LoraDelta]]
     """(first row of the weight, delta to add from there)."""
 

@@ -34,7 +34,7 @@ class Result(StageResult):
 
 @dataclass(frozen=True, repr=False)
 class PreparedData(Result):
-    """Tokenised samples, on disk and mapped into memory."""
+    """Tokenized samples, on disk and mapped into memory."""
 
     def dataset(self, split: Split = "train") -> "Dataset":
         """The samples of a split in stored order, mapped and not copied.

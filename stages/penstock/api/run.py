@@ -109,7 +109,7 @@ class Run:
         return self._bring(None, rebuild_options(force, start, fresh=fresh))
 
     def prepare(self, *, force: bool = False) -> PreparedData:
-        """Tokenise the data. `force` builds it again."""
+        """Tokenize the data. `force` builds it again."""
         return cast(PreparedData, self._stage("prepare", force))
 
     def pack(self, *, force: bool = False) -> PackedData:

@@ -217,7 +217,7 @@ def _dataset(
     inferred = "" if dataset.is_typed else " (inferred from its records)"
     said = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
     if tokenizer is None:
-        return typed, f"{said}; not tokenised, for there is no tokenizer"
+        return typed, f"{said}; not tokenized, for there is no tokenizer"
     role = "train" if ".datasets." in at else "test"
     only = tuple(run.data.select_columns) if run.data.select_columns else None
     found = first_samples(records, dataset_settings(run, typed, role), tokenizer, only)

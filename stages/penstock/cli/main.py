@@ -173,7 +173,7 @@ def prepare(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Only tokenise the I-th of N shares of what is missing, on any of N machines that "
+            help="Only tokenize the I-th of N shares of what is missing, on any of N machines that "
             "share data.dataset_prepared_path. Without it, prepare then seals the data.",
         ),
     ] = None,
@@ -182,7 +182,7 @@ def prepare(
     no_upstream: NoUpstream = False,
     dry_run: DryRun = False,
 ) -> dict[str, Any] | None:
-    """Load, template, tokenise and split the data."""
+    """Load, template, tokenize and split the data."""
     from penstock.cli.prepare_shard import prepare_share
     from penstock.cli.run import run_stage
 

@@ -46,7 +46,7 @@ class Share:
 
 
 def prepare_share(request: Request, text: str, wishes: RebuildOptions, console: Console) -> None:
-    """Tokenise those of the share's slices that are missing, and seal nothing."""
+    """Tokenize those of the share's slices that are missing, and seal nothing."""
     share = Share.parse(text)
     if wishes != RebuildOptions():
         raise ConfigError(

@@ -47,7 +47,7 @@ class Wish:
     ranks: int | None = None
     """Processes to fit parallel sizes to, each with a GPU; None: what is here."""
     dialect: str | None = None
-    """Which it is written in; None: what it is recognised as."""
+    """Which it is written in; None: what it is recognized as."""
     strict: bool = False
     """Refuse keys that nobody here knows, and values whose meaning is doubtful."""
 

@@ -126,7 +126,7 @@ class BuiltModel:
     """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
     packed sequences.
     """
-    quantised: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
     """The quantization formats of the base model's matrices."""
 
 
@@ -280,7 +280,7 @@ def assemble(
         config=config,
         learning=trainable_params(run, family, config),
         pairs_per_token=pairs_per_token(config),
-        quantised=tuple(sorted({format.name for format in base.formats.values()})),
+        quantized=tuple(sorted({format.name for format in base.formats.values()})),
     )
 
 
@@ -307,7 +307,7 @@ def build_empty(
         if run.model.freeze_router:
             for router in model.routers().values():
                 router.requires_grad_(False)
-        base.quantise(model)
+        base.quantize(model)
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
             inject(model, lora_spec(run, family))

@@ -67,7 +67,7 @@ class ModelSource:
     """The seed of a random initialization."""
     adapting: LoraArgs | None = None
     """None without adapters."""
-    quantising: QuantizationArgs | None = None
+    quantizing: QuantizationArgs | None = None
     """None without QLoRA."""
     adapter: Source | None = None
     """The adapter that training resumed from; None for new adapters."""
@@ -86,5 +86,5 @@ class ExportFormat:
     max_shard_bytes: int = 5_000_000_000
     merged: bool = True
     """Whether adapters are also merged into the model."""
-    quantise: SchemeName | None = None
+    quantize: SchemeName | None = None
     """The quantization format of linear layers; None: unquantized."""

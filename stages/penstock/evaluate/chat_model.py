@@ -152,11 +152,11 @@ def end_tokens(
     return tuple(sorted({end for end in found if isinstance(end, int)}))
 
 
-def require_not_quantised(folder: Path) -> None:
+def require_not_quantized(folder: Path) -> None:
     """Raise CapabilityError for a folder with quantized weights, which the generator does not
     support."""
     if read_json(folder / "config.json").get("quantization_config"):
         raise CapabilityError(
-            f"{folder} is quantised, and penstock chat computes with plain weights.\n"
+            f"{folder} is quantized, and penstock chat computes with plain weights.\n"
             "  Serve it with vLLM, or export without export.quantise."
         )

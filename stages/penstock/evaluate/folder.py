@@ -28,10 +28,10 @@ def read_base_model(folder: Path) -> str | None:
 
 
 def _require_what_decodes(folder: Path) -> None:
-    quantised = read_json(folder / "config.json").get("quantization_config")
-    if quantised and find_spec("compressed_tensors") is None:
+    quantized = read_json(folder / "config.json").get("quantization_config")
+    if quantized and find_spec("compressed_tensors") is None:
         raise CapabilityError(
-            f"{folder} is quantised (export.quantise), and compressed-tensors, with which "
+            f"{folder} is quantized (export.quantise), and compressed-tensors, with which "
             "transformers loads it, is not installed.\n"
             "  pip install compressed-tensors, or export without export.quantise."
         )

@@ -92,7 +92,7 @@ def adapter_told(config: Mapping[str, Any]) -> str:
 
 def _kind(config: Mapping[str, Any]) -> str:
     kind = "DoRA" if config.get("use_dora") else "LoRA"
-    return f"rank-stabilised {kind}" if config.get("use_rslora") else kind
+    return f"rank-stabilized {kind}" if config.get("use_rslora") else kind
 
 
 def use_of_model(prompting: Prompting) -> str:

@@ -79,8 +79,8 @@ def _config_of(base: Path) -> dict[str, Any]:
     config = read_json(base / CONFIG)
     if "quantization_config" in config:
         raise CapabilityError(
-            f"{base} is quantised; what is merged into rounded weights would be rounded away.\n"
-            "  Name the model that it was quantised from."
+            f"{base} is quantized; what is merged into rounded weights would be rounded away.\n"
+            "  Name the model that it was quantized from."
         )
     return config
 

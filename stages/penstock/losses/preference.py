@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.config.schema.preference import LossType, Normalisation, PreferenceConfig
+from penstock.config.schema.preference import LossType, Normalization, PreferenceConfig
 
 SMALLEST_GAP = 1e-6
 """Added to the score gap, so that its logarithm is finite."""
@@ -23,7 +23,7 @@ class Answers:
     """Inputs of a preference loss."""
 
     ratios_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
-    """Log ratios, normalized by `normalised`, fp32."""
+    """Log ratios, normalized by `normalized`, fp32."""
     baseline_A: torch.Tensor | None = None  # noqa: N815
     """KL baseline: `baseline` over all samples of the step."""
     desirable_D: torch.Tensor | None = None  # noqa: N815
@@ -41,8 +41,8 @@ def preference_losses(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
     return LOSSES[how.loss_type](answers, how)
 
 
-def normalised(
-    ratios_DA: torch.Tensor, tokens_DA: torch.Tensor, how: Normalisation
+def normalized(
+    ratios_DA: torch.Tensor, tokens_DA: torch.Tensor, how: Normalization
 ) -> torch.Tensor:
     """Length-normalize summed log-probabilities [D, A]; `tokens_DA` are completion lengths."""
     tokens_DA = tokens_DA.clamp(min=1)

@@ -107,7 +107,7 @@ class ExpertsConfig:
     """Intermediate size of all shared experts together, which are one MLP; 0: none."""
     scoring: Scoring = "softmax"
     """Router scores: `softmax` over all experts, or `sigmoid` of each."""
-    normalised: bool = True
+    normalized: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     num_groups: int = 1
     groups_per_token: int = 1

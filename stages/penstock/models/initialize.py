@@ -18,7 +18,7 @@ def generator_for(name: str, seed: int) -> torch.Generator:
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def initialise(name: str, shape: Sequence[int], seed: int, config: DecoderConfig) -> torch.Tensor:
+def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig) -> torch.Tensor:
     """The initial value of the checkpoint tensor `name`, fp32 on the CPU.
 
     Ones for norms (zeros for norms with 1 + weight), zeros for biases, otherwise normal with

@@ -15,12 +15,12 @@ Publisher = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors"]
 TILE = (128, 128)
 
 INSTEAD = (
-    "Name the model that it was quantised from as model.model_path; with lora.enable_lora and "
-    "lora.enable_qlora it is quantised on loading"
+    "Name the model that it was quantized from as model.model_path; with lora.enable_lora and "
+    "lora.enable_qlora it is quantized on loading"
 )
 
 MXFP4 = (
-    "its weights are in MXFP4, and unquantised ones are read. In transformers, "
+    "its weights are in MXFP4, and unquantized ones are read. In transformers, "
     "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
     "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
 )
@@ -73,7 +73,7 @@ def declared_in(
 def malformed(name: str, fault: str) -> CapabilityError:
     """The error for tensors of a quantized checkpoint that do not match its config."""
     return CapabilityError(
-        f"{name} of the checkpoint cannot be read as its configuration says it is quantised: "
+        f"{name} of the checkpoint cannot be read as its configuration says it is quantized: "
         f"{fault}.\n"
         f"  Fetch the checkpoint again. {INSTEAD}."
     )
@@ -142,19 +142,19 @@ def _compressed_tensors(said: Mapping[str, Any]) -> QuantizationConfig:
     for name in ("transform_config", "sparsity_config"):
         extra = said.get(name)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
-            raise _refused(f"has a {name}; weights that are quantised and no more are read")
+            raise _refused(f"has a {name}; weights that are quantized and no more are read")
     groups, found = _groups_of(said), set[QuantizationConfig]()
     for group in groups:
         layout = group.get("format") or said.get("format")
         found.add(_compressed(layout, group.get("weights"), _names(said, "ignore")))
     if len(found) != 1:
-        raise _refused(f"quantises weights in {len(found)} ways; one for all is read")
+        raise _refused(f"quantizes weights in {len(found)} ways; one for all is read")
     return found.pop()
 
 
 def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> QuantizationConfig:
     if not isinstance(weights, Mapping):
-        raise _refused("has a group of layers whose weights are not quantised; weights are read")
+        raise _refused("has a group of layers whose weights are not quantized; weights are read")
     kind = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
     if kind not in _COMPRESSED:
         _, number, bits, strategy = kind
@@ -165,7 +165,7 @@ def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> Quanti
     if not weights.get("symmetric", True):
         raise _refused("says weights are not symmetric; those without zero points are read")
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _refused("says weights are quantised in the order of activations; others are read")
+        raise _refused("says weights are quantized in the order of activations; others are read")
     format = _COMPRESSED[kind]
     block, size = weights.get("block_structure"), weights.get("group_size")
     if format == "block_fp8":

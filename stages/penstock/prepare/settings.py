@@ -76,7 +76,7 @@ class DatasetSettings(Settings):
 
 
 class MixSettings(Settings):
-    """How much of one source is used. It decides no slice, so changing it tokenises nothing."""
+    """How much of one source is used. It decides no slice, so changing it tokenizes nothing."""
 
     weight: float = Field(default=1.0, ge=0)
     """Share in the mix, relative to the other sources."""

@@ -1,4 +1,4 @@
-"""Tokenised slices that all runs share: `<dataset_prepared_path>/slices/<key16>.arrow`.
+"""Tokenized slices that all runs share: `<dataset_prepared_path>/slices/<key16>.arrow`.
 
 Beside each lies `<key16>.json`, written last: what became of its records, and what the file must
 look like. Whoever makes a slice holds its lock, which the kernel frees when the holder dies. What
@@ -72,9 +72,9 @@ class SliceCache:
             self.shared.exchange({_files_of(item) for item in slices})
 
     def make(
-        self, item: Slice, tokenise: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
+        self, item: Slice, tokenize: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
     ) -> Made:
-        """Have `tokenise` write the slice, durably, to the path it is given, unless it is there.
+        """Have `tokenize` write the slice, durably, to the path it is given, unless it is there.
 
         While another run makes it, either waits for that or says so at once.
         """
@@ -87,8 +87,8 @@ class SliceCache:
             made: Made = "found" if note and _whole({target: note}) else "made"
             if made == "made":
                 if note:
-                    log.warning("prepare: %s is damaged, and is tokenised again", target)
-                _publish(target, tokenise)
+                    log.warning("prepare: %s is damaged, and is tokenized again", target)
+                _publish(target, tokenize)
                 if self.shared:
                     self.shared.send(_files_of(item))
             # Whoever has waited at this lock finds the slice made, so the file is needless now.
@@ -161,7 +161,7 @@ def _whole(notes: Mapping[Path, Note]) -> dict[Path, Note]:
     }
 
 
-def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
+def _publish(target: Path, tokenize: Callable[[Path], Tally]) -> None:
     # A name of its own, and those of others left alone while they may be at work: on a file system
     # without locks several may write the same slice.
     for leftover in target.parent.glob(f"{target.name}.*{PART}"):
@@ -170,7 +170,7 @@ def _publish(target: Path, tokenise: Callable[[Path], Tally]) -> None:
                 leftover.unlink()
     part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
     try:
-        tally = tokenise(part)
+        tally = tokenize(part)
         digest, stat = sha256_file(part), part.stat()
         part.replace(target)
         remember([(target, digest)])

@@ -1,4 +1,4 @@
-"""The unit of preparing: records of one source that are tokenised together, named by content.
+"""The unit of preparing: records of one source that are tokenized together, named by content.
 
 A slice's key holds everything that decides its samples: the tokenizer, the data set's settings, and
 digests of what it reads. Seeds, shuffles, weights and validation are not in it, nor how many
@@ -71,7 +71,7 @@ class Slice:
 
 
 Finished = tuple[Slice, Path, Tally]
-"""A slice, where its tokenised file lies, and what became of its records."""
+"""A slice, where its tokenized file lies, and what became of its records."""
 
 
 def plan_slices(

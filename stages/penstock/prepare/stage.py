@@ -1,4 +1,4 @@
-"""The prepare stage: records from outside become tokenised samples."""
+"""The prepare stage: records from outside become tokenized samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ShareDone:
     slices: int
     """In the share; those that were there already are among them."""
     done: int
-    """Of those, what the call that tells it tokenised, or found."""
+    """Of those, what the call that tells it tokenized, or found."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Prepare(Stage):
     hub_token: bool | None = None
     """How: whether the hub's login is used (true), not used (false), or used if there is one."""
     slices_path: Path | None = None
-    """How: where tokenised slices are kept. Unset: `slices`, beside the stage's own folder."""
+    """How: where tokenized slices are kept. Unset: `slices`, beside the stage's own folder."""
     slices_url: str | None = None
     """How: where they are kept for all machines, if the root lies behind a URL."""
 
@@ -79,7 +79,7 @@ class Prepare(Stage):
         }
 
     def run(self, out: Path) -> Facts:
-        """Tokenise the slices that no run has tokenised yet, then choose and lay out samples.
+        """Tokenize the slices that no run has tokenized yet, then choose and lay out samples.
 
         Slices lie in a cache that all runs beside `out` share, so that an attempt goes on where
         another ended. Raises StageError when a source is unreadable, or more of its records
@@ -107,7 +107,7 @@ class Prepare(Stage):
         return summarize_plan(read_json(out / PLAN))
 
     def prepare_share(self, out: Path, index: int, count: int) -> ShareDone:
-        """Tokenise those slices of share `index` (from 0) of `count` that are missing.
+        """Tokenize those slices of share `index` (from 0) of `count` that are missing.
 
         `out` is the folder the stage will run in, later; nothing is written there. Any number of
         machines that see the same root may each do a share at once.
@@ -122,7 +122,7 @@ class Prepare(Stage):
         return ShareDone(slices=len(share), done=make_all(share, recipe, self.num_proc))
 
     def progress(self, out: Path) -> ShareDone:
-        """All slices, and how many of them some run has tokenised already; nothing is made."""
+        """All slices, and how many of them some run has tokenized already; nothing is made."""
         slices, recipe = self._planned(out)
         recipe.cache.exchange(slices)
         done = [entry for entry in recipe.cache.finished(slices) if entry]

@@ -21,7 +21,7 @@ Read = Callable[[], Iterable[Batch]]
 """Reads the records of a slice, from the first one each time it is called."""
 
 
-def tokenise(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
+def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
     """Write the slice to `target`, and return what became of its records.
 
     All records are written in the order of the source, but for those that are left out. `row` is

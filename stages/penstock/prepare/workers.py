@@ -29,7 +29,7 @@ from penstock.prepare.readers.read_slice import records
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_cache import Made, SliceCache
 from penstock.prepare.slices import Slice
-from penstock.prepare.tokenize_slice import tokenise
+from penstock.prepare.tokenize_slice import tokenize
 from penstock.rows.tokenizer import load_tokenizer
 
 WORTH_A_PROCESS = 32 << 20
@@ -76,7 +76,7 @@ def make(item: Slice, recipe: Recipe, when_busy: Literal["wait", "skip"]) -> Mad
         named = (recipe.tokenizer, recipe.revision, recipe.tokenizer_key)
         its: Any = item.settings  # frozen, so hashable, which its type does not tell
         encode = _encoder(its, item.columns, *named)
-        tally = tokenise(item, encode, target, partial(records, item, recipe.token))
+        tally = tokenize(item, encode, target, partial(records, item, recipe.token))
         require_unchanged(piece.file for piece in item.pieces)
         return tally
 

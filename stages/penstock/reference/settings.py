@@ -10,7 +10,7 @@ from penstock.identity import identity_fields
 OF_NUMBERS = ("enable_fp8_training", "fp8")
 """`train` settings that change layer numerics, besides the compute dtype."""
 
-QUANTISED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_modules")
+QUANTIZED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_modules")
 """`lora` settings that change the base model (QLoRA quantization)."""
 
 
@@ -21,7 +21,7 @@ class ReferenceSettings(Settings):
     computes_in: str
     """Compute dtype of layers, by its torch name."""
     numbers: dict[str, Any]
-    quantised: dict[str, Any] | None
+    quantized: dict[str, Any] | None
     """Quantization of the base model with QLoRA, else None."""
     seed: int | None
     """Seed of random initialization; None if weights are loaded."""
@@ -33,7 +33,7 @@ def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSetting
         model=identity_fields(run, "model"),
         computes_in=run.train.computes_in,
         numbers=identity_fields(run, "train", OF_NUMBERS),
-        quantised=identity_fields(run, "lora", QUANTISED) if run.lora.enable_qlora else None,
+        quantized=identity_fields(run, "lora", QUANTIZED) if run.lora.enable_qlora else None,
         seed=None if has_weights else run.train.seed,
     )
 
@@ -46,7 +46,7 @@ def reference_run(run: RunConfig) -> RunConfig:
     """
     lora = LoraConfig()
     if run.lora.enable_lora:
-        kept = {name: getattr(run.lora, name) for name in QUANTISED}
+        kept = {name: getattr(run.lora, name) for name in QUANTIZED}
         lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
     plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}
     # Reset optimizer and initialization settings, which do not apply to a forward pass.

@@ -421,7 +421,7 @@ class Trainer:
             facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
             if best:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}
-        if self.built.quantised:
-            facts["quantised"] = list(self.built.quantised)
+        if self.built.quantized:
+            facts["quantised"] = list(self.built.quantized)
         told = best or self._evaluated or {}
         return facts | {name: value for name, value in told.items() if name != "step"}

@@ -2,7 +2,7 @@
 
 A source of 100 slices is prepared, then one slice more is added and it is prepared again: once as a
 folder of files that gets another file, once as a single file that grows. Printed are the slices
-that were tokenised and the wall and CPU seconds of pinning, preparing and sealing, the process
+that were tokenized and the wall and CPU seconds of pinning, preparing and sealing, the process
 being warm (an unmeasured run comes first). Goal: the second run does at most 2 % of the first.
 """
 
@@ -27,7 +27,7 @@ GOAL = 0.02
 
 
 def prepared(data: Path, tokenizer: Path, root: Path) -> tuple[int, float, float]:
-    """Prepare the data; the slices tokenised, wall seconds, CPU seconds."""
+    """Prepare the data; the slices tokenized, wall seconds, CPU seconds."""
     cache = root / "slices"
     before = len(list(cache.glob("*.arrow")))
     started, cpu = time.perf_counter(), time.process_time()

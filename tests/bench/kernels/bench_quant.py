@@ -1,12 +1,12 @@
-"""Quantised matrices, ours and bitsandbytes' and torchao's: `python -m
+"""Quantized matrices, ours and bitsandbytes' and torchao's: `python -m
 tests.bench.kernels.bench_quant [--dry]`.
 
 Medians of five, in turns, after one warm run each; peers that are not installed are named. On a
-GPU: quantising and dequantising against copying as many bytes (goal: at least 0.85 of its speed for
-dequantising), noise on the weights against dequantising them, the product of few rows against
-dequantising first (what `matmul` chooses by rows is right while the first is faster up to 64), and
+GPU: quantizing and dequantizing against copying as many bytes (goal: at least 0.85 of its speed for
+dequantizing), noise on the weights against dequantizing them, the product of few rows against
+dequantizing first (what `matmul` chooses by rows is right while the first is faster up to 64), and
 a layer's forward and backward pass of 8192 tokens against one whose weight is bfloat16 (goal: at
-least 0.9 of its speed). On a CPU: quantising, dequantising and noise by the references, which is
+least 0.9 of its speed). On a CPU: quantizing, dequantizing and noise by the references, which is
 what runs there.
 """
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tests.bench.timing import CUDA, DEVICE, Work, copying, machine, medians, show
 
 from penstock_kernels.noise import RowKeys, add_noise_
-from penstock_kernels.quant import FORMATS, Quantised, dequantise, linear, matmul, quantise
+from penstock_kernels.quant import FORMATS, QuantizedTensor, dequantize, linear, matmul, quantize
 
 TOKENS = 8192
 SHAPE = (14336, 8192) if CUDA else (2048, 4096)
@@ -29,7 +29,7 @@ MATMUL_ROWS = (1, 8, 16, 64)
 
 
 def peers(name: str, weight: torch.Tensor) -> dict[str, tuple[Work, Work]]:
-    """Who else quantises to this format, and the way back, by name."""
+    """Who else quantizes to this format, and the way back, by name."""
     found: dict[str, tuple[Work, Work]] = {}
     if name == "nf4" and find_spec("bitsandbytes"):
         bnb = import_module("bitsandbytes.functional")
@@ -51,13 +51,13 @@ def peers(name: str, weight: torch.Tensor) -> dict[str, tuple[Work, Work]]:
     return found
 
 
-def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
+def compare_conversions(name: str, weight: torch.Tensor) -> QuantizedTensor:
     """Print both ways, ours and the peers'."""
-    made = quantise(weight, FORMATS[name])
+    made = quantize(weight, FORMATS[name])
     num_bytes = made.num_bytes + weight.numel() * weight.element_size()
-    ours: tuple[Work, Work] = (lambda: quantise(weight, FORMATS[name]), lambda: dequantise(made))
+    ours: tuple[Work, Work] = (lambda: quantize(weight, FORMATS[name]), lambda: dequantize(made))
     others = peers(name, weight)
-    for at, what in enumerate(("quantise", "dequantise")):
+    for at, what in enumerate(("quantize", "dequantize")):
         works = {"ours": ours[at], "copy": copying(num_bytes)}
         works |= {who: work[at] for who, work in others.items()}
         found = medians(works)
@@ -67,19 +67,19 @@ def compare_conversions(name: str, weight: torch.Tensor) -> Quantised:
     return made
 
 
-def compare_noise(name: str, made: Quantised) -> None:
-    """Print noise on a matrix, and dequantising it."""
-    weight, runs = dequantise(made), [RowKeys(made.shape[0], 1)]
+def compare_noise(name: str, made: QuantizedTensor) -> None:
+    """Print noise on a matrix, and dequantizing it."""
+    weight, runs = dequantize(made), [RowKeys(made.shape[0], 1)]
     found = medians(
         {
             "ours": lambda: add_noise_(weight, made, 1.0, runs),
-            "dequantise": lambda: dequantise(made),
+            "dequantize": lambda: dequantize(made),
         }
     )
-    show(f"{name} noise", found, "dequantise", made.num_bytes + 4 * weight.numel())
+    show(f"{name} noise", found, "dequantize", made.num_bytes + 4 * weight.numel())
 
 
-def compare_products(name: str, made: Quantised) -> None:
+def compare_products(name: str, made: QuantizedTensor) -> None:
     """Print products of few rows, both ways."""
     fused = matmul.backend("triton")
     for rows in MATMUL_ROWS:
@@ -87,13 +87,13 @@ def compare_products(name: str, made: Quantised) -> None:
         found = medians(
             {
                 "ours": lambda x=x: fused(x, made),
-                "dequantised first": lambda x=x: matmul.reference(x, made),
+                "dequantized first": lambda x=x: matmul.reference(x, made),
             }
         )
-        show(f"{name} times {rows} rows", found, "dequantised first", made.num_bytes)
+        show(f"{name} times {rows} rows", found, "dequantized first", made.num_bytes)
 
 
-def compare_layers(name: str, made: Quantised, weight: torch.Tensor) -> None:
+def compare_layers(name: str, made: QuantizedTensor, weight: torch.Tensor) -> None:
     """Print a layer's forward and backward pass, and one's of a bfloat16 weight."""
     x = torch.randn(TOKENS, made.columns, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(TOKENS, weight.shape[0], device=DEVICE, dtype=torch.bfloat16)

@@ -51,7 +51,7 @@ def _settled(draft: Draft) -> None:
 SMALL = Dialect(
     name="small",
     title="Small",
-    recognises=is_flat,
+    recognizes=is_flat,
     same={"seed": "train.seed", "deep.name": "pipeline.name", "old": "train.micro_batch_size"},
     computed={"root": _square, "half": lambda entry: entry.no_effect("settles the seed")},
     refused={"voice": "nobody speaks here"},
@@ -250,7 +250,7 @@ LAYOUTS: list[dict[str, Any]] = [
 SHAPES = Dialect(
     name="shapes",
     title="Shapes",
-    recognises=is_flat,
+    recognizes=is_flat,
     same={name: f"train.{name}" for layout in LAYOUTS for name in layout}
     | {"rows": "train.global_batch_size", "steps": "train.gradient_accumulation_steps"}
     | {"devices": "launch.nproc_per_node", "nodes": "launch.nnodes"},

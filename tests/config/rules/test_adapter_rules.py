@@ -7,7 +7,7 @@ import pytest
 from tests.config.values import refused_and_mended
 
 ON = {"enable_lora": True}
-QUANTISED = {**ON, "enable_qlora": True}
+QUANTIZED = {**ON, "enable_qlora": True}
 MERGED = {**ON, "merge_lora_interval": 10}
 
 # The settings, where the fault is told, words of the reason, and the change that mends it.
@@ -66,35 +66,35 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"lora": {**ON, "quant_format": "nf4"}},
         "lora.quant_format",
-        "nothing is quantised",
-        {"lora": QUANTISED},
+        "nothing is quantized",
+        {"lora": QUANTIZED},
     ),
     (
         {"lora": {**ON, "exclude_modules": ["o_proj"]}},
         "lora.exclude_modules",
-        "nothing is quantised",
-        {"lora": QUANTISED},
+        "nothing is quantized",
+        {"lora": QUANTIZED},
     ),
     (
-        {"lora": {**QUANTISED, "quant_format": "block_fp8", "quant_group_size": 32}},
+        {"lora": {**QUANTIZED, "quant_format": "block_fp8", "quant_group_size": 32}},
         "lora.quant_group_size",
         "has groups of 128",
         {"lora": {"quant_group_size": 128}},
     ),
     (
-        {"lora": {**QUANTISED, "quant_format": "int8", "quant_group_size": 64}},
+        {"lora": {**QUANTIZED, "quant_format": "int8", "quant_group_size": 64}},
         "lora.quant_group_size",
         "one scale for each row",
         {"lora": {"quant_format": "nf4"}},
     ),
     (
-        {"lora": {**QUANTISED, "aqn_alpha": 2}},
+        {"lora": {**QUANTIZED, "aqn_alpha": 2}},
         "lora.aqn_alpha",
         "no noise is added",
         {"lora": {"enable_aqn": True}},
     ),
     (
-        {"lora": {**QUANTISED, "enable_aqn": True, "use_dora": True}},
+        {"lora": {**QUANTIZED, "enable_aqn": True, "use_dora": True}},
         "lora.enable_aqn",
         "which noise would change",
         {"lora": {"use_dora": False}},

@@ -27,7 +27,7 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.load_weights import load_weights
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import in_checkpoint
-from penstock.models.initialize import generator_for, initialise
+from penstock.models.initialize import generator_for, initialize
 from penstock.models.weights import WeightMap
 from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding
 from tests.ranks import on_ranks
@@ -36,7 +36,7 @@ NAMES = WeightMap(CONFIG)
 
 
 def start(name, shape):
-    return initialise(name, shape, 3, CONFIG)
+    return initialize(name, shape, 3, CONFIG)
 
 
 def made(layout, *, merge_qkv):

@@ -27,7 +27,7 @@ from penstock.engine.distributed.pipeline_stages import (
 from penstock.losses.cross_entropy import sum_cross_entropy
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.initialize import initialise
+from penstock.models.initialize import initialize
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
@@ -86,7 +86,7 @@ def filled(config, part=None, lora=None):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             name = EMBEDDING_WEIGHT if config.tie_word_embeddings and "head" in name else name
-            parameter.copy_(initialise(name, parameter.shape, 3, config))
+            parameter.copy_(initialize(name, parameter.shape, 3, config))
     return model
 
 

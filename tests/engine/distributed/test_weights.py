@@ -15,7 +15,7 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf import load_weights as filling
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.models.initialize import initialise
+from penstock.models.initialize import initialize
 from penstock.models.weights import WeightMap
 from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding, worst
 from tests.ranks import on_ranks
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def start(name, shape):
-    return initialise(name, shape, 3, CONFIG)
+    return initialize(name, shape, 3, CONFIG)
 
 
 def filled(folder):

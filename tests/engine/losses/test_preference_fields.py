@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from penstock.config.schema.preference import PreferenceConfig
-from penstock.losses.preference import Answers, baseline, normalised, preference_losses
+from penstock.losses.preference import Answers, baseline, normalized, preference_losses
 from tests.engine import loops, runs
 from tests.engine.inputs import MODELS, SHAPE
 from tests.engine.laid import alone
@@ -121,7 +121,7 @@ def loss_of(policy, prompts, reference, how: PreferenceConfig) -> float:
     tokens = torch.tensor([[len(answer) for answer in each.answers] for each in JUDGED])
     policy_DA = torch.from_numpy(policy)
     reference_DA = torch.from_numpy(reference) * how.has_reference
-    ratios_DA = normalised(policy_DA - reference_DA, tokens, how.normalisation)
+    ratios_DA = normalized(policy_DA - reference_DA, tokens, how.normalization)
     desirable_D = torch.tensor([bool(each.desirable) for each in JUDGED])
     start_A = baseline(ratios_DA.sum(0), torch.tensor(len(JUDGED)))
     answers = Answers(ratios_DA, start_A, desirable_D, torch.tensor(GAPS))

@@ -15,10 +15,10 @@ from penstock.losses.load_balancing import aux_loss_grad
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.dropout import DropoutRates, DropoutRNG, dropout_rng
-from penstock.models.layers.quantized_linear import QuantisedMatrix, keep_quantised
+from penstock.models.layers.quantized_linear import QuantizedMatrix, keep_quantized
 from penstock.models.layers.router_observer import observe_routers
 from penstock_kernels.attention import VarlenMetadata
-from penstock_kernels.quant import format_named, quantise
+from penstock_kernels.quant import format_named, quantize
 from tests.engine.holdings import CONFIG
 
 SHAPE = replace(
@@ -34,25 +34,25 @@ SHAPE = replace(
         selection_bias=(1, 3),
     ),
 )
-QUANTISED = ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+QUANTIZED = ("self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 STEPS = ([5, 3], [11], [2, 2, 9, 1])
 """Lengths of documents."""
 
 
 def everything() -> Decoder:
-    """Two layers in which matrices are quantised and bear noise, and adapters learn, which drop;
+    """Two layers in which matrices are quantized and bear noise, and adapters learn, which drop;
     so does the residual stream, at other rates in each layer and step."""
     torch.manual_seed(0)
     model = Decoder(SHAPE, dropout=DropoutRates(0.6, warmup_steps=2, depth="rising"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     nvfp4 = format_named("nvfp4")
-    for name in [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in QUANTISED]:
+    for name in [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in QUANTIZED]:
         weight = model.get_parameter(name).detach()
-        keep_quantised(model, name, nvfp4)
+        keep_quantized(model, name, nvfp4)
         matrix = model.get_submodule(name)
-        assert isinstance(matrix, QuantisedMatrix)
-        for leaf, raw in quantise(weight, nvfp4).as_bytes().items():
+        assert isinstance(matrix, QuantizedMatrix)
+        for leaf, raw in quantize(weight, nvfp4).as_bytes().items():
             matrix.get_parameter(leaf).data = raw
         shape = (weight.numel() // weight.shape[-1], weight.shape[-1])
         matrix.change = QuantNoise(1.0, [whole_piece(name, shape)], 0)

@@ -1,6 +1,6 @@
-"""Adapters over quantised weights: what is quantised, and what a run then computes.
+"""Adapters over quantized weights: what is quantized, and what a run then computes.
 
-The judge is the same run over a folder of unquantised weights that hold what codes stand for.
+The judge is the same run over a folder of unquantized weights that hold what codes stand for.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.origins import resolve_model_source
-from penstock_kernels.quant import FORMATS, dequantise, format_named, quantise
+from penstock_kernels.quant import FORMATS, dequantize, format_named, quantize
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, save, step
@@ -21,7 +21,7 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
-QUANTISED = (".self_attn.", ".mlp.")
+QUANTIZED = (".self_attn.", ".mlp.")
 FORMS = {
     "nf4": FORMATS["nf4"],
     "nf4 of groups": format_named("nf4", 16),
@@ -42,7 +42,7 @@ OF_FORM = {
 def is_matrix(name, tensor):
     """Whether a checkpoint's tensor is of a linear layer within a block."""
     is_router = name.endswith(("mlp.gate.weight", "norm.weight"))
-    return tensor.dim() == 2 and any(part in name for part in QUANTISED) and not is_router
+    return tensor.dim() == 2 and any(part in name for part in QUANTIZED) and not is_router
 
 
 def rounded(name, tensor, form):
@@ -50,7 +50,7 @@ def rounded(name, tensor, form):
     if not is_matrix(name, tensor):
         return tensor
     kept = FORMATS["int4"] if form == "few bits" and ".experts." in name else FORMS[form]
-    return dequantise(quantise(tensor, kept), torch.float32).contiguous()
+    return dequantize(quantize(tensor, kept), torch.float32).contiguous()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def job_of(folder, kind, out, lora, **train):
     return runs.job_of(run, folder / "packed")
 
 
-def quantised(folder, form, out, **lora):
+def quantized(folder, form, out, **lora):
     """A run over codes."""
     kind = "experts" if form == "few bits" else "untied"
     return job_of(folder, kind, out, {"enable_qlora": True, **OF_FORM[form], **lora})
@@ -100,7 +100,7 @@ def trained(job):
 
 @pytest.mark.slow
 def test_codes_train_as_the_weights_that_they_stand_for(folder):
-    jobs = {f"{form}, codes": quantised(folder, form, f"{form}, codes") for form in FORMS}
+    jobs = {f"{form}, codes": quantized(folder, form, f"{form}, codes") for form in FORMS}
     jobs |= {form: job_of(folder, form, f"{form}, weights", {}) for form in FORMS}
     [found] = on_ranks(1, each, trained, jobs, timeout=120)
     for form in FORMS:
@@ -112,7 +112,7 @@ def test_codes_train_as_the_weights_that_they_stand_for(folder):
             np.testing.assert_allclose(factor, wanted[1][name], rtol=1e-5, atol=1e-6)
         assert held
         assert not wanted[2]
-        assert all(any(part in name for part in QUANTISED) for name in held)
+        assert all(any(part in name for part in QUANTIZED) for name in held)
     losses = {form: found[f"{form}, codes"][0] for form in FORMS}
     assert len({tuple(of) for of in losses.values()}) == len(FORMS), "every format is another"
     held = found["few bits, codes"][2]
@@ -126,7 +126,7 @@ def test_codes_train_as_the_weights_that_they_stand_for(folder):
 
 def test_what_is_exported_is_what_was_trained(folder):
     jobs = {
-        "codes": quantised(folder, "nf4", "exported codes"),
+        "codes": quantized(folder, "nf4", "exported codes"),
         "weights": job_of(folder, "nf4", "exported weights", {}),
     }
     on_ranks(1, each, trained, jobs)
@@ -152,7 +152,7 @@ def test_modules_that_are_excluded_stay_as_they_are(folder):
         "two": ["layers.1.mlp.up_proj", "o_proj"],
     }
     jobs = {
-        name: quantised(folder, "nf4", f"without {name}", exclude_modules=entries)
+        name: quantized(folder, "nf4", f"without {name}", exclude_modules=entries)
         for name, entries in left_out.items()
     }
     [found] = on_ranks(1, each, trained, jobs)
@@ -189,7 +189,7 @@ def test_noise_is_that_of_a_step_and_of_training_alone(folder):
         "more": {"enable_aqn": True, "aqn_alpha": 3.0},
         "no": {"enable_aqn": True, "aqn_alpha": 0.0},
     }
-    jobs = {name: quantised(folder, "nvfp4", name, **lora) for name, lora in noises.items()}
+    jobs = {name: quantized(folder, "nvfp4", name, **lora) for name, lora in noises.items()}
     [found] = on_ranks(1, each, noisy, jobs)
     first = {name: result[0] for name, result in found.items()}
     assert first["no"] == first["none"] != first["some"] != first["more"]
@@ -211,7 +211,7 @@ def test_noise_is_that_of_a_step_and_of_training_alone(folder):
         ("sinks", {}, r"exclude_modules: \[experts\]"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(kind, lora, said, folder):
+def test_what_cannot_be_quantized_is_refused(kind, lora, said, folder):
     job = job_of(folder, kind, "refused", {"enable_qlora": True, **lora})
     with pytest.raises((CapabilityError, ConfigError), match=said):
         loop_of(job)

@@ -136,10 +136,10 @@ def watched(job, work=a_step):
     """What is rounded in some work, in order: kinds, what shares scales, the first scale; blocks of
     features that are turned; and what comes of the work."""
     rounded, blocks = [], set()
-    quantise, turn = PRODUCTS.quantise, PRODUCTS.turn
+    quantize, turn = PRODUCTS.quantize, PRODUCTS.turn
 
     def seen(x, kind, sharing, scales=None):
-        made = quantise(x, kind, sharing, scales)
+        made = quantize(x, kind, sharing, scales)
         rounded.append((kind, sharing, made.scales.flatten().tolist()[0]))
         return made
 
@@ -147,7 +147,7 @@ def watched(job, work=a_step):
         blocks.add(block)
         return turn(x, block, factor)
 
-    with patch.object(PRODUCTS, "quantise", seen), patch.object(PRODUCTS, "turn", turned):
+    with patch.object(PRODUCTS, "quantize", seen), patch.object(PRODUCTS, "turn", turned):
         return rounded, blocks, work(job)
 
 

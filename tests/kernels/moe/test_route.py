@@ -20,9 +20,9 @@ GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 # Their router, its config, what we say of the same.
 ROUTERS = {
     "qwen3-moe": (Qwen3MoeTopKRouter, {"norm_topk_prob": True}, {}),
-    "qwen3-moe-as-scored": (Qwen3MoeTopKRouter, {"norm_topk_prob": False}, {"normalised": False}),
+    "qwen3-moe-as-scored": (Qwen3MoeTopKRouter, {"norm_topk_prob": False}, {"normalized": False}),
     "mixtral": (MixtralTopKRouter, {}, {}),
-    # The softmax of the chosen is that of all, normalised.
+    # The softmax of the chosen is that of all, normalized.
     "gpt-oss": (GptOssTopKRouter, {}, {}),
     "ernie": (Ernie4_5_MoeTopKRouter, {"moe_norm_min": 1e-12}, {"biased": True}),
     "glm4-moe": (
@@ -39,7 +39,7 @@ ROUTERS = {
     "glm4-moe-as-scored": (
         Glm4MoeTopkRouter,
         {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-        {"scoring": "sigmoid", "biased": True, "normalised": False},
+        {"scoring": "sigmoid", "biased": True, "normalized": False},
     ),
 }
 
@@ -92,7 +92,7 @@ def test_scores_are_computed_in_fp32_whatever_the_logits_are():
     assert choice_TK.dtype == torch.int64
 
 
-def by_hand(logits_E, count, scoring, normalised, bias_E, groups, scale):
+def by_hand(logits_E, count, scoring, normalized, bias_E, groups, scale):
     """One token's choice, in the order of preference, and its weights."""
     if scoring == "softmax":
         scores_E = logits_E.exp() / logits_E.exp().sum()
@@ -107,7 +107,7 @@ def by_hand(logits_E, count, scoring, normalised, bias_E, groups, scale):
         runs = runs[:of_token]
     choice = sorted((expert for run in runs for expert in run), key=lambda e: -wanted[e])[:count]
     weights = scores_E[choice]
-    return choice, (weights / weights.sum() if normalised else weights) * scale
+    return choice, (weights / weights.sum() if normalized else weights) * scale
 
 
 def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
@@ -124,13 +124,13 @@ def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
         )
         logits_TE = (order[1:] - experts // 2).to(dtype) / 8 + 1 / 32
         bias_E = torch.rand(experts, generator=generator) if draw.random() < 0.5 else None
-        scoring, normalised = draw.choice(("softmax", "sigmoid")), draw.random() < 0.5
+        scoring, normalized = draw.choice(("softmax", "sigmoid")), draw.random() < 0.5
         given = logits_TE.clone().requires_grad_()
         choice_TK, weights_TK = route(
             given,
             count,
             scoring=scoring,
-            normalised=normalised,
+            normalized=normalized,
             bias_E=bias_E,
             num_groups=num_groups,
             groups_per_token=of_token,
@@ -142,7 +142,7 @@ def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
         added = torch.zeros(experts) if bias_E is None else bias_E.double()
         for token in range(tokens):
             exact = logits_TE[token].double().requires_grad_()
-            settings = scoring, normalised, added, (num_groups, of_token), 2.5
+            settings = scoring, normalized, added, (num_groups, of_token), 2.5
             choice, weights = by_hand(exact, count, *settings)
             assert choice_TK[token].tolist() == choice, seed
             torch.testing.assert_close(weights_TK[token], weights.float(), atol=0, rtol=1e-5)

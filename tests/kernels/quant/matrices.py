@@ -1,4 +1,4 @@
-"""Matrices for tests of quantised ones, and when two of those are the same."""
+"""Matrices for tests of quantized ones, and when two of those are the same."""
 
 import torch
 

@@ -22,7 +22,7 @@ from penstock_kernels.float8 import (
     largest_of_part,
     linear,
     multiply,
-    quantise,
+    quantize,
     seen,
     shape_of_scales,
 )
@@ -77,24 +77,24 @@ def test_what_is_not_finite_is_not_lost_and_zeros_are_zeros():
     x[1, 2] = math.inf
     for bad in (math.inf, math.nan):
         x[1, 2] = bad
-        made = quantise.reference(x, "e4m3", "rows")
+        made = quantize.reference(x, "e4m3", "rows")
         assert made.numbers(torch.float32)[0].tolist() == [1, 1, 1]
         assert made.numbers(torch.float32)[1].isnan().all()
-    assert not quantise.reference(torch.zeros(2, 3), "e5m2", "tensor").numbers(torch.float32).any()
+    assert not quantize.reference(torch.zeros(2, 3), "e5m2", "tensor").numbers(torch.float32).any()
 
 
 @pytest.mark.parametrize("kind", RANGE)
 @pytest.mark.parametrize("sharing", SHARED)
 def test_codes_are_the_nearest_numbers_and_are_left_alone_when_rounded_again(kind, sharing):
     x = drawn(130, 140)
-    made = quantise.reference(x, kind, sharing)
+    made = quantize.reference(x, kind, sharing)
     numbers = made.numbers(torch.float32)
     scales = spread(made.scales, sharing, *x.shape).expand_as(x).cpu()
     for row, column in ((0, 0), (3, 129), (127, 5), (128, 128), (129, 139)):
         scale = scales[row, column].item()
         want = rounded(x[row, column].item() / scale, kind) * scale
         assert numbers[row, column].item() == want
-    assert torch.equal(quantise.reference(numbers, kind, sharing).numbers(torch.float32), numbers)
+    assert torch.equal(quantize.reference(numbers, kind, sharing).numbers(torch.float32), numbers)
     assert torch.equal(made.numbers(torch.bfloat16).float(), numbers)
 
 
@@ -112,7 +112,7 @@ def test_the_largest_of_parts_make_the_largest_of_the_whole():
 @needs_triton
 @pytest.mark.parametrize("seeds", HUNDRED)
 def test_kernels_round_as_the_reference_does_to_the_bit(seeds):
-    run = quantise.backend("triton")
+    run = quantize.backend("triton")
     for seed in seeds:
         draw = random.Random(seed)
         shape = draw.choice(SIZES), draw.choice(SIZES)
@@ -123,7 +123,7 @@ def test_kernels_round_as_the_reference_does_to_the_bit(seeds):
         scales = None
         if draw.random() < 0.3:
             scales = compute_scales(2 * amax(x, sharing).clamp(min=1e-9), kind)
-        want = quantise.reference(x, kind, sharing, scales)
+        want = quantize.reference(x, kind, sharing, scales)
         got = run(x, kind, sharing, scales)
         assert torch.equal(got.scales, want.scales), (seed, sharing)
         ours, theirs = (each.codes.view(torch.uint8) for each in (got, want))
@@ -150,8 +150,8 @@ def test_products_are_exact_ones_rounded_at_random_shapes(backend, left, right):
         dtype = draw.choice(list(TOLERANCE))
         if DEVICE == "cuda" and left == "rows":
             dtype = torch.bfloat16
-        a = quantise.reference(drawn(M, K, seed=seed), kind[0], left)
-        b = quantise.reference(drawn(N, K, seed=seed + 1), kind[1], right)
+        a = quantize.reference(drawn(M, K, seed=seed), kind[0], left)
+        b = quantize.reference(drawn(N, K, seed=seed + 1), kind[1], right)
         got = run(a, b, dtype)
         left_numbers, right_numbers = (each.numbers(torch.float32).double() for each in (a, b))
         want = left_numbers @ right_numbers.mT
@@ -162,9 +162,9 @@ def test_products_are_exact_ones_rounded_at_random_shapes(backend, left, right):
 
 
 def test_products_that_cannot_be_are_refused():
-    a = quantise.reference(drawn(4, 32), "e4m3", "rows")
-    b = quantise.reference(drawn(16, 48), "e4m3", "rows")
-    tiles = quantise.reference(drawn(16, 32), "e4m3", "tiles")
+    a = quantize.reference(drawn(4, 32), "e4m3", "rows")
+    b = quantize.reference(drawn(16, 48), "e4m3", "rows")
+    tiles = quantize.reference(drawn(16, 32), "e4m3", "tiles")
     for backend, one, other, reason in (
         ("scaled", a, b, "matrices are"),
         ("scaled", a, tiles, "no scales of rows by tiles"),
@@ -173,7 +173,7 @@ def test_products_that_cannot_be_are_refused():
         with pytest.raises(UnsupportedError, match=reason):
             multiply.backend(backend)(one, other, torch.float32)
     with pytest.raises(UnsupportedError, match=r"scales of tiles are \(1, 1\)"):
-        quantise.backend("triton")(drawn(4, 32), "e4m3", "tiles", torch.ones(4, 1))
+        quantize.backend("triton")(drawn(4, 32), "e4m3", "tiles", torch.ones(4, 1))
     with pytest.raises(ValueError, match="48 columns are not whole blocks of 32"):
         linear(drawn(4, 48), drawn(16, 48), Float8Recipe(block=32))
     with pytest.raises(ValueError, match="x is"):
@@ -208,7 +208,7 @@ def test_every_product_of_a_layer_is_of_rounded_numbers(recipe, block):
     }[recipe]
 
     def numbers(matrix, kind, sharing):
-        return quantise.reference(matrix, kind, sharing).numbers(torch.float32).double()
+        return quantize.reference(matrix, kind, sharing).numbers(torch.float32).double()
 
     def back(matrix, factor):
         return matrix if block is None else turn(matrix, block, factor)
@@ -226,7 +226,7 @@ def test_every_product_of_a_layer_is_of_rounded_numbers(recipe, block):
         "dw exact": dy.double().mT @ x.double(),
     }
     for kind in get_args(Product):
-        more = "" if kind == "quantised" else " exact"
+        more = "" if kind == "quantized" else " exact"
         y, dx, dweight = computed(x, weight, Float8Recipe(recipe, "e5m2", kind, kind, block), dy)
         for got, name in ((y, "y"), (dx, "dx" + more), (dweight, "dw" + more)):
             assert sized(got, want[name]) < 1e-5, name
@@ -278,11 +278,11 @@ def test_a_weight_of_codes_alone_serves_as_the_weight_does(recipe):
     x, dy = drawn(40, 160), drawn(40, 144, seed=2)
     for block in (None, 32):
         # Rounded by the columns of its rows, it has no scales for the columns themselves.
-        kind = "exact" if recipe == "rowwise" else "quantised"
-        scheme = Float8Recipe(recipe, "e5m2", kind, "quantised", block)
+        kind = "exact" if recipe == "rowwise" else "quantized"
+        scheme = Float8Recipe(recipe, "e5m2", kind, "quantized", block)
         weight = drawn(144, 160, seed=1).requires_grad_()
         y, dx, dweight = computed(x, weight, scheme, dy)
-        made = quantise(seen(weight.detach(), block), "e4m3", scheme.of_weights)
+        made = quantize(seen(weight.detach(), block), "e4m3", scheme.of_weights)
         alone = Float8WeightShard(made, block, torch.float32).requires_grad_()
         leaf = x.clone().requires_grad_()
         got = linear(leaf, alone, scheme)
@@ -297,14 +297,14 @@ def test_a_weight_of_codes_alone_serves_as_the_weight_does(recipe):
 def test_pytorch_finds_no_fault_with_the_operators():
     x, weight = drawn(5, 130), drawn(16, 130, seed=1)
     torch_ops = torch.ops.penstock
-    opcheck(torch_ops.float8_quantise.default, (x.mT, "e5m2", "groups", None))
-    a = quantise.reference(x, "e5m2", "groups")
-    b = quantise.reference(weight, "e4m3", "tiles")
+    opcheck(torch_ops.float8_quantize.default, (x.mT, "e5m2", "groups", None))
+    a = quantize.reference(x, "e5m2", "groups")
+    b = quantize.reference(weight, "e4m3", "tiles")
     codes = (each.codes.view(torch.uint8) for each in (a, b))
     more = ("e5m2", "e4m3", "b", torch.bfloat16)
     opcheck(torch_ops.float8_multiply.default, (*codes, a.scales, b.scales, *more))
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    opcheck(torch_ops.float8_linear.default, (x, weight, "rowwise e4m3 quantised exact", 0))
+    opcheck(torch_ops.float8_linear.default, (x, weight, "rowwise e4m3 quantized exact", 0))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Noise on dequantised weights: what is drawn, by plain definitions; cuts; Triton; layers."""
+"""Noise on dequantized weights: what is drawn, by plain definitions; cuts; Triton; layers."""
 
 import functools
 import math
@@ -15,10 +15,10 @@ from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
     FORMATS,
     cat,
-    dequantise,
+    dequantize,
     group_linear,
     linear,
-    quantise,
+    quantize,
     step_size,
 )
 from tests.kernels.quant.matrices import normal, uneven
@@ -38,7 +38,7 @@ def drawn(key, first_row, rows, first_column, columns):
 
 def noise_on(made, runs, backend="reference", *, alpha=1.0, dtype=torch.float32, first_column=0):
     """What is added, and what comes of it."""
-    weight = dequantise(made, dtype)
+    weight = dequantize(made, dtype)
     before = weight.clone()
     noisy = add_noise_.backend(backend)(weight, made, alpha, runs, first_column)
     assert noisy.data_ptr() == weight.data_ptr()
@@ -104,7 +104,7 @@ def test_a_million_numbers_are_normal_and_independent():
 
 @each_format
 def test_each_group_gets_noise_of_alpha_steps(name):
-    made = quantise(uneven(6, 256), FORMATS[name])
+    made = quantize(uneven(6, 256), FORMATS[name])
     draws = torch.stack([noise_on(made, [RowKeys(6, key)], alpha=0.5)[0] for key in range(64)])
     group = made.format.group or 256
     of_group = draws.unflatten(-1, (-1, group)).transpose(0, 1).transpose(1, 2).flatten(2)
@@ -116,9 +116,9 @@ def test_each_group_gets_noise_of_alpha_steps(name):
 @each_format
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_alpha_nothing_changes_to_the_bit(name, backend):
-    made = quantise(-uneven(5, 128), FORMATS[name])
+    made = quantize(-uneven(5, 128), FORMATS[name])
     _, noisy = noise_on(made, [RowKeys(5, 1)], backend, alpha=0.0)
-    want = dequantise(made, torch.float32)
+    want = dequantize(made, torch.float32)
     assert torch.equal(noisy.view(torch.int32), want.view(torch.int32))
 
 
@@ -129,7 +129,7 @@ RUNS = [RowKeys(40, KEYS[0]), RowKeys(25, KEYS[1], 7), RowKeys(35, KEYS[2], (1 <
 
 @functools.cache
 def whole(name, backend):
-    made = quantise(uneven(100, 384), FORMATS[name])
+    made = quantize(uneven(100, 384), FORMATS[name])
     return made, noise_on(made, RUNS, backend)[1]
 
 
@@ -157,7 +157,7 @@ def test_any_cut_draws_what_the_whole_draws_there(name, backend, rows, columns):
 
 
 def test_many_rows_draw_what_they_draw_block_by_block():
-    made = quantise(normal(40, 16384), FORMATS["int8"])
+    made = quantize(normal(40, 16384), FORMATS["int8"])
     _, noisy = noise_on(made, [RowKeys(40, 3)])
     _, last = noise_on(made.narrow(-2, 33, 7), [RowKeys(7, 3, 33)])
     assert torch.equal(noisy[33:], last)
@@ -170,7 +170,7 @@ def test_many_rows_draw_what_they_draw_block_by_block():
 @each_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_triton_draws_what_the_reference_draws(name, dtype):
-    made = quantise(uneven(2, 31, 200), FORMATS[name])
+    made = quantize(uneven(2, 31, 200), FORMATS[name])
     runs = [RowKeys(30, KEYS[0], 2**33), RowKeys(31, KEYS[1]), RowKeys(1, KEYS[2])]
     first = 0 if made.format.group else 7
     given = {"alpha": 0.7, "dtype": dtype, "first_column": first}
@@ -186,12 +186,12 @@ def test_triton_draws_what_the_reference_draws(name, dtype):
 
 @needs_triton
 def test_triton_takes_as_many_runs_as_experts_have():
-    made = quantise(normal(40, 5, 32), FORMATS["nvfp4"])
+    made = quantize(normal(40, 5, 32), FORMATS["nvfp4"])
     runs = [RowKeys(rows, 1000 + at) for at, rows in enumerate([2, 3] * 40)]
     got, _ = noise_on(made, runs, "triton")
     want, _ = noise_on(made, runs, "reference")
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-8)
-    empty = quantise(normal(2, 32), FORMATS["nvfp4"]).narrow(-2, 0, 0)
+    empty = quantize(normal(2, 32), FORMATS["nvfp4"]).narrow(-2, 0, 0)
     assert noise_on(empty, [], "triton")[1].shape == (0, 32)
 
 
@@ -199,10 +199,10 @@ def test_triton_takes_as_many_runs_as_experts_have():
 
 
 def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
-    parts = [quantise(normal(rows, 128, seed=rows), FORMATS["nf4"]) for rows in (24, 8, 16)]
+    parts = [quantize(normal(rows, 128, seed=rows), FORMATS["nf4"]) for rows in (24, 8, 16)]
     runs = [RowKeys(part.shape[0], key) for part, key in zip(parts, KEYS, strict=True)]
     made = cat(parts)
-    change = functools.partial(add_noise_, quantised=made, alpha=0.5, runs=runs)
+    change = functools.partial(add_noise_, quantized=made, alpha=0.5, runs=runs)
     _, noisy = noise_on(made, runs, alpha=0.5)
     x, dy = normal(40, 128, seed=1).requires_grad_(), normal(40, 48, seed=2)
     y, want = linear(x, made, change), x @ noisy.T
@@ -210,9 +210,9 @@ def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
     (dx,), (expected,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(want, x, dy)
     torch.testing.assert_close(dx, expected)
 
-    experts = quantise(normal(3, 16, 128), FORMATS["nvfp4"])
+    experts = quantize(normal(3, 16, 128), FORMATS["nvfp4"])
     runs = [RowKeys(16, key) for key in KEYS]
-    change = functools.partial(add_noise_, quantised=experts, alpha=0.5, runs=runs)
+    change = functools.partial(add_noise_, quantized=experts, alpha=0.5, runs=runs)
     _, noisy = noise_on(experts, runs, alpha=0.5)
     counts, dy = torch.tensor([10, 0, 30], device=DEVICE), normal(40, 16, seed=3)
     y = group_linear(x, experts, counts, change=change)
@@ -224,9 +224,9 @@ def test_layers_use_noisy_weights_and_their_gradient_is_of_the_same_ones():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_makes_no_sense_is_refused(backend):
-    made, run = quantise(normal(4, 128), FORMATS["nf4"]), [RowKeys(4, 1)]
-    weight, add = dequantise(made), add_noise_.backend(backend)
-    with pytest.raises(ValueError, match=r"weight is \(3, 128\), and quantised \(4, 128\)"):
+    made, run = quantize(normal(4, 128), FORMATS["nf4"]), [RowKeys(4, 1)]
+    weight, add = dequantize(made), add_noise_.backend(backend)
+    with pytest.raises(ValueError, match=r"weight is \(3, 128\), and quantized \(4, 128\)"):
         add(weight[:3], made, 1.0, run)
     with pytest.raises(ValueError, match=r"runs have 3 rows, and \(4, 128\) has 4"):
         add(weight, made, 1.0, [RowKeys(3, 1)])
@@ -241,7 +241,7 @@ def test_what_makes_no_sense_is_refused(backend):
 
 @needs_triton
 def test_triton_says_what_it_does_not_take():
-    made = quantise(normal(4, 128), FORMATS["nf4"])
+    made = quantize(normal(4, 128), FORMATS["nf4"])
     with pytest.raises(UnsupportedError, match="in fp64"):
         add_noise_.backend("triton")(normal(4, 128).double(), made, 1.0, [RowKeys(4, 1)])
     with pytest.raises(UnsupportedError, match="not contiguous"):

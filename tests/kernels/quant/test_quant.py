@@ -1,4 +1,4 @@
-"""Quantising: codes and numbers against published vectors and plain definitions; Triton."""
+"""Quantizing: codes and numbers against published vectors and plain definitions; Triton."""
 
 import math
 from fractions import Fraction
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
     FORMATS,
-    dequantise,
+    dequantize,
     format_named,
     matmul,
-    quantise,
+    quantize,
 )
 from tests.kernels.quant.matrices import normal, same, uneven
 from tests.kernels.where import DEVICE, needs_triton
@@ -41,7 +41,7 @@ def test_nvfp4_gives_the_codes_scales_and_numbers_of_the_published_vectors():
         [0.1 * (i - 8) for i in range(16)],
         [0.01 * (i + 1) * (-1) ** i for i in range(16)],
     ]
-    made = quantise.reference(torch.tensor(rows), FORMATS["nvfp4"])
+    made = quantize.reference(torch.tensor(rows), FORMATS["nvfp4"])
     assert made.codes.tolist() == [
         [255, 238, 205, 171, 32, 67, 101, 118],
         [161, 178, 196, 213, 229, 230, 246, 247],
@@ -52,7 +52,7 @@ def test_nvfp4_gives_the_codes_scales_and_numbers_of_the_published_vectors():
     below += [-0.400390625, -0.267578125, -0.2001953125, -0.1337890625]
     above = [0.1337890625, 0.2001953125, 0.267578125, 0.400390625]
     above += [0.53515625, 0.53515625, 0.80078125]
-    assert dequantise.reference(made)[0].tolist() == [*below, 0, *above]
+    assert dequantize.reference(made)[0].tolist() == [*below, 0, *above]
 
 
 MIDDLES = [(low + high) / 2 for low, high in pairwise(NF4)]
@@ -76,8 +76,8 @@ def test_ties_go_where_the_format_says(name, backend):
     between, wanted = (torch.tensor([row], device=DEVICE) for row in TIES[name])
     if name != "nf4":
         between, wanted = (torch.cat([row, -row], -1) for row in (between, wanted))
-    made = quantise.backend(backend)(between.float(), FORMATS[name])
-    numbers = dequantise.backend(backend)(made, torch.float32)
+    made = quantize.backend(backend)(between.float(), FORMATS[name])
+    numbers = dequantize.backend(backend)(made, torch.float32)
     torch.testing.assert_close(numbers, wanted.float(), rtol=1e-6, atol=0)
 
 
@@ -92,11 +92,11 @@ def test_nvfp4_codes_are_those_of_the_published_formula_in_float32():
     )
     codes = (sizes + 8 * (x < 0)).reshape(512, 256, 2)
     packed = torch.from_numpy(codes[..., 0] + 16 * codes[..., 1]).to(DEVICE)
-    assert torch.equal(quantise(weight, FORMATS["nvfp4"]).codes.long(), packed)
+    assert torch.equal(quantize(weight, FORMATS["nvfp4"]).codes.long(), packed)
 
 
 def test_nf4_gives_the_codes_of_the_published_vector():
-    made = quantise.reference(torch.linspace(-3.2, 3.1, 64)[None], FORMATS["nf4"])
+    made = quantize.reference(torch.linspace(-3.2, 3.1, 64)[None], FORMATS["nf4"])
     assert made.codes[0].tolist() == [
         *(0, 0, 16, 17, 17, 17, 33, 34, 34, 51, 51, 68, 84, 85, 102, 118),
         *(119, 136, 153, 169, 170, 187, 203, 204, 220, 221, 237, 238, 238, 238, 255, 255),
@@ -117,8 +117,8 @@ def test_nf4_gives_the_codes_of_the_published_vector():
 )
 def test_normal_weights_lose_no_more_than_published_and_shrink_as_much(name, error, size):
     weight = normal(1024, 1024)
-    made = quantise(weight, FORMATS[name])
-    assert (dequantise(made).float() - weight).norm() / weight.norm() <= error
+    made = quantize(weight, FORMATS[name])
+    assert (dequantize(made).float() - weight).norm() / weight.norm() <= error
     assert made.num_bytes <= size * weight.numel() * 2
 
 
@@ -146,7 +146,7 @@ def nearest(x, grid):
 
 
 def plain(weight, name):
-    """float64 [N, K]: what a matrix is after it was quantised, and how far apart numbers lie."""
+    """float64 [N, K]: what a matrix is after it was quantized, and how far apart numbers lie."""
     x = weight.double().cpu().numpy()
     y, gap = np.zeros_like(x), np.zeros_like(x)
     N, K = x.shape
@@ -187,7 +187,7 @@ def plain(weight, name):
 @pytest.mark.parametrize("shape", [(130, 258), (3, 16), (5, 70)], ids=str)
 def test_numbers_are_those_of_the_plain_definition(name, shape):
     weight = uneven(*shape)
-    got = dequantise.reference(quantise.reference(weight, FORMATS[name]), torch.float32)
+    got = dequantize.reference(quantize.reference(weight, FORMATS[name]), torch.float32)
     want, gap = plain(weight, name)
     off = np.abs(got.double().cpu().numpy() - want)
     ties = off > 1e-6 * np.abs(want) + 1e-18
@@ -203,7 +203,7 @@ def test_numbers_are_those_of_the_plain_definition(name, shape):
 )
 def test_no_number_moves_further_than_its_format_lets_it(name, numbers):
     weight = torch.tensor([numbers])
-    got = dequantise(quantise(weight, FORMATS[name]), torch.float32)
+    got = dequantize(quantize(weight, FORMATS[name]), torch.float32)
     most = weight.abs().max().item()
     # Half of the widest gap between levels, where the largest is 1; e4m3 scales are off themselves.
     half = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "int4": 1 / 14, "int8": 1 / 254}
@@ -227,10 +227,10 @@ def test_no_number_moves_further_than_its_format_lets_it(name, numbers):
 )
 def test_triton_and_the_reference_agree_to_the_bit(name, shape, dtype):
     weight = uneven(*shape).to(dtype)
-    made = quantise.reference(weight, FORMATS[name])
-    same(quantise.backend("triton")(weight, FORMATS[name]), made)
+    made = quantize.reference(weight, FORMATS[name])
+    same(quantize.backend("triton")(weight, FORMATS[name]), made)
     for kept in (torch.float32, torch.bfloat16, torch.float16):
-        got, want = dequantise.backend("triton")(made, kept), dequantise.reference(made, kept)
+        got, want = dequantize.backend("triton")(made, kept), dequantize.reference(made, kept)
         assert got.dtype == want.dtype == kept
         assert torch.equal(got, want)
 
@@ -239,10 +239,10 @@ def test_triton_and_the_reference_agree_to_the_bit(name, shape, dtype):
 @pytest.mark.parametrize(("name", "group"), [("nf4", 16), ("nf4", 1024), ("int4", 32)])
 def test_triton_has_groups_of_other_sizes(name, group):
     weight, kept = uneven(3, 130), format_named(name, group)
-    made = quantise.reference(weight, kept)
+    made = quantize.reference(weight, kept)
     assert made.scales.shape == (3, math.ceil(130 / group))
-    same(quantise.backend("triton")(weight, kept), made)
-    assert torch.equal(dequantise.backend("triton")(made), dequantise.reference(made))
+    same(quantize.backend("triton")(weight, kept), made)
+    assert torch.equal(dequantize.backend("triton")(made), dequantize.reference(made))
 
 
 @needs_triton
@@ -250,26 +250,26 @@ def test_triton_has_groups_of_other_sizes(name, group):
 @pytest.mark.parametrize(
     ("rows", "dtype", "rtol"), [(1, torch.float32, 1e-5), (17, torch.bfloat16, 2**-8)], ids=str
 )
-def test_a_product_of_few_rows_is_that_of_the_dequantised_matrix(name, rows, dtype, rtol):
-    made = quantise(normal(37, 200), FORMATS[name])
+def test_a_product_of_few_rows_is_that_of_the_dequantized_matrix(name, rows, dtype, rtol):
+    made = quantize(normal(37, 200), FORMATS[name])
     x = normal(rows, 200, seed=1, scale=1.0).to(dtype)
     y = matmul.backend("triton")(x, made)
-    want = x.double() @ dequantise.reference(made, dtype).double().T
+    want = x.double() @ dequantize.reference(made, dtype).double().T
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), want, rtol=rtol, atol=1e-6)
 
 
 @needs_triton
 def test_triton_says_what_it_does_not_take():
-    made = quantise(normal(4, 128), FORMATS["nf4"])
+    made = quantize(normal(4, 128), FORMATS["nf4"])
     with pytest.raises(UnsupportedError, match="x has 65 rows"):
         matmul.backend("triton")(normal(65, 128), made)
     with pytest.raises(UnsupportedError, match=r"the matrix \(4, 128\)"):
         matmul.backend("triton")(normal(3, 64), made)
-    wide = quantise(normal(4, 256), format_named("nf4", 256))
+    wide = quantize(normal(4, 256), format_named("nf4", 256))
     with pytest.raises(UnsupportedError, match="groups of 256"):
         matmul.backend("triton")(normal(3, 256), wide)
     with pytest.raises(UnsupportedError, match=r"it gives no torch\.float64"):
-        dequantise.backend("triton")(made, torch.float64)
+        dequantize.backend("triton")(made, torch.float64)
     with pytest.raises(ValueError, match="not finite"):
-        quantise.backend("triton")(normal(2, 64) * float("nan"), FORMATS["nf4"])
+        quantize.backend("triton")(normal(2, 64) * float("nan"), FORMATS["nf4"])

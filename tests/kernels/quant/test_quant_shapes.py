@@ -1,4 +1,4 @@
-"""Quantised matrices of a hundred random shapes: numbers by their plain definition, kernels as the
+"""Quantized matrices of a hundred random shapes: numbers by their plain definition, kernels as the
 reference to the bit, products and their gradients as those of the numbers, noise."""
 
 import random
@@ -10,12 +10,12 @@ import torch
 from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.quant import (
     FORMATS,
-    Quantised,
-    dequantise,
+    QuantizedTensor,
+    dequantize,
     group_linear,
     linear,
     matmul,
-    quantise,
+    quantize,
     step_size,
 )
 from tests.kernels.quant.matrices import normal, same, uneven
@@ -55,8 +55,8 @@ def backends(op):
 def test_numbers_are_those_of_the_plain_definition_and_kernels_agree_to_the_bit(seeds):
     for seed in seeds:
         draw, kept, weight = case(seed)
-        made, dtype = quantise.reference(weight, kept), draw.choice(DTYPES)
-        numbers = dequantise.reference(made, torch.float32)
+        made, dtype = quantize.reference(weight, kept), draw.choice(DTYPES)
+        numbers = dequantize.reference(made, torch.float32)
         matrices = (each.view(-1, *weight.shape[-2:]) for each in (weight, numbers))
         for matrix, found in zip(*matrices, strict=True):
             want, gap = plain(matrix, kept.name)
@@ -64,19 +64,19 @@ def test_numbers_are_those_of_the_plain_definition_and_kernels_agree_to_the_bit(
             ties = off > 1e-6 * np.abs(want) + 1e-18
             # 16 bits hold many numbers that are a tie exactly, and which side it falls on is free.
             assert (off <= gap * 1.001 + 1e-18)[ties].all(), seed
-        for backend in backends(quantise):
-            same(quantise.backend(backend)(weight, kept), made)
-        for backend in backends(dequantise):
-            got = dequantise.backend(backend)(made, dtype)
-            assert torch.equal(got, dequantise.reference(made, dtype)), (seed, backend)
+        for backend in backends(quantize):
+            same(quantize.backend(backend)(weight, kept), made)
+        for backend in backends(dequantize):
+            got = dequantize.backend(backend)(made, dtype)
+            assert torch.equal(got, dequantize.reference(made, dtype)), (seed, backend)
 
 
 @cases
 def test_products_and_gradients_are_those_of_the_numbers(seeds):
     for seed in seeds:
         draw, kept, weight = case(seed)
-        made, dtype = quantise(weight, kept), draw.choice(DTYPES)
-        exact = dequantise(made, dtype).double()
+        made, dtype = quantize(weight, kept), draw.choice(DTYPES)
+        exact = dequantize(made, dtype).double()
         rows = draw.choice((0, 1, 2, 5, 17))
         x = normal(rows, made.columns, seed=seed, scale=1.0).to(dtype).requires_grad_()
 
@@ -89,7 +89,7 @@ def test_products_and_gradients_are_those_of_the_numbers(seeds):
 
         # Rows of all matrices of a stack are those of one.
         parts = {name: tensor.flatten(0, -2) for name, tensor in made.tensors.items()}
-        whole = Quantised(kept, made.columns, **parts)
+        whole = QuantizedTensor(kept, made.columns, **parts)
         want = x.double() @ exact.flatten(0, -2).mT
         for backend in backends(matmul):
             check(matmul.backend(backend)(x.detach(), whole), want, (seed, backend))
@@ -113,7 +113,7 @@ def close(got, want, dtype, what):
 def test_kernels_add_the_noise_of_the_reference_at_any_shape(seeds):
     for seed in seeds:
         draw, kept, weight = case(seed)
-        made, dtype = quantise(weight, kept), draw.choice(DTYPES)
+        made, dtype = quantize(weight, kept), draw.choice(DTYPES)
         total = made.codes.shape[:-1].numel()
         at = sorted(draw.randint(0, total) for _ in range(draw.randint(0, 3)))
         runs = [
@@ -121,7 +121,7 @@ def test_kernels_add_the_noise_of_the_reference_at_any_shape(seeds):
             for start, end in zip((0, *at), (*at, total), strict=True)
         ]
         first = draw.randint(0, 9) * (kept.group or 1)
-        before = dequantise(made, dtype)
+        before = dequantize(made, dtype)
         found = [
             add_noise_.backend(name)(before.clone(), made, 0.7, runs, first).double()
             for name in ("triton", "reference")

@@ -75,10 +75,10 @@ def test_inference_servers_are_named_and_sent_weights():
             endpoint = {"host": "node-1", "port": 30000, "world_size": 4, "pool": "b"}
             added = await http.post("/add_inference_endpoint", json=endpoint)
             assert added.json()["endpoint"] == endpoint
-            quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+            quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
             path = "/api/v1/set_sync_quantization"
-            said = await http.post(path, json={"quantization": quantised})
-            assert said.json()["quantization"] == quantised
+            said = await http.post(path, json={"quantization": quantized})
+            assert said.json()["quantization"] == quantized
             synced = await http.post("/api/v1/sync_inference_weights", json={"pools": ["b"]})
             assert synced.json()["total_bytes"] == 64
             (work,) = engine.works(requests.SyncWeights)

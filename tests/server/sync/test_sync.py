@@ -94,13 +94,13 @@ def live_of(job, loop):
     hf_config = read_hf_config(job.config_path, {})
     family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
-    quantising = quantization_args(job.config)
+    quantizing = quantization_args(job.config)
     return RankModelView(
         loop.built.trained.held,
         names,
         family.roles,
         adapting=resolve_model_source(job.config).adapting,
-        formats=BaseModelWeights(names, quantising, hf_config, family.roles, job.weights).formats,
+        formats=BaseModelWeights(names, quantizing, hf_config, family.roles, job.weights).formats,
     )
 
 

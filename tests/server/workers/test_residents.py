@@ -168,13 +168,13 @@ def test_adapters_of_experts_may_be_smaller_than_the_base_has_room_for(tmp_path,
 
 
 @pytest.mark.parametrize("format", ["nf4", "nvfp4"])
-def test_models_share_a_base_that_is_quantised(model, tmp_path, format):
+def test_models_share_a_base_that_is_quantized(model, tmp_path, format):
     both, alone = tmp_path / "both", tmp_path / "alone"
-    quantised = {"lora": {"enable_qlora": True, "quant_format": format}}
+    quantized = {"lora": {"enable_qlora": True, "quant_format": format}}
     one = script("a", both, rank=8, lr=0.02, seed=3)
     other = script("b", both, rank=16, lr=0.005, seed=4)
-    done(model, tmp_path, in_turn(one, other), **quantised)
-    done(model, tmp_path, script("a", alone, rank=8, lr=0.02, seed=3), **quantised)
+    done(model, tmp_path, in_turn(one, other), **quantized)
+    done(model, tmp_path, script("a", alone, rank=8, lr=0.02, seed=3), **quantized)
     assert apart(saved(both / "a"), saved(alone / "a")) < 1e-5
 
 

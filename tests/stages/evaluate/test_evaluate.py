@@ -186,7 +186,7 @@ def test_data_without_a_question_is_a_failed_stage_that_says_what_to_set(exporte
         exact_match(folder, absent, limit=1, seed=0, batch_size=1)
 
 
-def test_a_quantised_model_without_what_decodes_it_is_refused(exported, tmp_path, monkeypatch):
+def test_a_quantized_model_without_what_decodes_it_is_refused(exported, tmp_path, monkeypatch):
     folder, _, _ = exported
     config = read_json(folder / "config.json")
     write_json(

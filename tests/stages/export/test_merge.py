@@ -44,7 +44,7 @@ GPT2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
 linear = partial(LoraConfig, r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
 KINDS = {
     "plain": (QWEN, linear()),
-    "rank-stabilised, by patterns": (
+    "rank-stabilized, by patterns": (
         QWEN,
         linear(
             use_rslora=True,

@@ -49,7 +49,7 @@ def slices_in(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.arrow")}
 
 
-def test_mixing_otherwise_tokenises_nothing(tmp_path):
+def test_mixing_otherwise_tokenizes_nothing(tmp_path):
     stage = two(tmp_path)
     get_or_build(PlannedStage(stage, tmp_path / "root" / "prepare" / "first"))
     made = slices_in(tmp_path / "root" / "slices")

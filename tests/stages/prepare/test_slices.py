@@ -171,16 +171,16 @@ def test_a_fault_is_told_with_its_line_in_the_file_whichever_slice_it_is_in(tmp_
 
 
 class Counted:
-    """Counts how often each slice is tokenised."""
+    """Counts how often each slice is tokenized."""
 
     def __init__(self, monkeypatch):
         self.times = Counter()
-        self._tokenise = workers.tokenise
-        monkeypatch.setattr(workers, "tokenise", self)
+        self._tokenize = workers.tokenize
+        monkeypatch.setattr(workers, "tokenize", self)
 
     def __call__(self, item, *rest):
         self.times[item.content] += 1
-        return self._tokenise(item, *rest)
+        return self._tokenize(item, *rest)
 
 
 def test_runs_that_differ_only_downstream_share_their_slices(tmp_path, monkeypatch):
@@ -343,19 +343,19 @@ def test_slices_that_nothing_uses_can_be_pruned_after_a_day(tmp_path):
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "a.jsonl", texts(5))
     stage = prepare((path, TEXT), slices=tmp_path / "slices")
-    tokenise = workers.tokenise
+    tokenize = workers.tokenize
 
     def meddle(*arguments):
         write_lines(path, texts(6))
-        return tokenise(*arguments)
+        return tokenize(*arguments)
 
-    monkeypatch.setattr(workers, "tokenise", meddle)
+    monkeypatch.setattr(workers, "tokenize", meddle)
     with pytest.raises(StageError, match=r"a\.jsonl has changed since this run began"):
         run(stage, tmp_path / "out")
     assert not list((tmp_path / "slices").glob("*.json"))
 
 
-def test_a_source_of_weight_zero_is_not_tokenised(tmp_path, monkeypatch):
+def test_a_source_of_weight_zero_is_not_tokenized(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(9, name)) for name in "ab"]
     mix = ({"weight": 0.0}, {"weight": 1.0})

@@ -70,10 +70,10 @@ def load_target(
 ) -> "ChatModel":
     """The model, ready to answer. An adapter of a kind that the engine does not compute beside its
     base is merged into a copy of it in `scratch`."""
-    from penstock.evaluate.chat_model import load_chat_model, require_not_quantised
+    from penstock.evaluate.chat_model import load_chat_model, require_not_quantized
 
     model, adapter = target.model, target.adapter
-    require_not_quantised(model)
+    require_not_quantized(model)
     tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
     try:
         run = _settings(model, adapter)

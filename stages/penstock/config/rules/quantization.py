@@ -129,18 +129,18 @@ FP8_RULES = (
 )
 
 
-OF_QUANTISED = ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn")
-"""Settings that mean something only where base weights are quantised."""
+OF_QUANTIZED = ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn")
+"""Settings that mean something only where base weights are quantized."""
 
 
-def _base_is_quantised(run: RunConfig) -> Faults:
+def _base_is_quantized(run: RunConfig) -> Faults:
     lora = run.lora
     if not lora.enable_qlora:
-        for name in OF_QUANTISED:
+        for name in OF_QUANTIZED:
             if lora.asks_for(name):
                 yield ConfigIssue(
                     ("lora", name),
-                    "nothing is quantised with enable_qlora: false;"
+                    "nothing is quantized with enable_qlora: false;"
                     f" write enable_qlora: true or leave {name} out",
                     ("lora.enable_qlora",),
                 )
@@ -178,4 +178,4 @@ def _noise_leaves_norms(run: RunConfig) -> Faults:
         )
 
 
-QLORA_RULES = (_base_is_quantised, _groups_are_the_formats, _noise_leaves_norms)
+QLORA_RULES = (_base_is_quantized, _groups_are_the_formats, _noise_leaves_norms)

@@ -196,7 +196,7 @@ def _what_is_merged_is_all(run: RunConfig) -> Faults:
             )
 
 
-def _what_is_quantised_is_written(run: RunConfig) -> Faults:
+def _what_is_quantized_is_written(run: RunConfig) -> Faults:
     kind, lora = run.export.quantise, run.lora
     if kind is None or not lora.enable_lora:
         return
@@ -360,7 +360,7 @@ RULES: tuple[Callable[[RunConfig], Faults], ...] = (
     _adapters_are_on,
     _what_is_merged_is_all,
     *QLORA_RULES,
-    _what_is_quantised_is_written,
+    _what_is_quantized_is_written,
     _biases_may_move,
     _experts_share_in_one_way,
     _stages_are_a_chain,

@@ -71,23 +71,23 @@ class LoraConfig(ConfigSection):
     """Export only the adapter, not the model merged with it."""
 
     enable_qlora: Keyed[bool] = False
-    """Quantise the base weights and train adapters on top (Dettmers et al. 2023, "QLoRA"): all
+    """Quantize the base weights and train adapters on top (Dettmers et al. 2023, "QLoRA"): all
     linear layers within blocks, experts included and routers not, layer by layer as they are read.
-    Weights that are published quantised are used as they are. Implies `enable_lora: true`."""
+    Weights that are published quantized are used as they are. Implies `enable_lora: true`."""
 
     quant_format: Keyed[QuantFormat] = "nvfp4"
     """QLoRA: format of the base weights: `nvfp4` (4 bits, a scale for 16), `nf4` (4-bit normal
     float), `block_fp8` (8 bits in tiles), `int8`, or `int8_int4_experts`, in which experts have 4
-    bits. Of a checkpoint that is published quantised it is that of the checkpoint."""
+    bits. Of a checkpoint that is published quantized it is that of the checkpoint."""
 
     quant_group_size: Annotated[int | None, CacheKey("always", null=16)] = Field(default=None, gt=0)
     """QLoRA: columns that share a scale. Unset: 16 for `nvfp4`, 128 for `block_fp8`, 64 for `nf4`,
     128 for experts of `int8_int4_experts`; the last two take other powers of two as well."""
 
     exclude_modules: Keyed[Annotated[list[str] | None, AfterValidator(readable)]] = None
-    """QLoRA: modules that are not quantised, by runs of the parts of their names (`self_attn`,
+    """QLoRA: modules that are not quantized, by runs of the parts of their names (`self_attn`,
     `layers.0`) or patterns (`layers.[0-3].*`). Embeddings, head, norms and routers never are.
-    Unset: those that a checkpoint which is published quantised names, else none."""
+    Unset: those that a checkpoint which is published quantized names, else none."""
 
     merge_lora_interval: Keyed[int] = Field(default=0, ge=0)
     """Merge the adapters into the base weights every so many steps, and let them start anew; 0
@@ -98,7 +98,7 @@ class LoraConfig(ConfigSection):
     `merge_lora_interval`."""
 
     enable_aqn: Keyed[bool] = False
-    """QLoRA: add noise of the size of a quantisation step to quantised weights in training, drawn
+    """QLoRA: add noise of the size of a quantization step to quantized weights in training, drawn
     anew each step."""
 
     aqn_alpha: Keyed[float] = Field(default=1.0, ge=0)
@@ -106,5 +106,5 @@ class LoraConfig(ConfigSection):
 
     @property
     def resolved_group_size(self) -> int | None:
-        """Columns that share a scale, unless weights are published quantised; None: whole rows."""
+        """Columns that share a scale, unless weights are published quantized; None: whole rows."""
         return self.quant_group_size or next(iter(GROUPS[self.quant_format]), None)

@@ -21,7 +21,7 @@ LossType = Literal[
     "or",
     "orpo",
 ]
-Normalisation = Literal["none", "mean", "pair_mean"]
+Normalization = Literal["none", "mean", "pair_mean"]
 KLPairing = Literal["other_prompt", "rotate"]
 
 REFERENCE_FREE: frozenset[LossType] = frozenset({"simpo", "cpo", "or", "orpo"})
@@ -138,7 +138,7 @@ class PreferenceConfig(ConfigSection):
     """Whether reference log-probabilities are computed before training. Only true: the stage
     `reference` does it, once for all runs that start from the same model."""
 
-    length_normalize: Normalisation | None = None
+    length_normalize: Normalization | None = None
     """What log-probabilities of answers are: sums over their tokens (`none`), means (`mean`), or
     sums as if both answers of a pair had their mean length (`pair_mean`). Unset: `mean` for `ipo`,
     `simpo`, `or` and `orpo`, which are defined so and take nothing else, and `none` for others."""
@@ -153,7 +153,7 @@ class PreferenceConfig(ConfigSection):
         return self.loss_type not in REFERENCE_FREE and not self.reference_free
 
     @property
-    def normalisation(self) -> Normalisation:
+    def normalization(self) -> Normalization:
         """What log-probabilities are."""
         if self.length_normalize is not None:
             return self.length_normalize

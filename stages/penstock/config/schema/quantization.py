@@ -1,4 +1,4 @@
-"""The formats of quantised base weights, and what groups of columns they may share scales in.
+"""The formats of quantized base weights, and what groups of columns they may share scales in.
 
 No torch here: what does not fit is refused before anything heavy is imported.
 """

@@ -104,7 +104,7 @@ class ServerModel(ConfigSection):
     width."""
 
     enable_qlora: bool = False
-    """Quantise the base weights, and train adapters on top. Implies `enable_lora: true`."""
+    """Quantize the base weights, and train adapters on top. Implies `enable_lora: true`."""
 
     quant_format: QuantFormat = "nvfp4"
     """QLoRA: format of the base weights, as `lora.quant_format` of a run."""
@@ -113,7 +113,7 @@ class ServerModel(ConfigSection):
     """QLoRA: columns that share a scale. Unset: what the format has."""
 
     qlora_exclude_modules: list[str] | None = None
-    """QLoRA: modules that are not quantised, as `lora.exclude_modules` of a run."""
+    """QLoRA: modules that are not quantized, as `lora.exclude_modules` of a run."""
 
     merge_lora_interval: int = Field(default=0, ge=0)
     """Merge adapters into the base weights every so many steps; 0 never."""

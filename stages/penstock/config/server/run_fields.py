@@ -150,7 +150,7 @@ DEFAULTS: Mapping[str, Any] = {
 UNMISTAKABLE = {*SAME, *COMPUTED} - {"model_path"}
 
 
-def _recognises(values: Values) -> bool:
+def _recognizes(values: Values) -> bool:
     """A model's path at the top, and beside it something else that stands there in no other
     dialect. A file with data sets is a run's, whose sections somebody has left out."""
     is_run = "datasets" in values
@@ -161,7 +161,7 @@ def _recognises(values: Values) -> bool:
 SERVER = Dialect(
     name="server",
     title="a training server",
-    recognises=_recognises,
+    recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
     defaults=DEFAULTS,

@@ -29,7 +29,7 @@ DIALECTS: tuple[Dialect, ...] = (
     TRL,
     ERNIEKIT,
 )
-"""Asked in this order whether they recognise a file."""
+"""Asked in this order whether they recognize a file."""
 
 NATIVE = "native"
 """What `--dialect` calls our own."""
@@ -37,7 +37,7 @@ NATIVE = "native"
 
 def detect_dialect(values: Mapping[str, Any]) -> Dialect | None:
     """The dialect that a file is written in, as read; None where it is our own, or nobody's."""
-    return next((dialect for dialect in DIALECTS if dialect.recognises(values)), None)
+    return next((dialect for dialect in DIALECTS if dialect.recognizes(values)), None)
 
 
 def named(name: str) -> Dialect | None:

@@ -41,7 +41,7 @@ class Dialect:
     title: str
     """As the tool calls itself."""
 
-    recognises: Callable[[Values], bool]
+    recognizes: Callable[[Values], bool]
     """Whether a file, as read, is written in it."""
 
     same: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -51,7 +51,7 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Tr
     """The file as it reads in our words, and what is wrong with it then: a line for each fault,
     empty where a run can be made of it.
 
-    `name` is that of its dialect; None: what it is recognised as. Our own is taken as it is.
+    `name` is that of its dialect; None: what it is recognized as. Our own is taken as it is.
     Raises ConfigError where it is no YAML, or there is no such dialect.
     """
     document = read_document(path, may_be_empty=False)

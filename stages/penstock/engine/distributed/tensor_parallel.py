@@ -36,7 +36,7 @@ from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.positions import PositionTable
-from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.layers.router import Router
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
@@ -134,7 +134,7 @@ def _resize(
 ) -> None:
     """Set the layer's feature counts to this rank's."""
     rows, columns = module.out_features, module.in_features
-    if isinstance(module.weight, QuantisedMatrix):
+    if isinstance(module.weight, QuantizedMatrix):
         [piece, *_] = cuts.pieces(weight, tuple(module.weight.shape))
         module.weight.columns = piece.sizes[1]
     module.out_features, module.in_features = module.weight.shape

@@ -18,7 +18,7 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import Shared, TensorShard, whole_piece
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import SOCKETS
-from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.tp_roles import (
     DECODER_GRAINS,
@@ -264,7 +264,7 @@ def tp_plan(
         formats={
             name: module.format
             for name, module in model.named_modules()
-            if isinstance(module, QuantisedMatrix)
+            if isinstance(module, QuantizedMatrix)
         },
         lends_table=model.config.tie_word_embeddings and apart,
     )

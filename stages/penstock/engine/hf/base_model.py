@@ -18,7 +18,7 @@ from penstock.engine.quantization.select_layers import (
     select_formats,
 )
 from penstock.models.decoder import Decoder
-from penstock.models.layers.quantized_linear import keep_quantised
+from penstock.models.layers.quantized_linear import keep_quantized
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
@@ -30,7 +30,7 @@ class BaseModelWeights:
     """One base model's weights, independent of the parallel layout."""
 
     names: WeightMap
-    quantising: QuantizationArgs | None
+    quantizing: QuantizationArgs | None
     """None if weights are used as stored."""
     hf_config: Mapping[str, Any]
     roles: Roles
@@ -40,21 +40,21 @@ class BaseModelWeights:
     @cached_property
     def formats(self) -> Formats:
         """The formats of quantized matrices. Raises ConfigError and CapabilityError."""
-        return select_formats(self.quantising, self.published, self.names, self.roles)
+        return select_formats(self.quantizing, self.published, self.names, self.roles)
 
     @cached_property
     def published(self) -> PrequantizedFormat | None:
         """The format of a pre-quantized checkpoint."""
         return published_in(self.hf_config, self.folder) if self.folder else None
 
-    def quantise(self, model: Decoder) -> None:
+    def quantize(self, model: Decoder) -> None:
         """Replace the layers of a meta-device model, or of a part of one, by quantized ones, in
         place.
         """
         here = dict(model.named_parameters())
         for native, format in quant_formats_by_param(self.formats, self.names).items():
             if native in here:
-                keep_quantised(model, native, format)
+                keep_quantized(model, native, format)
 
     def quantized_reader(
         self, inner: SafetensorsFolder | RandomInitTensors, device: torch.device = _CPU

@@ -29,7 +29,7 @@ from penstock.engine.hf.save_model import (
 from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.model_source import ExportFormat, ModelSource
-from penstock.engine.quantization.export import Quantiser, quantiser_for
+from penstock.engine.quantization.export import Quantizer, quantizer_for
 from penstock.engine.quantization.quantized_reader import RandomInitTensors
 from penstock.models.registry import get_family
 
@@ -52,10 +52,10 @@ def write_folders(
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = get_family(hf_config)
     names = family.weight_map(family.read(hf_config))
-    folder = _folder(origin) if origin.quantising else None
-    weights = BaseModelWeights(names, origin.quantising, hf_config, family.roles, folder)
+    folder = _folder(origin) if origin.quantizing else None
+    weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
-    quantiser = quantiser_for(form.quantise, family, names) if form.quantise else None
+    quantizer = quantizer_for(form.quantize, family, names) if form.quantize else None
     extras = HFFolderMeta(
         hf_config,
         TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
@@ -64,10 +64,10 @@ def write_folders(
     with ExitStack() as opened:
         base = _base(origin, reader, weights, opened)
         if adapters and reader.state["adapter_only"]:
-            found = _with_adapters(form, origin, base, adapters, out, extras, quantiser)
+            found = _with_adapters(form, origin, base, adapters, out, extras, quantizer)
         else:
             whole = adapters.merged_into(base) if adapters else base
-            found = {"hf": _model(form, origin, whole, out / "hf", extras, quantiser)}
+            found = {"hf": _model(form, origin, whole, out / "hf", extras, quantizer)}
     return {
         "format": "hf",
         "folders": {name: name for name in found},
@@ -76,7 +76,7 @@ def write_folders(
         "dtype": dtype_name(_dtype(form, origin, hf_config)),
         "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
         "shards": found.get("hf", {}).get("shards", 0),
-        **({"quantised": form.quantise} if form.quantise else {}),
+        **({"quantised": form.quantize} if form.quantize else {}),
         **({"adapter": found["adapter"]} if "adapter" in found else {}),
     }
 
@@ -88,12 +88,12 @@ def _with_adapters(
     adapters: Adapters,
     out: Path,
     extras: HFFolderMeta,
-    quantiser: Quantiser | None,
+    quantizer: Quantizer | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if form.merged:
         merged = adapters.merged_into(base)
-        found["hf"] = _model(form, origin, merged, out / "hf", extras, quantiser)
+        found["hf"] = _model(form, origin, merged, out / "hf", extras, quantizer)
     else:
         # Nothing else in the export has the tokenizer and its chat template.
         extras.tokenizer.write(out / "adapter")
@@ -115,7 +115,7 @@ def _model(
     weights: HFStateDict,
     out: Path,
     extras: HFFolderMeta,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
     return write_hf_folder(
         weights,
@@ -123,7 +123,7 @@ def _model(
         extras,
         dtype=_dtype(form, origin, extras.hf_config),
         max_shard_size=form.max_shard_bytes,
-        quantiser=quantiser,
+        quantizer=quantizer,
     )
 
 

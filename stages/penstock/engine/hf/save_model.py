@@ -19,7 +19,7 @@ from penstock.core.files import PART, atomic_write, regular_files, write_json
 from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, put, tensor_num_bytes
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
-from penstock.engine.quantization.export import Quantiser
+from penstock.engine.quantization.export import Quantizer
 
 DTYPES = {
     "float32": torch.float32,
@@ -51,22 +51,22 @@ def write_hf_folder(
     *,
     dtype: torch.dtype,
     max_shard_size: int | str = "5GB",
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
     """Fill `out`, which may hold an unfinished attempt, and return facts.
 
     `max_shard_size` is in bytes, or as `5GB` (decimal). `dtype` is that of all tensors that
-    `quantiser` does not quantize. Facts: dtype, number of parameters, of weight files and of bytes
+    `quantizer` does not quantize. Facts: dtype, number of parameters, of weight files and of bytes
     in all files.
     """
     num_shards = write_weights(
-        weights, out, dtype=dtype, max_shard_size=max_shard_size, quantiser=quantiser
+        weights, out, dtype=dtype, max_shard_size=max_shard_size, quantizer=quantizer
     )
     # The export is not quantized in the base model's format.
     replaced = {"torch_dtype", "quantization_config"}
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
-    if quantiser:
-        config["quantization_config"] = quantiser.config
+    if quantizer:
+        config["quantization_config"] = quantizer.config
     write_json(out / "config.json", {**config, "dtype": dtype_name(dtype)})
     extras.tokenizer.write(out)
     write_json(
@@ -89,10 +89,10 @@ def write_weights(
     *,
     dtype: torch.dtype,
     max_shard_size: int | str,
-    quantiser: Quantiser | None = None,
+    quantizer: Quantizer | None = None,
 ) -> int:
     """Write the safetensors files, and an index if there are several; returns their number."""
-    kinds = {name: _kinds(name, weights, dtype, quantiser) for name in weights.shapes}
+    kinds = {name: _kinds(name, weights, dtype, quantizer) for name in weights.shapes}
     # All tensors stored for one weight stay in one file.
     sizes = {name: sum(map(tensor_num_bytes, stored.values())) for name, stored in kinds.items()}
     planned = {
@@ -103,7 +103,7 @@ def write_weights(
     )
     for file, names in split.filename_to_tensors.items():
         if not (out / file).is_file():
-            _write_file(weights, out / file, {name: kinds[name] for name in names}, quantiser)
+            _write_file(weights, out / file, {name: kinds[name] for name in names}, quantizer)
     if split.is_sharded:
         files = split.tensor_to_filename
         weight_map = {leaf: files[name] for name in kinds for leaf in kinds[name]}
@@ -112,11 +112,11 @@ def write_weights(
 
 
 def _kinds(
-    name: str, weights: HFStateDict, dtype: torch.dtype, quantiser: Quantiser | None
+    name: str, weights: HFStateDict, dtype: torch.dtype, quantizer: Quantizer | None
 ) -> dict[str, Kind]:
     """The tensors that a weight is stored as."""
-    if quantiser and name in quantiser.shapes:
-        return quantiser.kinds(name)
+    if quantizer and name in quantizer.shapes:
+        return quantizer.kinds(name)
     return {name: (weights.shapes[name], torch.float32 if name in weights.exact else dtype)}
 
 
@@ -124,7 +124,7 @@ def _write_file(
     weights: HFStateDict,
     target: Path,
     kinds: Mapping[str, Mapping[str, Kind]],
-    quantiser: Quantiser | None,
+    quantizer: Quantizer | None,
 ) -> None:
     layout = file_layout(
         aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()})
@@ -132,8 +132,8 @@ def _write_file(
     with atomic_write(target) as part, part.open("wb") as file:
         os.pwrite(file.fileno(), layout.header, 0)
         for name, tensor in _each(weights, kinds):
-            if quantiser and name in quantiser.shapes:
-                pieces = quantiser.pieces(name, tensor, weights)
+            if quantizer and name in quantizer.shapes:
+                pieces = quantizer.pieces(name, tensor, weights)
             else:
                 pieces = _pieces(name, tensor, kinds[name][name][1])
             for leaf, row, made in pieces:

@@ -10,7 +10,7 @@ from penstock.core.errors import ArtifactError
 from penstock.engine.quantization.quantized_reader import TensorReader
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Quantised, dequantise
+from penstock_kernels.quant import QuantizedTensor, dequantize
 
 
 class Tensors(Protocol):
@@ -69,8 +69,8 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
                 leaves = kept[name].widths(shapes[name][1])
                 stored = reader.read(f"{name}.{leaf}" for leaf in leaves)
                 of_leaf = {leaf: stored[f"{name}.{leaf}"] for leaf in leaves}
-                value = Quantised.of_bytes(kept[name], shapes[name][1], of_leaf)
-                plain[name] = dequantise(value, torch.float32)
+                value = QuantizedTensor.of_bytes(kept[name], shapes[name][1], of_leaf)
+                plain[name] = dequantize(value, torch.float32)
         return {name: plain[name] for name in names}
 
     return HFStateDict(shapes, read, _exact(names, shapes))

@@ -39,7 +39,7 @@ def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
     """Raise CapabilityError unless every name exists."""
     missing = [name for name in names if name not in there]
     if missing and f"{missing[0]}_blocks" in there:
-        raise CapabilityError(f"{missing[0]} of the checkpoint is quantised: {MXFP4}.")
+        raise CapabilityError(f"{missing[0]} of the checkpoint is quantized: {MXFP4}.")
     if missing:
         raise CapabilityError(
             f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs, num_prompt_tokens, num_tokens
-from penstock.losses.preference import Answers, baseline, normalised, preference_losses
+from penstock.losses.preference import Answers, baseline, normalized, preference_losses
 from penstock.losses.preference_metrics import NAMES, OF_PREFERENCES, OF_TOKENS, measures, told
 from penstock.models.decoder import Reduce
 from penstock.rows.collate import MicroBatch
@@ -37,7 +37,7 @@ class PreferenceBatch:
     def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
         """The log-ratios of policy to reference, normalized, [D, A]."""
         ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
-        return normalised(ratios_DA, self.tokens_DA, how.normalisation)
+        return normalized(ratios_DA, self.tokens_DA, how.normalization)
 
     def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
         """The inputs of a loss."""

@@ -39,7 +39,7 @@ class ReLoRA:
     """Every parameter of the parts."""
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
-    requantiser: MergeIntoQuantized | None
+    requantizer: MergeIntoQuantized | None
     """None if no weight is quantized."""
     interval: int
     """Steps between merges."""
@@ -67,10 +67,10 @@ class ReLoRA:
                 if isinstance(adapted.weight, torch.Tensor):
                     _add(adapted.weight, adapted.products)
                 else:
-                    assert self.requantiser is not None
-                    self.requantiser.add(adapted.weight, adapted.products)
-        if self.requantiser:
-            self.requantiser.require_finite(steps)
+                    assert self.requantizer is not None
+                    self.requantizer.add(adapted.weight, adapted.products)
+        if self.requantizer:
+            self.requantizer.require_finite(steps)
         for one in self._factors():
             for piece in one.pieces:
                 start = initial_lora(
@@ -110,15 +110,15 @@ def build_relora(
     """The merging that the `lora` section describes; None if adapters are not merged."""
     if not run.lora.merge_lora_interval:
         return None
-    requantiser = None
+    requantizer = None
     if run.lora.enable_qlora:
-        requantiser = MergeIntoQuantized(held, names, ranks, mesh.group(*ROWS, "tensor"))
+        requantizer = MergeIntoQuantized(held, names, ranks, mesh.group(*ROWS, "tensor"))
     return ReLoRA(
         parts,
         held,
         optimizer,
         ranks,
-        requantiser,
+        requantizer,
         interval=run.lora.merge_lora_interval,
         seed=run.train.seed,
         states="forgotten" if run.lora.reset_optimizer_on_merge else "kept",

@@ -34,7 +34,7 @@ from penstock_kernels.float8 import (
     Sharing,
     compute_scales,
     largest_of_part,
-    quantise,
+    quantize,
     seen,
 )
 
@@ -65,7 +65,7 @@ class Rows:
         for agree in _reaching(self.product.agreement, sharing):
             largest = agree(largest)
         scales = compute_scales(largest, "e4m3")
-        codes = quantise(here, "e4m3", *_of_rows(sharing, scales, self.first, len(here))).codes
+        codes = quantize(here, "e4m3", *_of_rows(sharing, scales, self.first, len(here))).codes
         return Float8Matrix(codes, scales, sharing)
 
 

@@ -32,8 +32,8 @@ def build_recipe(fp8: Fp8Config) -> Float8Recipe:
     return Float8Recipe(
         recipe=fp8.recipe,
         gradients=fp8.of_gradients,
-        input_gradient="quantised" if fp8.quantize_input_grad else "exact",
-        weight_gradient="quantised" if fp8.quantize_weight_grad else "exact",
+        input_gradient="quantized" if fp8.quantize_input_grad else "exact",
+        weight_gradient="quantized" if fp8.quantize_weight_grad else "exact",
         block=fp8.hadamard_block_size if fp8.hadamard else None,
     )
 

@@ -14,7 +14,7 @@ import torch
 
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.models.quantization_config import malformed
-from penstock_kernels.quant import Format, Quantised
+from penstock_kernels.quant import Format, QuantizedTensor
 from penstock_kernels.quant.prequantized import bitsandbytes_scales, nf4_of_bitsandbytes
 
 STATE = ".quant_state.bitsandbytes__nf4"
@@ -37,7 +37,7 @@ class Nf4:
 
     format: Format
 
-    def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
+    def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized. uint8 data without metadata counts, and is
         malformed.
         """
@@ -53,7 +53,7 @@ class Nf4:
         """(N, K) of a weight. Raises CapabilityError if the metadata does not give it."""
         return _state(folder, name).shape
 
-    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
         """Rows `first` to `end` of a weight, on the CPU.
 
         Raises:

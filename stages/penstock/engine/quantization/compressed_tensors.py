@@ -14,7 +14,7 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_writer import Kind
 from penstock.engine.model_source import SchemeName
-from penstock_kernels.quant import FORMATS, Format, Quantised, format_named
+from penstock_kernels.quant import FORMATS, Format, QuantizedTensor, format_named
 from penstock_kernels.quant.prequantized import tile_scales
 
 INT4_GROUPS = (128, 64, 32)
@@ -130,7 +130,7 @@ def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str
     return {f"{layer}.{leaf}": kind for leaf, kind in found.items()}
 
 
-def of_rows(layer: str, made: Quantised) -> dict[str, torch.Tensor]:
+def of_rows(layer: str, made: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The stored tensors of a block of rows, which begins at a tile's first row."""
     match made.format.name:
         case "fp8" | "block_fp8":
@@ -146,7 +146,7 @@ def of_rows(layer: str, made: Quantised) -> dict[str, torch.Tensor]:
     return {f"{layer}.{leaf}": tensor for leaf, tensor in found.items()}
 
 
-def of_whole(layer: str, shape: tuple[int, ...], made: Quantised) -> dict[str, torch.Tensor]:
+def of_whole(layer: str, shape: tuple[int, ...], made: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The tensors stored once per matrix of this shape; `made` is any block of its rows."""
     if made.format.name == "int4":
         return {f"{layer}.weight_shape": torch.tensor(shape)}

@@ -20,7 +20,7 @@ from penstock.engine.quantization.select_layers import matrices
 from penstock.models.family import Family
 from penstock.models.names import HEAD_WEIGHT
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Format, largest, quantise
+from penstock_kernels.quant import Format, largest, quantize
 
 STRETCH = 4 << 20
 """Bytes of rows, in fp32, that are quantized at a time; it needs up to 14 times as much memory."""
@@ -33,7 +33,7 @@ ONE_MATRIX = {
 
 
 @dataclass(frozen=True)
-class Quantiser:
+class Quantizer:
     """How one model's tensors are stored."""
 
     scheme: SchemeName
@@ -66,7 +66,7 @@ class Quantiser:
         rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
         for first in range(0, shape[0], rows):
             try:
-                made = quantise(weight[first : first + rows], self.kept, shared)
+                made = quantize(weight[first : first + rows], self.kept, shared)
             except ValueError as error:
                 raise CapabilityError(
                     f"export.quantise: {name}: {error}.\n"
@@ -97,7 +97,7 @@ class Quantiser:
         return self._largest[part]
 
 
-def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantiser:
+def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantizer:
     """The quantizer for export of the family's model.
 
     Raises:
@@ -107,7 +107,7 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
         raise CapabilityError(
             f"export.quantise: {family.model_type} keeps all experts of a layer in one tensor, "
             "which the format does not know.\n"
-            "  Leave export.quantise out; servers quantise such a model on loading."
+            "  Leave export.quantise out; servers quantize such a model on loading."
         )
     hf_shapes = names.hf_shapes()
     chosen = {
@@ -123,7 +123,7 @@ def quantiser_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
     }
     kept = compressed_tensors.format_for(scheme, chosen)
     # A tied head has no tensor, but is a linear layer.
-    return Quantiser(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
+    return Quantizer(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
 
 
 def _layer(name: str) -> str:

@@ -15,14 +15,14 @@ import torch
 from penstock.engine.distributed.param_shards import TensorShard
 from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import current_noise
-from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.noise import RowKeys, add_noise_
-from penstock_kernels.quant import Quantised
+from penstock_kernels.quant import QuantizedTensor
 
 
 @dataclass(frozen=True)
 class QuantNoise:
-    """Adds noise to one matrix: the hook `QuantisedMatrix.change`."""
+    """Adds noise to one matrix: the hook `QuantizedMatrix.change`."""
 
     alpha: float
     """The factor of the quantization step size."""
@@ -31,7 +31,7 @@ class QuantNoise:
     first_column: int
     """The first column of the shard."""
 
-    def __call__(self, value: Quantised) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def __call__(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The function that adds this step's noise to the weight of `value`; None without noise."""
         noise = current_noise()
         if noise is None:
@@ -46,7 +46,7 @@ def add_noise(model: Decoder, pieces: Mapping[str, tuple[TensorShard, ...]], alp
     `pieces` are the shards of its parameters on this rank, before FSDP.
     """
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedMatrix):
+        if isinstance(module, QuantizedMatrix):
             codes = pieces[f"{name}.codes"]
             in_a_byte = 2 if module.format.codes == "levels" else 1
             module.change = QuantNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)

@@ -25,7 +25,7 @@ from penstock.models.quantization_config import (
     declared_in,
     malformed,
 )
-from penstock_kernels.quant import Format, Quantised, format_named
+from penstock_kernels.quant import Format, QuantizedTensor, format_named
 from penstock_kernels.quant.prequantized import nvfp4_of_modelopt, of_fp8_tiles
 
 CODES = {
@@ -67,7 +67,7 @@ class RowwiseFormat:
     format: Format
     publisher: Publisher
 
-    def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
+    def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized."""
         codes = self.codes_of(name)
         return codes in folder and folder.stored(codes).dtype not in FLOATS
@@ -98,7 +98,7 @@ class RowwiseFormat:
             raise malformed(codes, f"rows of {columns} columns are not groups of {kept.group}")
         return rows, columns
 
-    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
         """Rows `first` to `end` of a weight, on the CPU.
 
         Raises:
@@ -126,7 +126,7 @@ class RowwiseFormat:
             scales = _one(folder, name + names.scales).expand(len(wanted), 1).contiguous()
         else:
             scales = _rows(folder, name + names.scales, grid, wanted).float()
-        return Quantised(kept, whole[1], codes, scales)
+        return QuantizedTensor(kept, whole[1], codes, scales)
 
     def _require_no_more(self, folder: SafetensorsFolder, name: str) -> None:
         """Reject a weight with more than codes and scales."""
@@ -187,9 +187,9 @@ class PrequantizedFormat:
         """Modules that the publisher left unquantized."""
         return self.declared.untouched
 
-    def is_quantised(self, folder: SafetensorsFolder, name: str) -> bool:
+    def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized, whatever the config says."""
-        return self._reader.is_quantised(folder, name)
+        return self._reader.is_quantized(folder, name)
 
     def codes_of(self, name: str) -> str:
         """The tensor that holds the codes of a quantized weight."""
@@ -203,7 +203,7 @@ class PrequantizedFormat:
         """
         return self._reader.shape(folder, name)
 
-    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> Quantised:
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
         """Rows `first` to `end` of a quantized weight, on the CPU; reads only their bytes.
 
         Raises:

@@ -17,10 +17,10 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
-from penstock.models.initialize import initialise
+from penstock.models.initialize import initialize
 from penstock.models.layers.quantized_linear import LEAVES
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Format, Quantised, dequantise, largest, quantise
+from penstock_kernels.quant import Format, QuantizedTensor, dequantize, largest, quantize
 
 STRETCH = 1 << 20
 """Bytes of a matrix's rows, in fp32, that are quantized at a time; it needs up to 14 times as much
@@ -77,7 +77,7 @@ class RandomInitTensors:
 
     def _whole(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            drawn = initialise(name, self._shapes[name], self._seed, self._names.config)
+            drawn = initialize(name, self._shapes[name], self._seed, self._names.config)
             self._last = name, drawn
         return self._last[1]
 
@@ -124,14 +124,14 @@ class QuantizeOnLoad:
         if leaf:
             rows, columns = self._shape(base)
             return Stored((rows, self._formats[base].widths(columns)[leaf]), torch.uint8, 0)
-        if self._is_quantised(base):
+        if self._is_quantized(base):
             return Stored(self._shape(base), torch.float32, 0)
         return self._inner.stored(name)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor. Raises CapabilityError for a matrix that cannot be quantized."""
         base, leaf = split_name(name)
-        if not leaf and not self._is_quantised(base):
+        if not leaf and not self._is_quantized(base):
             return self._inner.box(name, offsets, sizes)
         (first, left), (count, width) = offsets, sizes
         found: list[torch.Tensor] = []
@@ -172,7 +172,7 @@ class QuantizeOnLoad:
         return (
             published is not None
             and isinstance(inner, SafetensorsFolder)
-            and published.is_quantised(inner, name)
+            and published.is_quantized(inner, name)
         )
 
     def _of_others(self) -> tuple[PrequantizedFormat, SafetensorsFolder]:
@@ -180,7 +180,7 @@ class QuantizeOnLoad:
         assert isinstance(self._inner, SafetensorsFolder)
         return self._published, self._inner
 
-    def _is_quantised(self, name: str) -> bool:
+    def _is_quantized(self, name: str) -> bool:
         return name in self._formats or self._is_published(name)
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -210,26 +210,26 @@ class QuantizeOnLoad:
             self._kept = _Kept(name, {})
         if leaf and (found := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
             return found
-        made = self._quantised(name, block)
+        made = self._quantized(name, block)
         if not leaf:
-            return dequantise(made, torch.float32).cpu()
+            return dequantize(made, torch.float32).cpu()
         tensors = made.as_bytes()
         found = tensors.pop(leaf)
         # Codes are read first. They are large, so they are not cached.
         self._kept.blocks[block.start] = tensors if leaf == LEAVES[0] else {}
         return found
 
-    def _quantised(self, name: str, block: range) -> Quantised:
+    def _quantized(self, name: str, block: range) -> QuantizedTensor:
         if self._is_published(name):
             published, inner = self._of_others()
             return published.rows(inner, name, block.start, block.stop)
         return self._made(name, self._rows(name, block))
 
-    def _made(self, name: str, rows: torch.Tensor) -> Quantised:
+    def _made(self, name: str, rows: torch.Tensor) -> QuantizedTensor:
         format = self._formats[name]
         most = self._largest_of(name) if format.scales == "e4m3" else None
         try:
-            return quantise(rows, format, None if most is None else most.to(rows.device))
+            return quantize(rows, format, None if most is None else most.to(rows.device))
         except ValueError as error:
             raise CapabilityError(
                 f"lora.enable_qlora: {name}: {error}.\n  Check the checkpoint's weights."

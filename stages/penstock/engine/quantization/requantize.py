@@ -16,9 +16,9 @@ from penstock.adapters.weight_delta import LoraDelta
 from penstock.core.errors import StageError
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local, rows_here
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.models.layers.quantized_linear import LEAVES, QuantisedMatrix
+from penstock.models.layers.quantized_linear import LEAVES, QuantizedMatrix
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Quantised, dequantise, largest, quantise
+from penstock_kernels.quant import QuantizedTensor, dequantize, largest, quantize
 
 STRETCH = 4 << 20
 """Bytes of a matrix's rows, in fp32, that are computed at a time; it needs several times as much
@@ -35,7 +35,7 @@ class _Rows:
     """The first row's index in the matrix."""
     columns: slice
     """The entries of the amax table for the local columns."""
-    value: Quantised
+    value: QuantizedTensor
     """Views of the local components."""
     product: LoraDelta
     start: int
@@ -53,10 +53,10 @@ class _Rows:
     def merged(self, device: torch.device) -> torch.Tensor:
         """The merged rows, fp32."""
         tensors = {name: tensor.to(device) for name, tensor in self.value.tensors.items()}
-        value = Quantised(self.value.format, self.value.columns, **tensors)
+        value = QuantizedTensor(self.value.format, self.value.columns, **tensors)
         product = self.product
         there = replace(product, left=product.left.to(device), right=product.right.to(device))
-        return there.added_alike(dequantise(value, torch.float32), self.start)
+        return there.added_alike(dequantize(value, torch.float32), self.start)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Table:
         mine.copy_(torch.maximum(mine, found.expand(len(merged), -1)[firsts]))
 
     def of(self, rows: _Rows) -> torch.Tensor:
-        """The amax argument of `quantise` for a block of rows."""
+        """The amax argument of `quantize` for a block of rows."""
         return self.most[self._entries(rows).to(self.most.device)][:, rows.columns]
 
     def _entries(self, rows: _Rows) -> torch.Tensor:
@@ -105,7 +105,7 @@ class MergeIntoQuantized:
         self._ranks, self._group = ranks, group
         self._broken: set[str] = set()
 
-    def add(self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
+    def add(self, weight: QuantizedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
         """Add products to the local rows.
 
         Each comes with the first row of the weight that it applies to.
@@ -121,7 +121,7 @@ class MergeIntoQuantized:
             for some in rows.blocks():
                 merged = some.merged(self._ranks.device)
                 try:
-                    made = quantise(merged, weight.format, table.of(some) if table else None)
+                    made = quantize(merged, weight.format, table.of(some) if table else None)
                 except ValueError:
                     self._broken.add(rows.matrix)
                     break
@@ -138,12 +138,12 @@ class MergeIntoQuantized:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise StageError(
                 f"merging adapters after step {steps} makes numbers of {broken[0]}{more} that are "
-                "not finite, which cannot be quantised.\n"
+                "not finite, which cannot be quantized.\n"
                 "  Lower train.lr, or lora.merge_lora_interval; the last checkpoint is intact."
             )
 
     def _rows(
-        self, weight: QuantisedMatrix, products: Sequence[tuple[int, LoraDelta]]
+        self, weight: QuantizedMatrix, products: Sequence[tuple[int, LoraDelta]]
     ) -> Iterator[_Rows]:
         """The local rows of matrices with products, matrix by matrix."""
         parameters = dict(weight.named_parameters())
@@ -151,7 +151,7 @@ class MergeIntoQuantized:
         if begin == end:
             return
         flat = {leaf: local(raw.detach()).flatten(0, -2) for leaf, raw in parameters.items()}
-        value = Quantised.of_bytes(weight.format, weight.columns, flat)
+        value = QuantizedTensor.of_bytes(weight.format, weight.columns, flat)
         codes, scales = (self._held[id(parameters[leaf])].pieces for leaf in LEAVES[:2])
         in_order = sorted(products, key=lambda one: one[0])
         starts = [start for start, _ in in_order]
@@ -169,7 +169,7 @@ class MergeIntoQuantized:
                 start=row - starts[number],
             )
 
-    def _tables(self, weight: QuantisedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
+    def _tables(self, weight: QuantizedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
         """The amax tables of all checkpoint matrices in a weight, reduced over all ranks.
 
         Empty if scales depend on local rows only.
@@ -202,7 +202,7 @@ class MergeIntoQuantized:
         return tables
 
 
-def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
+def _tall(weight: QuantizedMatrix, rows: int, columns: int) -> int:
     """How many rows of a matrix share an amax entry; 0 if no scale depends on other ranks."""
     if weight.format.scales == "e4m3":
         return rows
@@ -211,7 +211,7 @@ def _tall(weight: QuantisedMatrix, rows: int, columns: int) -> int:
     return weight.format.tile_rows if weight.format.tile_rows > 1 else 0
 
 
-def _entries_of_columns(weight: QuantisedMatrix, scales: TensorShard) -> slice:
+def _entries_of_columns(weight: QuantizedMatrix, scales: TensorShard) -> slice:
     """The table entries for the local columns."""
     if weight.format.tile_rows == 1:
         return slice(0, 1)

@@ -21,16 +21,16 @@ Formats = Mapping[str, Format]
 
 FIELD = "lora.exclude_modules"
 
-QUANTISED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
+QUANTIZED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
 
 
 def select_formats(
-    quantising: QuantizationArgs | None,
+    quantizing: QuantizationArgs | None,
     published: PrequantizedFormat | None,
     names: WeightMap,
     roles: Roles,
 ) -> Formats:
-    """The format of every quantized matrix; empty without `quantising`.
+    """The format of every quantized matrix; empty without `quantizing`.
 
     A pre-quantized checkpoint decides what the settings leave out.
 
@@ -40,14 +40,14 @@ def select_formats(
         CapabilityError: a parameter of the model would be quantized only in part.
     """
     if published:
-        validate_prequantized(quantising, published.declared)
-    if quantising is None:
+        validate_prequantized(quantizing, published.declared)
+    if quantizing is None:
         return {}
     if published:
         linear = of_experts = published.format
     else:
-        linear, of_experts = _pair(quantising.format or DEFAULT, quantising.group)
-    excluded = quantising.excluded
+        linear, of_experts = _pair(quantizing.format or DEFAULT, quantizing.group)
+    excluded = quantizing.excluded
     if excluded is None:
         excluded = published.untouched if published else ()
     else:
@@ -64,7 +64,7 @@ def select_formats(
             raise CapabilityError(
                 f"lora.enable_qlora: {parts[0]} holds all experts of a layer, columns before rows, "
                 "which no format here takes.\n"
-                "  Write exclude_modules: [experts] to quantise the rest."
+                "  Write exclude_modules: [experts] to quantize the rest."
             )
         found |= dict.fromkeys(kept, of_experts if role is ParallelStyle.EXPERTS else linear)
     return found
@@ -97,7 +97,7 @@ def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyl
         is_matrix = leaf == "weight" or (
             role is ParallelStyle.EXPERTS and not leaf.endswith("_bias")
         )
-        if role in QUANTISED and is_matrix:
+        if role in QUANTIZED and is_matrix:
             yield native, role
 
 

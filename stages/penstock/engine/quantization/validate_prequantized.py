@@ -9,34 +9,34 @@ from penstock.models.quantization_config import QuantizationConfig
 
 
 def validate_prequantized(
-    quantising: QuantizationArgs | None, declared: QuantizationConfig
+    quantizing: QuantizationArgs | None, declared: QuantizationConfig
 ) -> None:
     """Raise ConfigError for settings that such a checkpoint cannot be used with.
 
-    `quantising` is None for a run without QLoRA.
+    `quantizing` is None for a run without QLoRA.
     """
     kind = f"{declared.format} ({declared.publisher})"
-    if quantising is None:
+    if quantizing is None:
         raise ConfigError(
-            f"the model is published quantised, in {kind}, and only adapters beside such weights "
+            f"the model is published quantized, in {kind}, and only adapters beside such weights "
             "are trained.\n"
             "  Write lora.enable_lora: true and lora.enable_qlora: true, or name the model that it "
-            "was quantised from as model.model_path."
+            "was quantized from as model.model_path."
         )
     instead = (
-        "as it is.\n  Leave {} out, or name the model that it was quantised from as "
+        "as it is.\n  Leave {} out, or name the model that it was quantized from as "
         "model.model_path."
     )
-    if quantising.format not in (None, declared.format):
+    if quantizing.format not in (None, declared.format):
         raise ConfigError(
-            f"lora.quant_format is {quantising.format}, and the model is published in {kind}, "
+            f"lora.quant_format is {quantizing.format}, and the model is published in {kind}, "
             f"which is used {instead.format('quant_format')}"
         )
     # bitsandbytes stores the block size with each matrix.
     is_said = declared.group is not None or declared.publisher != "bitsandbytes"
-    if is_said and quantising.group not in (None, declared.group):
+    if is_said and quantizing.group not in (None, declared.group):
         has = f"groups of {declared.group}" if declared.group else "a scale for each row"
         raise ConfigError(
-            f"lora.quant_group_size is {quantising.group}, and the model is published in {kind} "
+            f"lora.quant_group_size is {quantizing.group}, and the model is published in {kind} "
             f"with {has}, which is used {instead.format('quant_group_size')}"
         )

@@ -43,7 +43,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         width=width,
         shared_width=width * config_get(hf, "n_shared_experts", 1),
         scoring="sigmoid",
-        normalised=bool(config_get(hf, "norm_topk_prob", True)),
+        normalized=bool(config_get(hf, "norm_topk_prob", True)),
         num_groups=config_get(hf, "n_group", 1),
         groups_per_token=config_get(hf, "topk_group", 1),
         scale=config_get(hf, "routed_scaling_factor", 1.0),

@@ -44,7 +44,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         num_experts=count,
         experts_per_token=config_get(hf, "num_experts_per_tok", 8),
         width=config_get(hf, "moe_intermediate_size", 768),
-        normalised=bool(config_get(hf, "norm_topk_prob", False)),
+        normalized=bool(config_get(hf, "norm_topk_prob", False)),
         balance=aux_loss_coef(hf),
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.quantized_linear import QuantisedMatrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import swiglu
 from penstock_kernels.group_gemm import group_gemm
@@ -126,10 +126,10 @@ class Experts(nn.Module):
         return self._adapted("down_proj", y_RD, inner_RF, counts_E)
 
     def _multiplied(
-        self, x_RK: torch.Tensor, weight_ENK: torch.Tensor | QuantisedMatrix, counts_E: torch.Tensor
+        self, x_RK: torch.Tensor, weight_ENK: torch.Tensor | QuantizedMatrix, counts_E: torch.Tensor
     ) -> torch.Tensor:
         multiply = self.operations.group_gemm
-        if isinstance(weight_ENK, QuantisedMatrix):
+        if isinstance(weight_ENK, QuantizedMatrix):
             return weight_ENK.group_linear(x_RK, counts_E, multiply)
         # Explicit cast of fp32 weights beside autocast's hidden states: torch.autocast does not
         # cover grouped GEMMs.

@@ -12,17 +12,17 @@ from torch import nn
 from penstock.models.layers import quantized_ops as programs
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.quantized_ops import Dequantizes, Multiply, Tensors
-from penstock_kernels.quant import Format, Quantised, dequantise, group_linear, linear
+from penstock_kernels.quant import Format, QuantizedTensor, dequantize, group_linear, linear
 
 LEAVES = ("codes", "scales", "global_scales")
 """Names of the tensors of a quantized matrix."""
 
-Change = Callable[[Quantised], Callable[[torch.Tensor], torch.Tensor] | None]
+Change = Callable[[QuantizedTensor], Callable[[torch.Tensor], torch.Tensor] | None]
 """Called with the quantized matrix in the forward pass. It returns None or a function from the
 dequantized weight to the weight that is used; the backward pass calls that function again."""
 
 
-class QuantisedMatrix(Dequantizes):
+class QuantizedMatrix(Dequantizes):
     """A quantized matrix [N, K], or those of experts [E, N, K], as uint8 parameters.
 
     They are uint8 so that casting a model does not change the scales. N is their last dimension but
@@ -54,9 +54,9 @@ class QuantisedMatrix(Dequantizes):
         return self.codes.device
 
     @property
-    def value(self) -> Quantised:
+    def value(self) -> QuantizedTensor:
         """The quantized tensors, as views of the parameters."""
-        return Quantised.of_bytes(self.format, self.columns, dict(self.named_parameters()))
+        return QuantizedTensor.of_bytes(self.format, self.columns, dict(self.named_parameters()))
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`x W^T`, in the autocast dtype if autocast is enabled, otherwise in x's dtype."""
@@ -83,8 +83,8 @@ class QuantisedMatrix(Dequantizes):
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The weight of the current pass, dequantized from these tensors into new memory."""
         named = {name: one for name, one in zip(LEAVES, tensors, strict=True) if one is not None}
-        value = Quantised.of_bytes(self.format, self.columns, named)
-        change, weight = self._change_of(value), dequantise(value, dtype)
+        value = QuantizedTensor.of_bytes(self.format, self.columns, named)
+        change, weight = self._change_of(value), dequantize(value, dtype)
         return weight if change is None else change(weight)
 
     @property
@@ -92,7 +92,7 @@ class QuantisedMatrix(Dequantizes):
         has_global = self.format.scales == "e4m3"
         return self.codes, self.scales, self.global_scales if has_global else None
 
-    def _change_of(self, value: Quantised) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def _change_of(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return self.change(value) if self.change and self.training else None
 
     def extra_repr(self) -> str:
@@ -100,7 +100,7 @@ class QuantisedMatrix(Dequantizes):
         return f"{self.format.name}, {list(self.shape)}"
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight."""
 
     def __init__(self, base: nn.Linear, format: Format) -> None:
@@ -108,49 +108,49 @@ class QuantisedLinear(nn.Linear):
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
         self.bias = base.bias
-        put_weight(self, QuantisedMatrix(format, base.weight.shape, base.weight.device))
+        put_weight(self, QuantizedMatrix(format, base.weight.shape, base.weight.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The base layer's output, with the quantized weight."""
         return affine(input, self.weight, self.bias)
 
 
-def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantisedMatrix) -> None:
-    """Set the layer's weight. A QuantisedMatrix has the attributes of a parameter that other code
+def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantizedMatrix) -> None:
+    """Set the layer's weight. A QuantizedMatrix has the attributes of a parameter that other code
     uses: shape and device."""
     del layer.weight
     layer.weight = cast(nn.Parameter, weight)
 
 
-def get_weight(layer: nn.Linear) -> nn.Parameter | QuantisedMatrix:
+def get_weight(layer: nn.Linear) -> nn.Parameter | QuantizedMatrix:
     """The layer's weight: a parameter, or the matrix that `put_weight` set."""
-    return cast(nn.Parameter | QuantisedMatrix, layer.weight)
+    return cast(nn.Parameter | QuantizedMatrix, layer.weight)
 
 
 def affine(
-    x: torch.Tensor, weight: torch.Tensor | QuantisedMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor | QuantizedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x W^T + b`, with a quantized or ordinary weight."""
-    if not isinstance(weight, QuantisedMatrix):
+    if not isinstance(weight, QuantizedMatrix):
         return nn.functional.linear(x, weight, bias)
     y = weight.linear(x)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def dequantize_rows(weight: torch.Tensor | QuantisedMatrix, start: int, end: int) -> torch.Tensor:
+def dequantize_rows(weight: torch.Tensor | QuantizedMatrix, start: int, end: int) -> torch.Tensor:
     """Rows of a weight; fp32 if it is quantized."""
-    if not isinstance(weight, QuantisedMatrix):
+    if not isinstance(weight, QuantizedMatrix):
         return weight[start:end]
-    return dequantise(weight.value.narrow(-2, start, end - start), torch.float32)
+    return dequantize(weight.value.narrow(-2, start, end - start), torch.float32)
 
 
-def keep_quantised(model: nn.Module, name: str, format: Format) -> None:
+def keep_quantized(model: nn.Module, name: str, format: Format) -> None:
     """Replace the parameter `name` of a model by an uninitialized matrix of the format."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Linear):
-        model.set_submodule(owner, QuantisedLinear(module, format))
+        model.set_submodule(owner, QuantizedLinear(module, format))
         return
     weight = module.get_parameter(leaf)
     delattr(module, leaf)
-    setattr(module, leaf, QuantisedMatrix(format, weight.shape, weight.device))
+    setattr(module, leaf, QuantizedMatrix(format, weight.shape, weight.device))

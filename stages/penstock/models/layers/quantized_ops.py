@@ -113,7 +113,7 @@ def _weight_fake(
     return weight, number.new_empty(3)
 
 
-_weight_of = operator("quantised_weight", _weight, fake=_weight_fake)
+_weight_of = operator("quantized_weight", _weight, fake=_weight_fake)
 
 
 def _weight_again(
@@ -137,4 +137,4 @@ def _weight_again_fake(number: torch.Tensor, drawn: torch.Tensor, *others: Any) 
     return _weight_fake(number, *others)[0]
 
 
-_weight_again_of = operator("quantised_weight_again", _weight_again, fake=_weight_again_fake)
+_weight_again_of = operator("quantized_weight_again", _weight_again, fake=_weight_again_fake)

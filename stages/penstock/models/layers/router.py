@@ -62,7 +62,7 @@ class Router(OpModule):
             logits_TE,
             config.experts_per_token,
             scoring=config.scoring,
-            normalised=config.normalised,
+            normalized=config.normalized,
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,

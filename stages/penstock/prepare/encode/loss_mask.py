@@ -2,7 +2,7 @@
 
 A tokenizer of bytes needs no help for it: the bytes that each token of its vocabulary stands for
 are known, so their running sum says where every token begins and ends. That holds while the sum is
-the length of the text; where it is not (a normaliser changed the text, a special token swallowed
+the length of the text; where it is not (a normalizer changed the text, a special token swallowed
 blanks), and for tokenizers of other kinds, the library is asked for the characters of each token.
 """
 
@@ -119,9 +119,9 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> Byt
     In the vocabulary of byte-level BPE each character stands for one byte; added tokens stand for
     themselves.
     """
-    normalisers = {step["type"] for step in _flattened(its["normalizer"])}
+    normalizers = {step["type"] for step in _flattened(its["normalizer"])}
     levels = [step for step in _flattened(its["pre_tokenizer"]) if step["type"] == "ByteLevel"]
-    if its["model"]["type"] != "BPE" or not levels or normalisers - {"NFC"}:
+    if its["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
         return None
     if any(step["add_prefix_space"] for step in levels):
         return None
@@ -130,7 +130,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> Byt
     lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
     for index, token in tokenizer.added_tokens_decoder.items():
         lengths[index] = len(token.content.encode())
-    return Bytes(lengths, composes=bool(normalisers))
+    return Bytes(lengths, composes=bool(normalizers))
 
 
 def _flattened(step: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -88,7 +88,7 @@ def ngram_hashes(samples: Samples, length: int, shorter: Literal["none", "whole"
 
 
 def mixed(values: Hashes) -> Hashes:
-    """A bijection of 64-bit numbers after which near ones are far apart (splitmix64's finaliser:
+    """A bijection of 64-bit numbers after which near ones are far apart (splitmix64's finalizer:
     Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     z = values
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

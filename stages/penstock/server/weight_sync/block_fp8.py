@@ -13,7 +13,7 @@ from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 from penstock.server.protocol.types import Quantization
 from penstock.server.weight_sync.errors import SyncError, refused
-from penstock_kernels.quant import FORMATS, quantise
+from penstock_kernels.quant import FORMATS, quantize
 from penstock_kernels.quant.prequantized import tile_scales
 
 SCALES = "_scale_inv"
@@ -49,7 +49,7 @@ def wants_fp8(quantization: Quantization | None) -> bool:
     return True
 
 
-def quantised_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...]]:
+def quantized_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...]]:
     """The weights that are sent in FP8: linear layers of the blocks, but no embeddings, head, norms
     and router. Raises SyncError for a model that the format does not support."""
     experts = names.config.experts
@@ -83,7 +83,7 @@ def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     step = max(STRETCH // (4 * columns) // kept.tile_rows, 1) * kept.tile_rows
     for first in range(0, rows, step):
         try:
-            made = quantise(weight_NK[first : first + step], kept)
+            made = quantize(weight_NK[first : first + step], kept)
         except ValueError as error:
             raise SyncError(
                 f"{name}: {error}.\n  The model has diverged; load an earlier checkpoint.",

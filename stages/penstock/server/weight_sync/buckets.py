@@ -37,13 +37,13 @@ class BucketPlan:
     weights: HFStateDict
     dtype: torch.dtype
     """The dtype of all tensors that are neither kept exact nor quantized."""
-    quantised: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    quantized: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """Shapes of the weights sent in FP8."""
 
     def sent(self, name: str) -> list[Sent]:
         """The tensors of a weight."""
         shape = self.weights.shapes[name]
-        if name in self.quantised:
+        if name in self.quantized:
             return [
                 Sent(name, shape, torch.float8_e4m3fn),
                 Sent(f"{name}{SCALES}", scales_shape(shape), torch.float32),
@@ -86,7 +86,7 @@ class BucketPlan:
         read = self.weights.read(names)
         for name in names:
             tensor = read.pop(name)
-            if name in self.quantised:
+            if name in self.quantized:
                 yield from tiles(name, tensor)
             else:
                 yield tensor.to(self.sent(name)[0].dtype)

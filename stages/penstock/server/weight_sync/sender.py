@@ -32,7 +32,7 @@ from penstock.server.protocol.results import Synced
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
 from penstock.server.weight_sync.background_thread import run_in_background
-from penstock.server.weight_sync.block_fp8 import quantised_shapes, wants_fp8
+from penstock.server.weight_sync.block_fp8 import quantized_shapes, wants_fp8
 from penstock.server.weight_sync.buckets import BucketPlan
 from penstock.server.weight_sync.errors import Step, SyncError, named, refused
 from penstock.server.weight_sync.sglang_client import (
@@ -103,8 +103,8 @@ class _Push:
     ) -> None:
         _require_possible(order, allowed)
         self._order, self._device, self._limits = order, device, limits
-        quantised = (
-            quantised_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
+        quantized = (
+            quantized_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
         )
         weights = live_weights(
             tensors if live.rank is None else RankTrimmedTensors(tensors, live.rank),
@@ -112,7 +112,7 @@ class _Push:
             adapting=live.adapting,
             formats=live.formats,
         )
-        self._parcel = BucketPlan(weights, live.dtype, quantised)
+        self._parcel = BucketPlan(weights, live.dtype, quantized)
         keys = order.api_keys or [None] * len(order.endpoints)
         self._servers = list(map(InferenceServer, order.endpoints, keys))
         self._address = order.master_address or address_towards(order.endpoints)

@@ -38,7 +38,7 @@ def keep_surroundings(
         "ranks": ranks.world_size,
         "threads": torch.get_num_threads(),
         "layout": built.layout,
-        "quantised": list(built.quantised),
+        "quantised": list(built.quantized),
         "versions": {
             "penstock": __version__,
             "python": platform.python_version(),

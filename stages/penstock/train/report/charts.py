@@ -88,7 +88,7 @@ def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
     is_rated = any(is_number(run.steps[-1].get("mfu")) for run in runs if run.steps)
     speed = SPEED if is_rated else (SPEED[0], UNRATED, *SPEED[1:])
     found = [
-        ("Optimisation", list(_charts(runs, OPTIMISATION))),
+        ("Optimization", list(_charts(runs, OPTIMISATION))),
         ("Answers", list(_charts(runs, ANSWERS))),
         ("Held-out rows", [*_charts(runs, HELD), *_by_source(runs)]),
         ("Speed and memory", list(_charts(runs, speed))),

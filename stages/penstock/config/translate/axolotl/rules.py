@@ -32,7 +32,7 @@ AUTO_WARMUP = 0.03
 """Of all steps, where neither their number nor their share is written; at most 100 there."""
 
 
-def _recognises(values: Values) -> bool:
+def _recognizes(values: Values) -> bool:
     return is_flat(values) and "base_model" in values
 
 
@@ -237,7 +237,7 @@ IDLE: Mapping[str, str] = {
     "pad_to_sequence_len": "rows are padded to whole 128 tokens, which changes no result",
     "group_by_length": "rows have no padding to save",
     "sample_packing_group_size": "all samples are packed together",
-    "quantize_moe_experts": "adapter: qlora quantises experts too",
+    "quantize_moe_experts": "adapter: qlora quantizes experts too",
     "lora_fan_in_fan_out": "a form of layers that no family here has",
     "dataset_processes": "how samples are prepared, which changes none",
     **dict.fromkeys(("flash_attention", "flex_attention", "xformers_attention"), shared.BEST_HERE),
@@ -263,7 +263,7 @@ REFUSED: Mapping[str, str] = {
     "processor_type": "models here read text alone",
     "skip_prepare_dataset": "data is prepared before training",
     "lora_target_parameters": "name layers in lora_target_modules",
-    "gptq": "base weights are quantised as they are read: write adapter: qlora",
+    "gptq": "base weights are quantized as they are read: write adapter: qlora",
     "min_sample_len": "short samples are trained as others are",
 }
 
@@ -364,7 +364,7 @@ COMPUTED: Mapping[str, Rule] = {
 AXOLOTL = Dialect(
     name="axolotl",
     title="Axolotl",
-    recognises=_recognises,
+    recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
     refused=REFUSED,

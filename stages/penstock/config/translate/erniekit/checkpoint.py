@@ -161,7 +161,7 @@ def _load_states(entry: Entry) -> None:
 COMPRESSIONS = {"O1": "int8", "O2": "int4"}
 
 
-def _quantised_states(entry: Entry) -> None:
+def _quantized_states(entry: Entry) -> None:
     if entry.value:
         entry.put("train.ckpt_quant", "none")
     elif entry.get("ckpt_quant_stage", "O0") in COMPRESSIONS:
@@ -170,7 +170,7 @@ def _quantised_states(entry: Entry) -> None:
         entry.no_effect("ckpt_quant_stage says in how many bits; without it none are lost")
 
 
-def _quantised_stage(entry: Entry) -> None:
+def _quantized_stage(entry: Entry) -> None:
     if entry.get("disable_ckpt_quant"):
         entry.no_effect("disable_ckpt_quant is true")
     elif entry.get("ignore_save_lr_and_optim"):
@@ -199,8 +199,8 @@ SAVING: Mapping[str, Rule] = {
     "resume_from_checkpoint": lambda entry: entry.put("train.load_checkpoint_path", entry.value),
     "unified_checkpoint": _unified,
     "unified_checkpoint_config": _unified_config,
-    "disable_ckpt_quant": _quantised_states,
-    "ckpt_quant_stage": _quantised_stage,
+    "disable_ckpt_quant": _quantized_states,
+    "ckpt_quant_stage": _quantized_stage,
     "ignore_save_lr_and_optim": lambda entry: entry.put("train.save_optimizer", not entry.value),
     "ignore_load_lr_and_optim": _load_states,
 }

@@ -94,7 +94,7 @@ def _sft_ratio(entry: Entry) -> None:
         _number("sft_loss_ratio")(entry)
 
 
-def _normalised(entry: Entry) -> None:
+def _normalized(entry: Entry) -> None:
     loss = entry.get("loss_type")
     if not _is_preference(entry):
         entry.no_effect("read by stage DPO alone")
@@ -191,7 +191,7 @@ OBJECTIVE: Mapping[str, Rule] = {
     "pref_loss_ratio": _number("pref_loss_ratio"),
     "sft_loss_ratio": _sft_ratio,
     "dpop_lambda": _number("dpop_lambda"),
-    "normalize_logps": _normalised,
+    "normalize_logps": _normalized,
     "reference_free": _without_reference,
     "ref_model_update_steps": _update_reference,
     "fine_tuning": _fine_tuning,

@@ -29,7 +29,7 @@ SIGNATURE = (
 """Keys of which its files have at least two."""
 
 
-def _recognises(values: Values) -> bool:
+def _recognizes(values: Values) -> bool:
     return is_flat(values) and sum(name in values for name in SIGNATURE) >= 2
 
 
@@ -226,7 +226,7 @@ def _settle(draft: Draft) -> None:
 ERNIEKIT = Dialect(
     name="erniekit",
     title="ERNIEKit",
-    recognises=_recognises,
+    recognizes=_recognizes,
     same=SAME,
     computed={
         **{key: idle(why) for key, why in IDLE.items()},

@@ -7,7 +7,7 @@ from penstock.config.translate.dialect import Rule, if_true, where
 from penstock.config.translate.translation import Entry
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
-QUANTISED = {
+QUANTIZED = {
     "wint8": "int8",
     "weight_only_int8": "int8",
     "wint4/8": "int8_int4_experts",
@@ -19,7 +19,7 @@ EIGHT_BITS = ("fp8", "fp8_linear", "fp8linear")
 
 def _compute(entry: Entry) -> None:
     kind = str(entry.value)
-    if kind not in (*PRECISIONS, *QUANTISED, *EIGHT_BITS):
+    if kind not in (*PRECISIONS, *QUANTIZED, *EIGHT_BITS):
         entry.refuse("it takes bf16, fp16, fp8, wint8, wint4/8, nf4")
         return
     if entry.key == "compute_type":
@@ -28,9 +28,9 @@ def _compute(entry: Entry) -> None:
     if kind in EIGHT_BITS:
         entry.put("train.enable_fp8_training", True)
         entry.put("train.fp8.recipe", "tensorwise")
-    elif kind in QUANTISED:
+    elif kind in QUANTIZED:
         entry.put("lora.enable_qlora", True)
-        entry.put("lora.quant_format", QUANTISED[kind])
+        entry.put("lora.quant_format", QUANTIZED[kind])
     elif entry.key != "compute_type":
         entry.no_effect("says only what is computed in")
 

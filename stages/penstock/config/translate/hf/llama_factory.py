@@ -39,7 +39,7 @@ KNOWN_ELSEWHERE = (
 )
 
 
-def _recognises(values: Values) -> bool:
+def _recognizes(values: Values) -> bool:
     has_model = "model_name_or_path" in values
     foreign = "fine_tuning" in values or "train_dataset_path" in values
     return (
@@ -272,7 +272,7 @@ IDLE = {
     "freeze_vision_tower": OF_PICTURES,
     "freeze_multi_modal_projector": OF_PICTURES,
     "use_unsloth_gc": "activations are recomputed in the one way there is",
-    "quantization_method": "base weights are quantised as they are read",
+    "quantization_method": "base weights are quantized as they are read",
     "double_quantization": "scales are kept as they are, a little larger",
     "low_cpu_mem_usage": "weights are read shard by shard",
     "dataset_dir": "dataset and eval_dataset are looked for in it",
@@ -321,7 +321,7 @@ REFUSED = {
 LLAMA_FACTORY = Dialect(
     name="llama-factory",
     title="LLaMA-Factory",
-    recognises=_recognises,
+    recognizes=_recognizes,
     same={
         **training_arguments.SAME,
         "model_name_or_path": "model.model_path",

@@ -277,7 +277,7 @@ BEATEN = {"dtype": ("torch_dtype",), "max_length": ("max_seq_length",)}
 TRL = Dialect(
     name="trl",
     title="TRL",
-    recognises=_is_trl,
+    recognizes=_is_trl,
     same=SAME,
     computed={
         **COMPUTED,
@@ -301,7 +301,7 @@ TRL = Dialect(
 TRL_DPO = Dialect(
     name="trl-dpo",
     title="TRL's DPO",
-    recognises=lambda values: _is_trl(values) and _is_of_pairs(values),
+    recognizes=lambda values: _is_trl(values) and _is_of_pairs(values),
     same={
         **SAME,
         "beta": "preference.beta",

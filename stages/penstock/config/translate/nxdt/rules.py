@@ -40,7 +40,7 @@ EVALUATING = ("eval_steps", "eval_epochs", "eval_sanity_batches", "eval_max_batc
 METRICS = {"val_loss": "eval_loss", "val_perplexity": "eval_perplexity"}
 
 
-def _recognises(values: Values) -> bool:
+def _recognizes(values: Values) -> bool:
     return all(isinstance(values.get(name), dict) for name in SECTIONS)
 
 
@@ -333,7 +333,7 @@ DEFAULTS: Mapping[str, Any] = {
 NXDT = Dialect(
     name="nxdt",
     title="NxDT",
-    recognises=_recognises,
+    recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
     defaults=DEFAULTS,

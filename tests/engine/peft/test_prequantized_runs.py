@@ -1,4 +1,4 @@
-"""Training adapters beside weights that were published quantised, and what is exported then."""
+"""Training adapters beside weights that were published quantized, and what is exported then."""
 
 import re
 
@@ -15,13 +15,13 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import in_source
 from penstock.engine.model_source import ExportFormat
-from penstock.engine.quantization.export import quantiser_for
+from penstock.engine.quantization.export import quantizer_for
 from penstock.engine.quantization.prequantized import published_in
 from penstock.engine.quantization.quantized_reader import RandomInitTensors
 from penstock.machine import why_cannot_train
 from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source
-from penstock_kernels.quant import dequantise
+from penstock_kernels.quant import dequantize
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.ranks import on_ranks
@@ -43,11 +43,11 @@ def publish(folder, scheme):
     """A model that compressed-tensors' users would publish, and FP8 as its own publishers do."""
     family = get_family(TINY)
     names = family.weight_map(family.read(TINY))
-    quantiser, folder = quantiser_for(scheme, family, names), folder / scheme
+    quantizer, folder = quantizer_for(scheme, family, names), folder / scheme
     folder.mkdir()
     source = in_source(RandomInitTensors(names, 3), names)
-    write_weights(source, folder, dtype=torch.float32, max_shard_size="5GB", quantiser=quantiser)
-    said = quantiser.config
+    write_weights(source, folder, dtype=torch.float32, max_shard_size="5GB", quantizer=quantizer)
+    said = quantizer.config
     if scheme == "block_fp8":
         file = folder / "model.safetensors"
         tensors = load_file(file)
@@ -57,7 +57,7 @@ def publish(folder, scheme):
     return folder
 
 
-def dequantised(folder, out):
+def dequantized(folder, out):
     """The same model in floats; also which of its tensors were codes."""
     config = read_json(folder / "config.json")
     published = published_in(config, folder)
@@ -66,9 +66,9 @@ def dequantised(folder, out):
     family = get_family(TINY)
     with SafetensorsFolder(folder) as opened:
         for name in family.weight_map(family.read(TINY)).hf_shapes():
-            if published.is_quantised(opened, name):
+            if published.is_quantized(opened, name):
                 whole = published.rows(opened, name, 0, published.shape(opened, name)[0])
-                tensors[name], codes[name] = dequantise(whole, torch.float32), whole.codes.numpy()
+                tensors[name], codes[name] = dequantize(whole, torch.float32), whole.codes.numpy()
             else:
                 tensors[name] = opened[name]
     out.mkdir()
@@ -96,7 +96,7 @@ def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_f
     jobs, floats = {}, {}
     for scheme in ("nvfp4", "block_fp8"):
         model, plain = publish(tmp_path, scheme), tmp_path / f"{scheme} floats"
-        floats[scheme] = dequantised(model, plain)
+        floats[scheme] = dequantized(model, plain)
         for kind, at, lora in (("codes", model, {"enable_qlora": True}), ("floats", plain, {})):
             run = run_of(tmp_path / f"{scheme} {kind} out", at, **lora)
             assert why_cannot_train(run) is None

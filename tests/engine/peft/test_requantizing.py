@@ -1,5 +1,5 @@
-"""Adapters that become part of quantised weights: whatever the layout, the codes are those of whole
-matrices that are dequantised, added to and quantised in one place."""
+"""Adapters that become part of quantized weights: whatever the layout, the codes are those of whole
+matrices that are dequantized, added to and quantized in one place."""
 
 import zlib
 from typing import Any
@@ -19,7 +19,7 @@ from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization import requantize
 from penstock.origins import resolve_model_source
 from penstock.train.launch.job import Job
-from penstock_kernels.quant import FORMATS, Quantised, dequantise, quantise
+from penstock_kernels.quant import FORMATS, QuantizedTensor, dequantize, quantize
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.laid import SHORT
@@ -51,7 +51,7 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("requantising")
+    folder = tmp_path_factory.mktemp("requantizing")
     runs.write_rows(folder / "packed", 8)
     for name, changes in BASES.items():
         config = transformers.AutoConfig.for_model(
@@ -109,8 +109,8 @@ def merged(job, spoilt=""):
     return found if loop.ranks.is_main_process else None
 
 
-def bytes_of(quantised):
-    return {leaf: raw.numpy() for leaf, raw in quantised.as_bytes().items()}
+def bytes_of(quantized):
+    return {leaf: raw.numpy() for leaf, raw in quantized.as_bytes().items()}
 
 
 @pytest.fixture(scope="module")
@@ -120,22 +120,22 @@ def one_process(folder):
     return found
 
 
-def test_one_process_quantises_what_it_dequantised_and_added_to(folder, one_process):
+def test_one_process_quantizes_what_it_dequantized_and_added_to(folder, one_process):
     for form, (base, linear, of_experts) in FORMS.items():
         found = one_process[form]
         weights = load_file(folder / base / "model.safetensors")
         kept = {
-            name: quantise(tensor, of_experts if ".experts." in name else linear)
+            name: quantize(tensor, of_experts if ".experts." in name else linear)
             for name, tensor in weights.items()
             if f"{name}.codes" in found
         }
-        before = {name: dequantise(value, torch.float32).numpy() for name, value in kept.items()}
+        before = {name: dequantize(value, torch.float32).numpy() for name, value in kept.items()}
         factors = {n: factor(n, a.shape).numpy() for n, a in found.items() if parse_factor(n)}
         after = merged_by_hand({**before, **factors}, ALPHA / RANK)
         assert len(kept) == (7 if base == "dense" else 2 * 4 + 3 * 8 + 3)
         for name, value in kept.items():
             if not np.array_equal(after[name], before[name]):
-                value = quantise(torch.tensor(after[name]).float(), value.format)
+                value = quantize(torch.tensor(after[name]).float(), value.format)
                 assert not np.array_equal(bytes_of(value)["codes"], bytes_of(kept[name])["codes"])
             else:
                 assert "k_proj" in name
@@ -160,7 +160,7 @@ def test_what_was_merged_is_exported(folder, one_process):
         }
         if found:
             kept = of_experts if ".experts." in name else linear
-            want = dequantise(Quantised.of_bytes(kept, tensor.shape[1], found), torch.float32)
+            want = dequantize(QuantizedTensor.of_bytes(kept, tensor.shape[1], found), torch.float32)
         else:
             want = torch.tensor(one_process[form][name])
         # Factors have begun anew: their product is zero.

@@ -1,4 +1,4 @@
-"""Quantised exports, decoded by hand, and judged by compressed-tensors and transformers."""
+"""Quantized exports, decoded by hand, and judged by compressed-tensors and transformers."""
 
 import ctypes
 import gc
@@ -16,9 +16,9 @@ from transformers import GptOssConfig, MixtralConfig, Qwen3Config
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import HFStateDict
-from penstock.engine.quantization.export import quantiser_for
+from penstock.engine.quantization.export import quantizer_for
 from penstock.models.registry import get_family
-from penstock_kernels.quant import FORMATS, dequantise, format_named, largest, quantise
+from penstock_kernels.quant import FORMATS, dequantize, format_named, largest, quantize
 from tests.costs.measured import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, SMALL
 from tests.ranks import on_ranks
 from tests.stages.checkpoints import trained_artifact
@@ -90,7 +90,7 @@ def decoded(layer, tensors, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays(scheme, tmp_path):
+def test_every_layer_is_the_quantized_one_and_what_is_no_layer_stays(scheme, tmp_path):
     weights = weights_of(EXPERTS)
     hf, facts = exported(EXPERTS, weights, tmp_path, quantise=scheme, dtype="bfloat16")
     tensors = load_file(hf / "model.safetensors")
@@ -103,7 +103,7 @@ def test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays(scheme, tmp
         alike = next((parts for parts in ONE_MATRIX if last in parts), [last])
         every = torch.cat([weights[f"{above}.{part}.weight"] for part in alike])
         most = largest(every, FORMATS["nvfp4"]) if scheme == "nvfp4" else None
-        want = dequantise(quantise(weight, FORMATS[scheme], most), torch.float32)
+        want = dequantize(quantize(weight, FORMATS[scheme], most), torch.float32)
         torch.testing.assert_close(
             decoded(layer, tensors, scheme), want, atol=0, rtol=2**-22 if scheme == "nvfp4" else 0
         )
@@ -130,7 +130,7 @@ def test_every_layer_is_the_quantised_one_and_what_is_no_layer_stays(scheme, tmp
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_compressed_tensors_and_transformers_read_what_was_quantised(scheme, tmp_path):
+def test_compressed_tensors_and_transformers_read_what_was_quantized(scheme, tmp_path):
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     model = random_model(DENSE)
@@ -174,8 +174,8 @@ def test_an_adapter_is_merged_before_and_lies_beside_as_it_was(tmp_path):
     qkv = {part: f"model.layers.0.self_attn.{part}_proj" for part in "qkv"}
     most = largest(torch.cat([merged[f"{each}.weight"] for each in qkv.values()]), FORMATS["nvfp4"])
     for layer in qkv.values():
-        want = dequantise(
-            quantise(merged[f"{layer}.weight"], FORMATS["nvfp4"], most), torch.float32
+        want = dequantize(
+            quantize(merged[f"{layer}.weight"], FORMATS["nvfp4"], most), torch.float32
         )
         got = decoded(layer, tensors, "nvfp4")
         torch.testing.assert_close(got, want, atol=0, rtol=2**-22)
@@ -208,7 +208,7 @@ def test_layers_take_the_widest_groups_they_have_room_for_or_are_refused(tmp_pat
     assert said["config_groups"]["group_0"]["weights"]["group_size"] == 32
     tensors = load_file(hf / "model.safetensors")
     down = "model.layers.0.mlp.down_proj"
-    want = dequantise(quantise(weights[f"{down}.weight"], format_named("int4", 32)), torch.float32)
+    want = dequantize(quantize(weights[f"{down}.weight"], format_named("int4", 32)), torch.float32)
     assert torch.equal(decoded(down, tensors, "int4"), want)
     for width, scheme, asks in (
         (
@@ -252,10 +252,10 @@ def write(width, scheme, out):
     def read(wanted):
         return {name: torch.full(shapes[name], 0.01, dtype=torch.bfloat16) for name in wanted}
 
-    quantiser = None if scheme == "none" else quantiser_for(scheme, family, names)
-    dtype = torch.float32 if quantiser is None else torch.bfloat16
+    quantizer = None if scheme == "none" else quantizer_for(scheme, family, names)
+    dtype = torch.float32 if quantizer is None else torch.bfloat16
     weights = HFStateDict(shapes, read)
-    write_weights(weights, out, dtype=dtype, max_shard_size="5GB", quantiser=quantiser)
+    write_weights(weights, out, dtype=dtype, max_shard_size="5GB", quantizer=quantizer)
 
 
 def most_to_write(width, scheme, folder):

@@ -12,11 +12,11 @@ import torch
 
 from penstock_kernels.quant.formats import Format
 
-__all__ = ["Quantised", "cat"]
+__all__ = ["QuantizedTensor", "cat"]
 
 
 @dataclass(frozen=True, eq=False)
-class Quantised:
+class QuantizedTensor:
     """codes times scales (times global_scales): matrices [..., N, K]."""
 
     format: Format
@@ -81,7 +81,9 @@ class Quantised:
         return {name: tensor.view(torch.uint8) for name, tensor in self.tensors.items()}
 
     @staticmethod
-    def of_bytes(format: Format, columns: int, tensors: Mapping[str, torch.Tensor]) -> "Quantised":
+    def of_bytes(
+        format: Format, columns: int, tensors: Mapping[str, torch.Tensor]
+    ) -> "QuantizedTensor":
         """The inverse of `as_bytes`, for any range of rows; views, no copies.
 
         Raises:
@@ -90,7 +92,7 @@ class Quantised:
         names = ["codes", "scales", *(["global_scales"] if format.scales == "e4m3" else [])]
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(f"{format.name} has no {' and no '.join(missing)}")
-        return Quantised(
+        return QuantizedTensor(
             format,
             columns,
             tensors["codes"],
@@ -98,7 +100,7 @@ class Quantised:
             tensors["global_scales"].view(torch.float32) if "global_scales" in names else None,
         )
 
-    def narrow(self, dim: int, start: int, length: int) -> "Quantised":
+    def narrow(self, dim: int, start: int, length: int) -> "QuantizedTensor":
         """`length` matrices, rows or columns from `start` on, as a view.
 
         Columns are sliced between groups; with one scale for a row, anywhere.
@@ -113,18 +115,20 @@ class Quantised:
             )
         if dim < -1:
             parts = {name: part.narrow(dim, start, length) for name, part in self.tensors.items()}
-            return Quantised(self.format, self.columns, **parts)
+            return QuantizedTensor(self.format, self.columns, **parts)
         end, group = start + length, self.format.group
         if group is None:
-            return Quantised(self.format, length, self.codes.narrow(-1, start, length), self.scales)
+            return QuantizedTensor(
+                self.format, length, self.codes.narrow(-1, start, length), self.scales
+            )
         if start % group or (end % group and end != self.columns):
             raise ValueError(
                 f"columns {start} to {end} of {self.columns} do not end between groups of "
                 f"{group} ({self.format.name}); cut at multiples of {group}, "
-                "or cut the matrix before it is quantised"
+                "or cut the matrix before it is quantized"
             )
         first = start // group
-        return Quantised(
+        return QuantizedTensor(
             self.format,
             length,
             self.codes.narrow(-1, self.format.row_bytes(start), self.format.row_bytes(length)),
@@ -132,7 +136,7 @@ class Quantised:
             self.global_scales,
         )
 
-    def copy_(self, other: "Quantised") -> None:
+    def copy_(self, other: "QuantizedTensor") -> None:
         """Copy another's codes and scales, in place: requantizes a parameter or some of its rows.
 
         Not columns: they may share scales with neighboring columns.
@@ -149,7 +153,7 @@ class Quantised:
             tensor.copy_(other.tensors[name])
 
 
-def cat(parts: Sequence[Quantised], dim: int = -2) -> Quantised:
+def cat(parts: Sequence[QuantizedTensor], dim: int = -2) -> QuantizedTensor:
     """Matrices of one format and width, one after another along rows or a leading dimension.
 
     Raises:
@@ -157,13 +161,13 @@ def cat(parts: Sequence[Quantised], dim: int = -2) -> Quantised:
     """
     first = parts[0]
     if dim in (-1, len(first.shape) - 1):
-        raise ValueError("quantised matrices are laid together along rows, not along columns")
+        raise ValueError("quantized matrices are laid together along rows, not along columns")
     dim = dim if dim < 0 else dim - len(first.shape)
     kinds = {(part.format, part.columns) for part in parts}
     if len(kinds) > 1:
         named = ", ".join(f"{kind.name} of {columns} columns" for kind, columns in kinds)
-        raise ValueError(f"quantised matrices of several kinds are not one: {named}")
+        raise ValueError(f"quantized matrices of several kinds are not one: {named}")
     tensors = {
         name: torch.cat([part.tensors[name] for part in parts], dim) for name in first.tensors
     }
-    return Quantised(first.format, first.columns, **tensors)
+    return QuantizedTensor(first.format, first.columns, **tensors)

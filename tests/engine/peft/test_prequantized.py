@@ -1,4 +1,4 @@
-"""Checkpoints that others quantised, judged by the libraries that make and read them.
+"""Checkpoints that others quantized, judged by the libraries that make and read them.
 
 Where a library is absent its published definition stands in the test, in plain torch.
 """
@@ -21,7 +21,7 @@ from penstock.engine.quantization.bitsandbytes_nf4 import STATE
 from penstock.engine.quantization.prequantized import MODELOPT, published_in
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
 from penstock.models.quantization_config import declared_in
-from penstock_kernels.quant import FORMATS, dequantise, quantise
+from penstock_kernels.quant import FORMATS, dequantize, quantize
 from penstock_kernels.quant.levels import NF4
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -51,12 +51,12 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
     assert published is not None
     rows = len(wanted)
     with SafetensorsFolder(at) as folder:
-        assert published.is_quantised(folder, NAME)
-        assert not published.is_quantised(folder, PLAIN)
+        assert published.is_quantized(folder, NAME)
+        assert not published.is_quantized(folder, PLAIN)
         assert published.shape(folder, NAME) == wanted.shape
         whole = published.rows(folder, NAME, 0, rows)
         torch.testing.assert_close(
-            dequantise(whole, torch.float32), wanted, **{"rtol": 0, "atol": 0, **tolerance}
+            dequantize(whole, torch.float32), wanted, **{"rtol": 0, "atol": 0, **tolerance}
         )
         read: list[int] = []
         fill = folder._fill
@@ -84,11 +84,11 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16], ids=str)
 def test_fp8_in_tiles_is_what_transformers_makes_of_it(scales, tmp_path):
     weight = numbers(384, 256)
-    quantiser: Any = type("", (), {})()
-    quantiser.quantization_config = type(
+    quantizer: Any = type("", (), {})()
+    quantizer.quantization_config = type(
         "", (), {"weight_block_size": (128, 128), "scale_fmt": "float"}
     )()
-    maker: Any = fp8.Fp8Quantize(quantiser)
+    maker: Any = fp8.Fp8Quantize(quantizer)
     made, scale_name = maker.convert({NAME: weight}), f"{NAME}_scale_inv"
     made[scale_name] = made[scale_name].to(scales)
     stored = {"weight": made[NAME], "weight_scale_inv": made[scale_name].float()}
@@ -163,7 +163,7 @@ def test_fp8_of_modelopt_has_one_scale_for_a_matrix(tmp_path):
 # bitsandbytes.
 
 
-@pytest.mark.parametrize("scales", ["floats", "quantised again"])
+@pytest.mark.parametrize("scales", ["floats", "quantized again"])
 def test_nf4_is_what_bitsandbytes_makes_of_it(scales, tmp_path):
     functional = pytest.importorskip("bitsandbytes.functional")
     # Groups of 256 scales begin within rows.
@@ -184,7 +184,7 @@ def test_nf4_is_what_bitsandbytes_makes_of_it(scales, tmp_path):
 
 
 def nf4_tensors(rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """bitsandbytes' tensors with scales that are quantised again, and what they stand for."""
+    """bitsandbytes' tensors with scales that are quantized again, and what they stand for."""
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(16, (rows * columns,), generator=generator)
     groups = rows * columns // 64
@@ -219,7 +219,7 @@ def nf4_tensors(rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch
 NF4_SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def test_nf4_with_scales_that_are_quantised_again_is_read_from_any_row_on(tmp_path):
+def test_nf4_with_scales_that_are_quantized_again_is_read_from_any_row_on(tmp_path):
     tensors, wanted = nf4_tensors(150, 192)
     read_back(folder_of(tmp_path, tensors), NF4_SAID, wanted)
 
@@ -230,7 +230,7 @@ def test_nf4_with_scales_that_are_quantised_again_is_read_from_any_row_on(tmp_pa
 @pytest.mark.parametrize("scheme", compressed_tensors.SCHEMES)
 def test_what_is_exported_is_read_back_bit_for_bit(scheme, tmp_path):
     weight = numbers(256, 256)
-    made = quantise(weight, FORMATS[scheme])
+    made = quantize(weight, FORMATS[scheme])
     kinds = compressed_tensors.stored_tensors(LAYER, (256, 256), FORMATS[scheme])
     tensors = compressed_tensors.of_rows(LAYER, made)
     tensors |= compressed_tensors.of_whole(LAYER, (256, 256), made)
@@ -239,7 +239,7 @@ def test_what_is_exported_is_read_back_bit_for_bit(scheme, tmp_path):
     said = compressed_tensors.quantization_config(scheme, FORMATS[scheme], ["lm_head"])
     # The scale of a matrix is published as what to divide by.
     rounding = {"rtol": 2**-22} if scheme == "nvfp4" else {}
-    published, read = read_back(at, said, dequantise(made, torch.float32), **rounding)
+    published, read = read_back(at, said, dequantize(made, torch.float32), **rounding)
     assert (published.format, published.untouched) == (FORMATS[scheme], ("lm_head",))
     assert torch.equal(read.codes, made.codes)
     assert torch.equal(read.scales.float(), made.scales.float())
@@ -346,7 +346,7 @@ def test_tensors_that_are_not_as_declared_are_refused(said, tensors, fault, tmp_
     published = published_in({"quantization_config": said})
     assert published is not None
     with SafetensorsFolder(tmp_path) as folder:
-        assert published.is_quantised(folder, NAME)
+        assert published.is_quantized(folder, NAME)
         with pytest.raises(CapabilityError, match=f"(?s){fault}.*Name the model"):
             published.rows(folder, NAME, 0, 1)
 
@@ -372,7 +372,7 @@ def test_settings_agree_with_what_is_published():
         )
     # Its groups are said with each matrix, and compared once they are known.
     validate_prequantized(QuantizationArgs(group=128), nf4)
-    for quantising, declared, fault in (
+    for quantizing, declared, fault in (
         (None, nf4, r"in nf4 \(bitsandbytes\).*lora.enable_qlora: true, or name the model"),
         (QuantizationArgs("nvfp4"), tiles, r"quant_format is nvfp4, and .* in block_fp8 \(fp8\)"),
         (
@@ -388,4 +388,4 @@ def test_settings_agree_with_what_is_published():
         ),
     ):
         with pytest.raises(ConfigError, match=f"(?s){fault}"):
-            validate_prequantized(quantising, declared)
+            validate_prequantized(quantizing, declared)
