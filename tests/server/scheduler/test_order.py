@@ -13,9 +13,7 @@ from penstock.server.protocol.types import Adam, Array
 from penstock.server.protocol.worker_commands import ForwardBackwardCommand, OptimStepCommand
 from penstock.server.scheduler import queue as queues
 from penstock.server.scheduler.errors import RequestError
-from penstock.server.scheduler.model_queue import KEPT
-from penstock.server.scheduler.queue import Queue
-from penstock.server.scheduler.task import Task
+from penstock.server.scheduler.queue import KEPT, Queue, Task
 from tests.server.engine_house import a_pass, a_step, house, sampling
 
 

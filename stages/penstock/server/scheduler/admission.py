@@ -10,10 +10,9 @@ from penstock.server.scheduler.checkpoint_names import model_name
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.pack_rows import check_lengths
-from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.queue import Outcome, Queue, Task
 from penstock.server.scheduler.sessions import Sessions, check_metadata, check_number
 from penstock.server.scheduler.settings import EngineSettings
-from penstock.server.scheduler.task import Outcome, Task
 from penstock.server.scheduler.validate_request import check, check_base
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from penstock.server.protocol.requests import UnloadModel
 from penstock.server.scheduler.checkpoint_catalog import Checkpoints
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.queue import Queue, Task
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
-from penstock.server.scheduler.task import Task
 
 LONGEST_INTERVAL = 30.0
 """Maximum seconds between checks."""

@@ -45,9 +45,9 @@ from penstock.server.scheduler.checkpoint_names import sampler_name
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.inference_endpoints import Destinations
 from penstock.server.scheduler.models import Models
+from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.state_store import Registry, SamplerRecord, SessionRecord
-from penstock.server.scheduler.task import Outcome
 from penstock.server.scheduler.validate_request import check_base, check_ttl
 
 MAX_PAGE = 1000

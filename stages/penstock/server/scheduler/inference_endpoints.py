@@ -11,8 +11,8 @@ from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, Remove
 from penstock.server.protocol.results import Endpoints
 from penstock.server.protocol.types import Endpoint, Secret
 from penstock.server.scheduler.errors import RequestError, internal_error, not_found
+from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.state_store import DestinationRecord, Registry
-from penstock.server.scheduler.task import Outcome
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
 from penstock.server.weight_sync.background_thread import run_in_background
 from penstock.server.weight_sync.errors import SyncError, named

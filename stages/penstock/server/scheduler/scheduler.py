@@ -37,7 +37,7 @@ from penstock.server.scheduler.errors import (
 from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.immediate_requests import ImmediateRequests
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.queue import Outcome, Queue, Task, told
 from penstock.server.scheduler.recovery import Recovery
 from penstock.server.scheduler.sampling import Sampling
 from penstock.server.scheduler.save_checkpoint import Saving
@@ -51,7 +51,6 @@ from penstock.server.scheduler.state_store import (
     build_model_record,
 )
 from penstock.server.scheduler.storage import Storage, TrashCollector
-from penstock.server.scheduler.task import Outcome, Task, told
 from penstock.server.scheduler.training import Trained, Training
 from penstock.server.scheduler.worker_client import State, Workers
 from penstock.server.weight_sync.allowed_hosts import allowed_hosts

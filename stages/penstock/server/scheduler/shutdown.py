@@ -12,10 +12,9 @@ from collections.abc import Callable
 from penstock.server.protocol.requests import Step
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Queue
+from penstock.server.scheduler.queue import Queue, Task
 from penstock.server.scheduler.settings import EngineSettings
 from penstock.server.scheduler.state_store import ModelRecord
-from penstock.server.scheduler.task import Task
 from penstock.server.scheduler.training import Training
 from penstock.server.scheduler.worker_client import Workers
 
