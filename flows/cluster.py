@@ -28,7 +28,7 @@ from penstock.core.errors import CapabilityError
 from penstock.plan import Plan
 from penstock.prepare.process_warnings import (
     ProcessWarnings,
-    collected_warnings,
+    collect_warnings,
     log_process_warnings,
 )
 from penstock.prepare.stage import Prepare
@@ -42,7 +42,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[str, Any]:
     """Tokenize one share of the slices that are missing, on whichever worker this runs."""
-    with collected_warnings() as warnings:
+    with collect_warnings() as warnings:
         done = stage.prepare_share(out, number - 1, count)
     return {
         "share": f"{number}/{count}",

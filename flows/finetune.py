@@ -54,7 +54,7 @@ from prefect_artifacts import log_notice, noticed, prepare_logged, show, trainin
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
 for script in (
-    *("overview", "parameters", "prefect_artifacts", "tail", "training_log", "training_progress"),
+    *("overview", "parameters", "prefect_artifacts", "training_log", "training_progress"),
     __name__,
 ):
     cloudpickle.register_pickle_by_value(sys.modules[script])

@@ -30,11 +30,11 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from penstock.core.cache.store import StageResult
+from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json
-from penstock.train.launch.job import METRICS, REPORT, SURROUNDINGS
-from penstock.train.trackers.registry import KNOWN
+from penstock.train.launch.job import METRICS, REPORT, ENVIRONMENT
+from penstock.train.trackers.registry import TRACKERS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
-from tail import Records
 from training_log import Logger, TrainingLog, server_only
 from training_progress import TrainingProgress
 
@@ -133,7 +133,7 @@ class Links:
     def _known(self) -> Iterator[tuple[str, str, str]]:
         if (report := self._folder / REPORT).is_file():
             yield "penstock-report", report.resolve().as_uri(), "report"
-        for name, known in KNOWN.items():
+        for name, known in TRACKERS.items():
             memory = self._folder / TRACKERS_FOLDER / f"{name}.json"
             if memory.is_file() and (url := read_json(memory).get("url")):
                 yield f"penstock-{name}", url, known.title
@@ -163,7 +163,7 @@ class Shown:
         self._folder, self._name, self._logger = folder, name, logger
         self._links = Links(folder, name)
         since = time.time()
-        self._records = Records(folder / METRICS, since=since)
+        self._since, self._metrics = since, FileTail(folder / METRICS)
         self._progress = TrainingProgress()
         self._log = TrainingLog(folder, server_only(logger), since=since)
         self._bar: UUID | None = None
@@ -204,8 +204,11 @@ class Shown:
             self._is_told = False
 
     def _read_on(self) -> None:
-        for record in self._records.more():
-            self._progress.read_total(self._folder / SURROUNDINGS)
+        for line in self._metrics.read_new_lines():
+            record = json.loads(line)
+            if record["time"] < self._since:
+                continue
+            self._progress.read_total(self._folder / ENVIRONMENT)
             self._progress.take(record)
             self._log.take(record, self._progress)
 

@@ -6,18 +6,20 @@ over all of them. Prefect queues what it is given, so a server that is away hold
 
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from prefect.logging.handlers import APILogHandler
 from prefect.logging.loggers import PrefectLogAdapter
 
+from penstock.core.file_tail import FileTail
 from penstock.core.remote.urls import redact_text
 from penstock.train.launch.hang_watchdog import WATCH_LOG
 from penstock.train.launch.job import LOGS
 from penstock.train.report.format import number
-from tail import LoggedLines
 from training_progress import TrainingProgress
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
@@ -34,6 +36,9 @@ MOST_WORDS = 20
 LONGEST = 2000
 """Characters of a line, at most."""
 
+LOG_ENTRY = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.S)
+"""An entry of a rank's log: date and second, milliseconds, level, text."""
+
 
 def server_only(logger: Logger) -> Logger:
     """The same run's logger without the terminal, where the ranks print these things themselves."""
@@ -44,6 +49,30 @@ def server_only(logger: Logger) -> Logger:
     return PrefectLogAdapter(quiet, extra=logger.extra)
 
 
+class RankLog:
+    """The entries that a rank's log has gained since a time: level and text of each."""
+
+    def __init__(self, path: Path, *, since: float) -> None:
+        self._tail, self._since = FileTail(path), since
+
+    def read_new(self) -> Iterator[tuple[str, str]]:
+        """Entries that earlier calls did not yield."""
+        entries: list[str] = []
+        for line in self._tail.read_new_lines():
+            text = line.decode("utf-8", "replace")
+            if LOG_ENTRY.match(text) or not entries:
+                entries.append(text)
+            else:
+                entries[-1] += text
+        for entry in entries:
+            if found := LOG_ENTRY.match(entry):
+                second, milliseconds, level, text = found.groups()
+                # Local time, as `logging` writes it.
+                time = datetime.fromisoformat(second).timestamp() + int(milliseconds) / 1000
+                if time >= self._since:
+                    yield level, text.rstrip("\n")
+
+
 class TrainingLog:
     """What of one training run is logged, a bounded number of lines."""
 
@@ -52,8 +81,7 @@ class TrainingLog:
         logs = folder / LOGS
         self._logger, self._since = logger, since
         self._speakers = [
-            (file, LoggedLines(file, since=since))
-            for file in (logs / "rank_0.log", logs / WATCH_LOG)
+            (file, RankLog(file, since=since)) for file in (logs / "rank_0.log", logs / WATCH_LOG)
         ]
         self._told = {"step": -math.inf, "evaluation": -math.inf}
         """When of each kind the record was told that was logged last."""
@@ -73,7 +101,7 @@ class TrainingLog:
         """Log what ranks and their watch have said since the last look."""
         for file, speaker in self._speakers:
             # What ended a rank is told as the error of the task.
-            said = [(level, text) for level, text in speaker.more() if level != "ERROR"]
+            said = [(level, text) for level, text in speaker.read_new() if level != "ERROR"]
             for level, text in said[:MOST_WORDS]:
                 self._log(logging.getLevelNamesMapping().get(level, logging.INFO), text)
             if len(said) > MOST_WORDS:

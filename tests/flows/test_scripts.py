@@ -21,7 +21,7 @@ from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.plan import RebuildOptions, plan
 from penstock.prepare import process_warnings
-from penstock.prepare.stage import ShareDone
+from penstock.prepare.stage import SliceProgress
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 
@@ -151,23 +151,27 @@ def step(number: int, time: float, **more) -> dict:
     return {"step": number, "time": time, **told, **more}
 
 
-def test_records_are_read_once_and_those_of_an_earlier_run_are_not(tmp_path):
-    from tail import Records
+def test_lines_are_read_once_and_a_file_that_is_replaced_from_its_start(tmp_path):
+    from penstock.core.file_tail import FileTail
 
     path = tmp_path / "metrics.jsonl"
-    tail = Records(path, since=100.0)
-    assert list(tail.more()) == []
+    tail = FileTail(path)
+
+    def new_steps() -> list[int]:
+        return [json.loads(line)["step"] for line in tail.read_new_lines()]
+
+    assert new_steps() == []
     write_records(path, step(1, 50.0), step(2, 101.0))
-    assert [record["step"] for record in tail.more()] == [2]
+    assert new_steps() == [1, 2]
     with path.open("a") as stream:
         stream.write(f"{json.dumps(step(3, 102.0))}\n{json.dumps(step(4, 103.0))[:20]}")
         stream.flush()
-        assert [record["step"] for record in tail.more()] == [3]
+        assert new_steps() == [3]
         stream.write(f"{json.dumps(step(4, 103.0))[20:]}\n")
-    assert [record["step"] for record in tail.more()] == [4]
-    # Ranks that were started again go back to their checkpoint, and publish the file anew.
+    assert new_steps() == [4]
+    # Ranks that were started again go back to their checkpoint and replace the file.
     write_records(path, step(1, 50.0), step(2, 101.0), step(3, 110.0))
-    assert [record["step"] for record in tail.more()] == [2, 3]
+    assert new_steps() == [1, 2, 3]
 
 
 def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp_path):
@@ -192,7 +196,7 @@ def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp
 
 
 def test_a_log_that_is_deleted_and_written_anew_is_read_from_its_start_if_it_is_longer(tmp_path):
-    from tail import LoggedLines
+    from training_log import RankLog
 
     path, began = tmp_path / "rank_0.log", time.time()
 
@@ -201,13 +205,13 @@ def test_a_log_that_is_deleted_and_written_anew_is_read_from_its_start_if_it_is_
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began + 10))
         path.write_text("".join(f"{now},000 {line}\n" for line in lines))
 
-    said = LoggedLines(path, since=began)
+    said = RankLog(path, since=began)
     write("INFO an old line")
-    assert list(said.more()) == [("INFO", "an old line")]
+    assert list(said.read_new()) == [("INFO", "an old line")]
     write("INFO new", "ERROR failed\nTraceback\n  of two lines", "WARNING odd")
     expected = [("INFO", "new"), ("ERROR", "failed\nTraceback\n  of two lines"), ("WARNING", "odd")]
-    assert list(said.more()) == expected
-    assert list(LoggedLines(path, since=began + 60).more()) == []
+    assert list(said.read_new()) == expected
+    assert list(RankLog(path, since=began + 60).read_new()) == []
 
 
 def lines_of(training_log, records: list[dict], folder: Path) -> list[str]:
@@ -308,7 +312,7 @@ def test_a_share_that_a_worker_prepares_brings_its_warnings_home_once_each():
         def prepare_share(self, *_):
             for _ in range(2):
                 logging.getLogger("penstock.prepare").warning("an odd template")
-            return ShareDone(slices=3, done=2)
+            return SliceProgress(slices=3, done=2)
 
     row = cluster.prepare_share.fn(OddStage(), Path("out"), 2, 4)
     assert (row["share"], row["slices"], row["done"]) == ("2/4", 3, 2)
