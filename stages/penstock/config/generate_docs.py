@@ -1,7 +1,7 @@
-"""The settings as pages for people and as JSON Schemas for editors: a run's and a server's.
+"""Generate the reference pages and JSON Schemas of all settings: of a run and of a server.
 
-`python -m penstock.config.generate_docs [--check] [FOLDER]` rewrites all files in FOLDER
-(`configs`), or with `--check` only says whether they are stale (exit code 1).
+`python -m penstock.config.generate_docs [--check] [FOLDER]` writes the files to FOLDER
+(`configs`), or with `--check` only reports which are stale (exit code 1).
 """
 
 import argparse
@@ -32,21 +32,22 @@ HEAD = """\
 
 Every setting of a run, by section of its YAML file; each can also be given on the command line as
 `--section.field value`. Paths are relative to the working directory. This page is generated from
-the code by `python -m penstock.config.generate_docs`, and so is `schema.json`, from which an editor
-completes and checks a file that begins with `# yaml-language-server: $schema=schema.json`.
+the code by `python -m penstock.config.generate_docs`, and so is `schema.json`, with which an editor
+completes and validates a file that begins with `# yaml-language-server: $schema=schema.json`.
 
-Of `model`, `train` and `lora` it says which settings are in the cache key of training: with another
-value of one of these a run is trained again; with other values of the rest its result is reused.
+For `model`, `train` and `lora` it says which settings are in the cache key of training. A run with
+another value of one of these is trained again; with other values of the rest, its result is reused.
+"by content": the key has the content of the file or model that the setting names, or the sequences
+of a step, and not the value itself.
 """
 
 SERVER_HEAD = """\
 # Config reference: every setting of a training server
 
 Every setting of `penstock serve`, all at the top of its YAML file; each can also be given on the
-command line as `--server.field value`. How a server is run is told in
-[docs/guide/server.md](../docs/guide/server.md). This page is generated from the code by
-`python -m penstock.config.generate_docs`, and so is `server.schema.json`, from which an editor
-completes and checks a file that begins with `# yaml-language-server: $schema=server.schema.json`.
+command line as `--server.field value`. [docs/guide/server.md](../docs/guide/server.md) says how to run
+a server. This page is generated from the code by `python -m penstock.config.generate_docs`, and so
+is `server.schema.json`, with which an editor completes and validates a file that begins with `# yaml-language-server: $schema=server.schema.json`.
 """
 
 SERVER_PARTS: tuple[type[ConfigSection], ...] = (
@@ -163,7 +164,7 @@ def _entry(name: str, field: FieldInfo) -> str:
 IN_KEY: Mapping[Role, str] = {
     "always": "; in the cache key",
     "unless default": "; in the cache key",
-    "by content": "; in the cache key by what it stands for",
+    "by content": "; in the cache key by content",
     "if evaluations decide": "; in the cache key where evaluations decide the result",
     "never": "",
 }

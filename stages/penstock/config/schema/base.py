@@ -1,14 +1,15 @@
-"""The base class of what a user writes: settings that take no value of a neighbouring type.
+"""The base classes of config sections: strict types, no coercion.
 
-Strict, so that neither `"3"` nor `3.0` nor `true` passes for the whole number 3: a slip of the pen
-is told instead of being turned into a value.
+Neither `"3"` nor `3.0` nor `true` is accepted for the integer 3, so that a typo is reported and not
+converted into a value.
 """
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Frozen, closed; `config/schema/field_docs.py` reads the docstring beneath each field."""
+    """Frozen, no unknown fields; `config/schema/field_docs.py` reads the docstring under each
+    field."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -20,7 +21,7 @@ class Settings(BaseModel):
 
 
 class ConfigSection(Settings):
-    """One mapping of the configuration file."""
+    """One mapping of the config file."""
 
     model_config = ConfigDict(strict=True)
 

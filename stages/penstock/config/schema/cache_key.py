@@ -1,8 +1,9 @@
-"""What a field has to do with the cache key of training, declared with its type.
+"""Whether a field is part of the cache key of training, declared with its type.
 
-`lr: Keyed[float]` is part of the key, and `output_dir: Unkeyed[str]` is not: a field that alters
-the mathematics is keyed, and where and how fast something runs never builds it again. Every field
-of `model`, `train` and `lora` says one of these. `identity.py` reads them.
+`lr: Keyed[float]` is part of the key, and `output_dir: Unkeyed[str]` is not. A field that changes
+the trained weights is keyed; a field that says where or how fast something runs is not, so changing
+it never trains again. Every field of `model`, `train` and `lora` declares one of these;
+`identity.py` reads them.
 """
 
 from collections.abc import Iterator
@@ -22,28 +23,28 @@ class CacheKey:
 
     role: Role
     null: Any = None
-    """What the key holds where the field is null."""
+    """What the key contains where the field is null."""
 
 
 Keyed = Annotated[T, CacheKey("always")]
-"""As it is written."""
+"""Part of the key, with its value."""
 
 KeyedUnlessDefault = Annotated[T, CacheKey("unless default")]
-"""The same, but for its default: what a field is that came later, so that older results stay valid.
-Of a section each field is left out that has its default."""
+"""Part of the key unless it has its default: for fields that were added later, so that older
+results stay valid. Of a section, each field that has its default is left out."""
 
 KeyedByContent = Annotated[T, CacheKey("by content")]
-"""By what it stands for: the content of a source, or the rows of a step."""
+"""Part of the key by what it refers to: the content of a source, or the sequences of a step."""
 
 KeyedIfEvaluated = Annotated[T, CacheKey("if evaluations decide")]
-"""Where evaluations decide when a run ends or which checkpoint is its result."""
+"""Part of the key where evaluations decide when a run ends or which checkpoint is its result."""
 
 Unkeyed = Annotated[T, CacheKey("never")]
-"""Not at all."""
+"""Not part of the key."""
 
 
 def cache_key(section: type[ConfigSection], name: str) -> CacheKey:
-    """What is declared of a field. Raises KeyError where nothing is."""
+    """The cache-key declaration of a field. Raises KeyError where it has none."""
     found = [part for part in section.model_fields[name].metadata if isinstance(part, CacheKey)]
     if not found:
         raise KeyError(f"{section.__name__}.{name} says nothing of the cache key")
@@ -57,8 +58,8 @@ def fields_keyed(section: type[ConfigSection], *roles: Role) -> frozenset[str]:
 
 
 def key_defaults(section: type[ConfigSection], at: str) -> Iterator[tuple[str, Any]]:
-    """The dotted names, beginning with `at`, of what is left out of a key at its default, and that
-    default as JSON."""
+    """Dotted names, beginning with `at`, of the fields that are left out of a key at their
+    defaults, and these defaults as JSON."""
     for name in section.model_fields:
         if cache_key(section, name).role != "unless default":
             continue

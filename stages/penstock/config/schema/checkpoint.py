@@ -1,4 +1,4 @@
-"""What a training run saves, when, and what it starts from."""
+"""Checkpoints: what a run saves, when, and what it starts from."""
 
 import re
 from string import Formatter
@@ -16,14 +16,14 @@ from penstock.config.schema.cache_key import (
 from penstock.config.schema.pipeline import Root
 
 GLOBAL_STEP = "global_step_{step}"
-"""What they are called where nothing else is written."""
+"""The default name of a checkpoint."""
 
 _FIELDS = ("step", "consumed_samples")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", re.ASCII)
 
 
 def _names_a_folder(template: str) -> str:
-    """Raises ValueError for what names no folder of its own for every step."""
+    """Raises ValueError for a template that does not give every step a folder name of its own."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
@@ -56,7 +56,7 @@ CheckpointName = Annotated[str, AfterValidator(_names_a_folder)]
 
 
 def step_in(template: str, name: str) -> int | None:
-    """The step that a name made of the template tells; None if it is no such name."""
+    """The step in a name that was made from the template; None for any other name."""
     pattern = ""
     for text, field, _, _ in Formatter().parse(template):
         number = r"(\d+)" if field == "step" else r"\d+"
@@ -70,16 +70,17 @@ def _empty_is_unset(value: str | None) -> str | None:
 
 
 class SaveBestConfig(ConfigSection):
-    """By what the best checkpoint is told. It is kept, and saved if it is not yet, beside those
-    that `save_total_limit` keeps; `checkpoints/best` names it. It is the run's result,
-    which is exported."""
+    """The best checkpoint, by an evaluation metric. It is saved if it is not yet, and kept besides
+    those of `save_total_limit`; `checkpoints/best` links to it. It is the run's result, which is
+    exported."""
 
     metric: str | None = Field(default=None, min_length=1)
-    """A name in the records of evaluations, such as `eval_loss`. Unset: there is no best one. Needs
-    `eval_steps` or `eval_epochs`."""
+    """The metric: a name in the records of evaluations, such as `eval_loss`. Unset: no best
+    checkpoint. Needs `eval_steps` or `eval_epochs`."""
 
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better. Unset: more of a `token_accuracy`, less of all else."""
+    """Whether lower (`min`) or higher (`max`) is better. Unset: `max` for accuracies, for rewards
+    and log-probs of `chosen` and for margins; `min` for all others."""
 
 
 class CheckpointConfig(ConfigSection):
@@ -87,70 +88,72 @@ class CheckpointConfig(ConfigSection):
 
     output_dir: Unkeyed[Root] = Field(min_length=1)
     """Folder for checkpoints, metrics, logs and the exported model. With several nodes it must be
-    on a file system they share; with one it may be the URL of an object store, where every
-    checkpoint is kept as soon as it is saved, and from where another machine goes on."""
+    on a shared file system. With one node it may be the URL of an object store: every checkpoint is
+    uploaded when it is saved, and another machine can resume from it."""
 
     ckpt_manager: Unkeyed[Literal["dcp"]] = "dcp"
-    """Checkpoint format: `dcp`, PyTorch's distributed checkpoints."""
+    """Checkpoint format: `dcp`, PyTorch Distributed Checkpoint."""
 
     save_steps: Unkeyed[int] = Field(default=0, ge=0)
-    """Save a checkpoint every so many optimizer steps; 0 does not save by steps."""
+    """Save a checkpoint every `save_steps` optimizer steps; 0: not by steps."""
 
     save_epochs: Unkeyed[float] = Field(default=1.0, ge=0)
-    """Save a checkpoint every so many epochs; fractions allowed (0.25: four times an epoch), 0 does
-    not save by epochs."""
+    """Save a checkpoint every `save_epochs` epochs; fractions are allowed (0.25: four times an
+    epoch); 0: not by epochs."""
 
     save_async: Unkeyed[bool] = False
-    """Write checkpoints while training goes on. What is saved is copied to the host's memory, which
-    has to have room for it, and only the next update of the weights waits for that. The next save
-    waits for the one before."""
+    """Asynchronous checkpoints: write them in the background while training continues. The state is
+    first copied to host memory, which must have room for it; only the next update of the weights
+    waits for this copy. The next save waits for the previous one."""
 
     save_optimizer: KeyedUnlessDefault[bool] = True
-    """Save the optimizer's states too. `false` makes checkpoints of AdamW a third as large, but a
-    run that goes on from one begins with an optimizer that knows nothing: it says so, and its
-    numbers are not those of a run that was never interrupted."""
+    """Save optimizer states too. `false` makes checkpoints of AdamW a third as large, but a run
+    that resumes from one starts with empty optimizer states: it reports this, and its results
+    differ from those of an uninterrupted run."""
 
     ckpt_name: Unkeyed[CheckpointName | None] = None
-    """What a checkpoint's folder is called: a text with `{step}` and, if wanted,
-    `{consumed_samples}`, the packed rows trained on until then. Unset: `global_step_{step}`."""
+    """Template of the name of a checkpoint folder, with `{step}` and, optionally,
+    `{consumed_samples}`, the number of packed sequences trained on so far. Unset:
+    `global_step_{step}`."""
 
     ckpt_weights: KeyedUnlessDefault[Literal["master", "compute"]] = "master"
-    """Which weights a checkpoint holds: `master`, those that the optimizer steps; `compute`, what
-    layers compute with, which in bfloat16 are half as large. A run that goes on from these says
-    so: its numbers are not those of a run that was never interrupted."""
+    """Weights in a checkpoint: `master`, those that the optimizer updates; `compute`, in the dtype
+    that layers compute in, half as large in bfloat16. A run that resumes from the latter reports
+    this: its results differ from those of an uninterrupted run."""
 
     ckpt_quant: KeyedUnlessDefault[Literal["none", "int8", "int4"]] = "none"
-    """In what a checkpoint holds the moments of `adamw` and `anyprecision_adamw`: `none`, as they
-    are; `int8` or `int4`, a quarter or an eighth as large as in fp32. A run that goes on from these
-    says so: its numbers are not those of a run that was never interrupted. All are read, whatever
-    this says."""
+    """Quantization of the moments of `adamw` and `anyprecision_adamw` in checkpoints: `none`;
+    `int8` or `int4`, a quarter or an eighth of the size in fp32. A run that resumes from a
+    quantized checkpoint reports this: its results differ from those of an uninterrupted run.
+    Checkpoints of all three kinds can be loaded, whatever this is."""
 
     save_total_limit: Unkeyed[int | None] = Field(default=None, ge=1)
-    """Keep so many of the newest checkpoints, the best (`save_best`), and the one the run was
-    started from. Unset: all."""
+    """Number of newest checkpoints to keep, besides the best one (`save_best`) and the one that the
+    run was started from. Unset: all."""
 
     save_best: KeyedIfEvaluated[SaveBestConfig] = Field(default_factory=SaveBestConfig)
-    """Keeping the checkpoint that evaluated best."""
+    """Keep the best checkpoint by an evaluation metric."""
 
     save_hf_weights: Unkeyed[bool] = True
-    """Also leave the final weights in Hugging Face's format."""
+    """Also save the final weights in Hugging Face's format."""
 
     load_checkpoint_path: KeyedByContent[Annotated[str | None, AfterValidator(_empty_is_unset)]] = (
         None
     )
-    """Checkpoint to start from; `auto` takes the newest in `output_dir`. Unset or empty: a run
-    starts anew, or goes on from its own checkpoints in `output_dir` where it was interrupted."""
+    """Checkpoint to start from; `auto`: the newest one in `output_dir`. Unset or empty: a new run
+    starts from scratch, an interrupted run resumes from its own checkpoints in `output_dir`."""
 
     require_checkpoint: Unkeyed[bool] = False
-    """With `load_checkpoint_path: auto`: fail where there is none, instead of starting fresh."""
+    """With `load_checkpoint_path: auto`: fail if there is no checkpoint instead of starting from
+    scratch."""
 
     load_optimizer: KeyedUnlessDefault[bool] = True
-    """Take the optimizer's states from the checkpoint that `load_checkpoint_path` means. `false`
-    takes its weights and its position, and the optimizer, which may then be another one, starts
-    anew; after a named one, a run that is interrupted goes on from its own checkpoints in full."""
+    """Load optimizer states from the checkpoint of `load_checkpoint_path`. `false` loads weights
+    and position only and starts with empty optimizer states, so the optimizer may be another one.
+    If the path names a checkpoint, an interrupted run still resumes from its own checkpoints in
+    full."""
 
     init_checkpoint_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
     """Weights to start from, at step 0: a checkpoint of a training run, or a model in Hugging
-    Face's format (a folder, a URL or a hub id), which then stands in for `model.model_path`; config
-    and tokenizer stay those of `model`. A run that has checkpoints of its own goes on from these.
-    """
+    Face's format (a folder, a URL or a hub id), which then replaces `model.model_path`; config and
+    tokenizer remain those of `model`. A run that has checkpoints of its own resumes from these."""

@@ -1,4 +1,4 @@
-"""When a run ends."""
+"""When a run ends: epochs, steps, tokens, hours, early stopping."""
 
 from typing import Annotated
 
@@ -9,48 +9,49 @@ from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnles
 
 
 def _some_epochs(value: float) -> int | float:
-    """A whole number as one, so that `3` and `3.0` are the same run."""
+    """A whole number becomes an int, so that `3` and `3.0` have the same cache key."""
     if value <= 0:
         raise ValueError(f"is {value:g}; write a number above 0, for example 3 or 0.5")
     return int(value) if value == int(value) else value
 
 
 class EarlyStoppingConfig(ConfigSection):
-    """Ending a run when evaluations no longer get better."""
+    """Early stopping: end the run when an evaluation metric no longer improves."""
 
     metric: str = Field(default="eval_loss", min_length=1)
-    """What is watched: a name in the records of evaluations. Of a `token_accuracy` more is better,
-    of all else less."""
+    """The metric: a name in the records of evaluations. Higher is better for accuracies, for
+    rewards and log-probs of `chosen` and for margins; lower is better for all others."""
 
     patience: int = Field(default=0, ge=0)
-    """The run ends with so many evaluations in a row that are no better than the best before them.
-    0: it does not end by evaluations. Needs `eval_steps` or `eval_epochs`."""
+    """Number of evaluations in a row without improvement after which the run ends. 0: no early
+    stopping. Needs `eval_steps` or `eval_epochs`."""
 
     min_delta: float = Field(default=0.0, ge=0)
-    """How much better than the best one has to be to count as better."""
+    """Smallest improvement over the best value that counts as an improvement."""
 
 
 class BudgetConfig(ConfigSection):
-    """The length of a run. `max_steps` and `max_tokens` stand in place of `num_train_epochs`, and
-    whichever comes first ends the run; `max_hours` and `early_stopping` may end it sooner."""
+    """The length of a run. `max_steps` and `max_tokens` replace `num_train_epochs`; with both, the
+    first that is reached ends the run. `max_hours` and `early_stopping` may end it earlier."""
 
     num_train_epochs: Keyed[Annotated[int | float, AfterValidator(_some_epochs)]] = 1
-    """Passes over the data; fractions allowed (0.5: the first half of the order of one epoch). Not
-    asked where `max_steps` or `max_tokens` is written."""
+    """Epochs: passes over the data. Fractions are allowed (0.5: the first half of the order of one
+    epoch). Ignored where `max_steps` or `max_tokens` is set."""
 
     max_steps: Keyed[int | None] = Field(default=None, gt=0)
-    """Optimizer steps after which training ends, whatever `num_train_epochs` says; the learning
-    rate's schedule ends there too."""
+    """Number of optimizer steps after which training ends, whatever `num_train_epochs` is; the
+    learning rate schedule ends there too."""
 
     max_tokens: KeyedUnlessDefault[int | None] = Field(default=None, gt=0)
-    """Tokens after which training ends, with the step that reaches them: all that the model reads,
-    trained or not, without padding. The learning rate's schedule ends there too."""
+    """Number of tokens after which training ends, with the step that reaches it. All tokens that
+    the model reads count, trained or not, without padding. The learning rate schedule ends there
+    too."""
 
     max_hours: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
-    """Hours after which the run saves, evaluates and ends. Counted over all its starts: training,
-    evaluating and saving, but not loading. The learning rate's schedule does not know of it."""
+    """Hours after which the run saves, evaluates and ends. Training, evaluation and saving count,
+    over all starts of the run; loading does not. The learning rate schedule ignores it."""
 
     early_stopping: KeyedIfEvaluated[EarlyStoppingConfig] = Field(
         default_factory=EarlyStoppingConfig
     )
-    """Ending the run when evaluations no longer get better."""
+    """End the run when evaluations no longer improve."""

@@ -1,4 +1,4 @@
-"""What is measured of a model while it is trained, and when."""
+"""Evaluation during training: when, on how much data, and sample generations."""
 
 from typing import Annotated, Literal
 
@@ -19,57 +19,60 @@ def _batches_or_share(value: int | float | None) -> int | float | None:
 
 
 def metric_sign(metric: str, mode: Literal["min", "max"] | None = None) -> int:
-    """What makes more of a metric better, 1 or -1; where nobody says it, more of an accuracy or of
-    a reward is, but less of what is rejected."""
+    """1 if higher is better, -1 if lower is better. Without `mode`, higher is better for accuracies
+    and for rewards and log-probs, except those of rejected completions."""
     more = "accurac" in metric or metric.startswith(("eval_rewards/", "eval_logps/"))
     usual = "max" if more and not metric.endswith("/rejected") else "min"
     return 1 if (mode or usual) == "max" else -1
 
 
 class EvaluationConfig(ConfigSection):
-    """Loss on held-out rows (`data.test_datasets`, `data.val_set_size`), and answers to prompts."""
+    """Evaluation on held-out data (`data.test_datasets`, `data.val_set_size`), and sample
+    generations."""
 
     eval_steps: KeyedIfEvaluated[int] = Field(default=0, ge=0)
-    """Evaluate every so many optimizer steps; 0 does not by steps."""
+    """Evaluate every `eval_steps` optimizer steps; 0: not by steps."""
 
     eval_epochs: KeyedIfEvaluated[float] = Field(default=0.0, ge=0)
-    """Evaluate every so many epochs; fractions allowed, 0 does not by epochs."""
+    """Evaluate every `eval_epochs` epochs; fractions are allowed; 0: not by epochs."""
 
     eval_at_start: Unkeyed[bool] = False
     """Evaluate before the first step too."""
 
     eval_at_end: KeyedIfEvaluated[bool] = True
-    """Evaluate after the last step, where anything is held out."""
+    """Evaluate after the last step, if there is held-out data."""
 
     eval_sanity_batches: Unkeyed[int] = Field(default=0, ge=0)
-    """Before its first step, a start of a run that does not evaluate then anyway tries evaluating
-    on so many batches, of the rows that cost most: what is wrong with evaluations ends the run now
-    and not hours later. The numbers are no evaluation, and are not told. 0: none."""
+    """Sanity check: each time the run starts, evaluate on this many batches of the most expensive
+    sequences before the first step, so that an error in evaluation ends the run now and not hours
+    later. Results are not logged. Skipped where the run evaluates before that step anyway. 0: no
+    check."""
 
     eval_max_batches: KeyedIfEvaluated[
         Annotated[int | float | None, AfterValidator(_batches_or_share)]
     ] = None
-    """How much of what is held out is evaluated on: so many batches (see `eval_rows_per_batch`), or
-    the share of all rows, up to 1.0; always the same rows. 0: none, so no evaluation. Unset:
+    """How much of the held-out data to evaluate on: a number of batches (`eval_rows_per_batch`), or
+    a fraction of all sequences, up to 1.0; always the same sequences. 0: no evaluation. Unset:
     all."""
 
     eval_rows_per_batch: KeyedIfEvaluated[int | None] = Field(default=None, gt=0)
-    """Rows of one batch that `eval_max_batches` and `eval_sanity_batches` count. Unset: as many as
-    a training step has."""
+    """Sequences of a batch in `eval_max_batches` and `eval_sanity_batches`. Unset: as many as a
+    training step has."""
 
     eval_micro_batch_size: Unkeyed[int | None] = Field(default=None, gt=0)
-    """Rows that one rank evaluates at once. Unset: `micro_batch_size`."""
+    """Sequences that one rank evaluates at once. Unset: `micro_batch_size`."""
 
     eval_only: KeyedUnlessDefault[bool] = False
-    """Evaluate the model that training would start from, and train nothing. Nothing is exported."""
+    """Evaluate the model that training would start from; train and export nothing."""
 
     sample_prompts: Unkeyed[list[str]] = Field(default_factory=list[str])
-    """Prompts that the model answers while it is trained, each time with the likeliest tokens: as a
-    user's message where the tokenizer has a chat template, else as text to go on with. Answers are
+    """Prompts for which the model generates completions during training, with greedy decoding: as a
+    user message if the tokenizer has a chat template, else as text to continue. The completions are
     in `samples.jsonl` and in the report."""
 
     sample_steps: Unkeyed[int] = Field(default=0, ge=0)
-    """Answer them every so many optimizer steps; after the last step in any case."""
+    """Generate completions every `sample_steps` optimizer steps; also after the last step. 0: only
+    then."""
 
     sample_max_new_tokens: Unkeyed[int] = Field(default=64, gt=0)
-    """Tokens of an answer, at most."""
+    """Maximum number of generated tokens of a completion."""

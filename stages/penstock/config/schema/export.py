@@ -1,4 +1,4 @@
-"""What a finished model becomes, and where it goes."""
+"""Export and push of the trained model."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -61,7 +61,7 @@ ELSEWHERE = {
     "nf4": "is no format of compressed-tensors; servers make it themselves of a model that is "
     "loaded with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
 }
-"""Formats that people ask for and others make."""
+"""Formats that users ask for and other programs make."""
 
 
 def _made_here(value: Any) -> Any:
@@ -71,7 +71,7 @@ def _made_here(value: Any) -> Any:
 
 
 class ExportConfig(ConfigSection):
-    """The model as others read it."""
+    """Export of the trained model to Hugging Face's format."""
 
     format: Literal["hf"] = "hf"
     """Format: `hf`, a folder that `transformers` loads."""
@@ -81,27 +81,27 @@ class ExportConfig(ConfigSection):
         BeforeValidator(_full_name),
         WithJsonSchema({"enum": [*PRECISIONS, *SHORT_NAMES], "type": "string"}),
     ] = "auto"
-    """Precision of the weights: `auto` keeps the base model's; `float32`, `bfloat16` and `float16`
+    """Dtype of the weights: `auto` is that of the base model; `float32`, `bfloat16` and `float16`
     may be written `fp32`, `bf16` and `fp16`."""
 
     max_shard_size: Annotated[str | int, AfterValidator(_size)] = "5GB"
-    """Largest weight file, as `5GB`, `500MB`, `4GiB` or a number of bytes."""
+    """Maximum size of a weight file: `5GB`, `500MB`, `4GiB` or a number of bytes."""
 
     merge_lora: bool = True
-    """Export the base model with the adapter merged into it, beside the adapter itself."""
+    """Export the merged model (base model and adapter) in addition to the adapter."""
 
     model_card: bool = True
-    """Write a README.md into the exported folders, ready for the hub: where the model comes from,
-    its data, its training, its losses, how to load it. A push replaces a card that is there."""
+    """Write a model card (README.md) into the exported folders: base model, data, training, losses,
+    how to load it. A push replaces an existing card."""
 
     quantise: Annotated[
         Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"] | None,
         BeforeValidator(_made_here),
     ] = None
-    """Round the linear layers of `hf/` and store them in the layout of compressed-tensors, which
-    vLLM, SGLang and `transformers` load: `fp8` (8 bits, a scale for each row), `block_fp8` (a scale
-    for each 128 x 128), `int8` (a scale for each row), `int4` (a scale for each 128, 64 or 32
-    columns), `nvfp4` (4 bits, a scale for each 16). Embeddings, head, norms and routers stay."""
+    """Quantize the linear layers of `hf/`, in the compressed-tensors format that vLLM, SGLang and
+    `transformers` load: `fp8` (a scale for each row), `block_fp8` (FP8, a scale for each 128 x
+    128), `int8` (a scale for each row), `int4` (a scale for each 128, 64 or 32 columns), `nvfp4`
+    (4-bit, a scale for each 16). Embeddings, LM head, norms and routers are not quantized."""
 
     @property
     def max_shard_bytes(self) -> int:
@@ -110,16 +110,16 @@ class ExportConfig(ConfigSection):
 
 
 class PushConfig(ConfigSection):
-    """Where the exported model is sent: a hub repository, or a folder behind a URL."""
+    """Upload of the exported model to a hub repository or to a folder at a URL."""
 
     repo_id: Annotated[str | None, AfterValidator(_repository)] = None
     """Hugging Face hub repository, `org/name`. Not together with `url`."""
 
     url: Annotated[str | None, AfterValidator(_no_credentials)] = None
-    """Folder to copy to, as a URL that fsspec knows. Not together with `repo_id`."""
+    """Folder to upload to, as a URL that fsspec supports. Not together with `repo_id`."""
 
     private: bool = True
-    """Create the repository as a private one."""
+    """Create the repository as private."""
 
     revision: str | None = Field(default=None, min_length=1)
     """Branch of the repository. Unset: its main branch."""
@@ -128,4 +128,4 @@ class PushConfig(ConfigSection):
     """Open a pull request instead of committing."""
 
     dry_run: bool = False
-    """Only list what would be sent."""
+    """Only list what would be uploaded."""

@@ -1,8 +1,8 @@
-"""Field descriptions, read from the docstring beneath each field.
+"""Field descriptions, read from the docstring under each field.
 
-Pydantic's own `use_attribute_docstrings` parses the source of every model while it is imported, a
+Pydantic's `use_attribute_docstrings` parses the source of every model at import, which would take a
 fifth of the time of `penstock run` on a finished pipeline. Only the generated pages need the
-descriptions, so they are read when `config.reference` is imported.
+descriptions, so they are read when `config.generate_docs` is imported.
 """
 
 import ast
@@ -24,7 +24,7 @@ def describe_fields(*models: type[BaseModel]) -> None:
 
 @cache
 def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Docstrings of annotated attributes, by class and by attribute."""
+    """Docstrings of annotated attributes, by class and attribute."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):  # a module without source, such as builtins

@@ -1,4 +1,4 @@
-"""Training with products of 8 bits."""
+"""FP8 training: FP8 matmuls in the linear layers."""
 
 from typing import Annotated, Literal
 
@@ -10,58 +10,60 @@ from penstock.config.schema.quantization import readable
 
 
 class Fp8Config(ConfigSection):
-    """How numbers are rounded to 8 bits. Scales are powers of two, found anew for each tensor."""
+    """Quantization to FP8. Scales are powers of two and dynamic: computed from the tensor that is
+    quantized."""
 
     recipe: Literal["tensorwise", "rowwise", "blockwise"] = "rowwise"
-    """What shares a scale: `tensorwise`, a whole tensor, which is fastest; `rowwise`, the numbers
-    that are multiplied and added to one, so that a large token leaves the others alone;
-    `blockwise`, 128 of these, and of weights tiles of 128 x 128, as in DeepSeek-V3."""
+    """Scaling granularity: `tensorwise`, one scale for a tensor, the fastest; `rowwise`, one for
+    each row or column along the contraction dimension, so that an outlier token does not affect the
+    others; `blockwise`, one for 128 values of it, and for tiles of 128 x 128 of weights, as in
+    DeepSeek-V3."""
 
     format: Literal["hybrid", "e4m3"] | None = None
-    """Weights and activations have 3 bits of fraction (e4m3). Gradients of outputs have 2 and a
-    wider range (e5m2) with `hybrid`, and 3 as well with `e4m3`. Unset: `hybrid` with `tensorwise`,
-    where large and small ones share a scale, and `e4m3` with the other recipes."""
+    """FP8 format of output gradients: e5m2 (2 mantissa bits, a wider range) with `hybrid`, e4m3
+    with `e4m3`. Weights and activations are always e4m3 (3 mantissa bits). Unset: `hybrid` with
+    `tensorwise`, where large and small gradients share a scale, `e4m3` with the other recipes."""
 
     quantize_input_grad: bool = True
-    """Round also where the gradients of activations are computed; false computes them exactly, by
-    the rounded weights."""
+    """Use FP8 for the gradients of activations; false computes them exactly, from the quantized
+    weights."""
 
     quantize_weight_grad: bool = True
-    """Round also where the gradients of weights are computed; false computes them exactly, by the
-    activations as they came."""
+    """Use FP8 for the gradients of weights; false computes them exactly, from the unquantized
+    activations."""
 
     hadamard: bool = False
-    """Turn activations and weights by a block-diagonal Hadamard matrix before they are rounded, so
-    that large features are shared out over their neighbours."""
+    """Apply a block-diagonal Hadamard transform to activations and weights before quantization,
+    which distributes outlier features over their neighbors."""
 
     hadamard_block_size: Literal[16, 32, 64, 128] = 32
-    """Features that are turned together."""
+    """Number of features that are transformed together."""
 
     exclude_modules: Annotated[list[str], AfterValidator(readable)] = Field(
         default_factory=list[str]
     )
-    """Linear layers that are left alone, by a part of their names (`self_attn`, `layers.0`), a
-    pattern or `re:` and a regular expression. The embedding, the head, routers and experts always
-    are, and layers whose sizes are no multiples of 16."""
+    """Linear layers that are not converted, by a part of their names (`self_attn`, `layers.0`), a
+    pattern, or a regular expression after `re:`. The embedding, the LM head, routers and experts
+    are never converted, nor are layers whose sizes are not multiples of 16."""
 
     @property
     def of_gradients(self) -> Literal["e4m3", "e5m2"]:
-        """What gradients of outputs are rounded to."""
+        """FP8 format of output gradients."""
         hybrid = self.recipe == "tensorwise" if self.format is None else self.format == "hybrid"
         return "e5m2" if hybrid else "e4m3"
 
 
 class Fp8TrainingConfig(ConfigSection):
-    """Products of 8 bits in a training step."""
+    """FP8 training."""
 
     enable_fp8_training: KeyedUnlessDefault[bool] = False
-    """Compute the products of linear layers within blocks, and of their gradients, from numbers of
-    8 bits. Weights, gradients and optimizer states keep their precision. Needs a GPU with such
-    numbers (Ada, Hopper or later), where it is faster; CPUs compute the same slowly."""
+    """FP8 training: run the matmuls of the linear layers of decoder blocks, forward and backward,
+    in FP8. Weights, gradients and optimizer states keep their precision. Needs a GPU with FP8 (Ada,
+    Hopper or later), where it is faster; CPUs compute the same slowly."""
 
     fp8: KeyedUnlessDefault[Fp8Config] = Field(default_factory=Fp8Config)
-    """How they are rounded."""
+    """FP8 scaling and formats."""
 
     enable_fp8_all_gather: Unkeyed[bool] = False
-    """`fsdp2` with `enable_fp8_training`: round weights before they are gathered, so that half as
-    many bytes travel. What is computed stays the same."""
+    """`fsdp2` with `enable_fp8_training`: quantize weights before the all-gather, which halves its
+    traffic. Results are the same."""

@@ -1,4 +1,4 @@
-"""What some of the learning rate's ways down are told besides."""
+"""Further arguments of the learning rate schedule."""
 
 from typing import Literal
 
@@ -23,50 +23,52 @@ DecayStyle = Literal[
 
 
 class ScheduleConfig(ConfigSection):
-    """More about the learning rate's schedule: of use with some styles of warmup and decay, and
-    refused with others. Numbers of steps are of the optimizer's."""
+    """Further arguments of the learning rate schedule. Each is used by some styles of warmup or
+    decay and is an error with the others. Steps are optimizer steps."""
 
     warmup_style: Literal["zero_start", "plus_one"] = "zero_start"
-    """`zero_start`: step s of W has the share s/W, so that the very first step learns at
-    `lr_start`. `plus_one`: (s+1)/(W+1)."""
+    """`zero_start`: step s of W warmup steps uses s/W, so the first step uses `lr_start`.
+    `plus_one`: (s+1)/(W+1)."""
 
     hold_steps: int = Field(default=0, ge=0)
     """Steps at the peak between warmup and decay."""
 
     constant_steps: int = Field(default=0, ge=0)
-    """Steps at `lr_min` at the end: the decay is over by so many steps earlier."""
+    """Steps at `lr_min` at the end; the decay ends that many steps earlier."""
 
     num_cycles: float = Field(default=0.5, gt=0)
-    """Waves of a cosine from its begin to its end; at 0.5 it goes down once."""
+    """`cosine`: number of cosine periods in the decay; 0.5 is one descent."""
 
     power: float = Field(default=1.0, gt=0)
-    """Of `polynomial`: 1 is a line, 2 falls fast first."""
+    """`polynomial`: exponent; 1 is linear, 2 falls fast first."""
 
     gamma: float = Field(default=0.1, gt=0, le=1)
-    """What `step` and `exponential` multiply the rate by, every `step_size` steps."""
+    """`step` and `exponential`: factor of the learning rate for every `step_size` steps."""
 
     step_size: int = Field(default=1, gt=0)
-    """Steps of a stair of `step`, or in which `exponential` has fallen by `gamma`."""
+    """`step` and `exponential`: number of steps in which the learning rate is multiplied by `gamma`
+    once."""
 
     d_model: int = Field(default=1, gt=0)
-    """Of `noam`: the model's width, by whose root the rate is divided."""
+    """`noam`: the model's hidden size; the learning rate is divided by its square root."""
 
     decay_rate: float = Field(default=0.5, gt=0)
-    """Of `noam_hold`: the power of W/s; 0.5 falls with the root of the steps."""
+    """`noam_hold`: exponent of W/s; with 0.5 the learning rate falls with the square root of the
+    steps."""
 
     timescale: int | None = Field(default=None, gt=0)
-    """Of `inverse_sqrt`: steps in which the rate falls to about 0.7. Unset: those of the warmup, or
-    10,000 without one."""
+    """`inverse_sqrt`: steps until the learning rate falls to about 0.7 of the peak. Unset: the
+    warmup steps, or 10,000 without warmup."""
 
     decay_steps: int | None = Field(default=None, ge=0)
-    """Of `wsd`: steps of its decay. Unset: a tenth of all."""
+    """`wsd`: number of decay steps. Unset: a tenth of all steps."""
 
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
-    """Of `wsd`: how it decays. `sqrt` is 1 - sqrt(p): fast first."""
+    """`wsd`: shape of the decay. `sqrt` is 1 - sqrt(p): fast first."""
 
 
 ENDING: tuple[DecayStyle, ...] = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
-"""The styles that have come to `lr_min` at a step that is known; the others fall on."""
+"""Decay styles that reach `lr_min` at a known step; the others keep falling."""
 
 READ_BY: dict[str, tuple[DecayStyle, ...]] = {
     "hold_steps": (
@@ -84,4 +86,4 @@ READ_BY: dict[str, tuple[DecayStyle, ...]] = {
     "decay_steps": ("wsd",),
     "decay_shape": ("wsd",),
 }
-"""The styles of decay that read each; a style of warmup is read wherever there is a warmup."""
+"""The decay styles that use each argument; a warmup style is used wherever there is a warmup."""

@@ -1,4 +1,4 @@
-"""Which model is trained, and how its layers are carried out."""
+"""Which model is trained, and the implementation of its layers."""
 
 from typing import Any, Literal
 
@@ -16,11 +16,11 @@ class ModelConfig(ConfigSection):
     """The base model, its tokenizer and its implementation."""
 
     model_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
-    """Pre-trained weights: a Hugging Face hub id or a local folder. Without it the model of
-    `config_path` starts from random weights."""
+    """Pre-trained weights: a Hugging Face hub id or a local folder. Unset: the model of
+    `config_path`, with random initial weights."""
 
     config_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
-    """The model's configuration, when it is not in `model_path`: a hub id, a local folder or
+    """The model's config.json, if it is not in `model_path`: a hub id, a local folder or
     `builtin:tiny-qwen3` (or `tiny-qwen3-moe`, `tiny-gpt-oss`). Unset: the same as `model_path`."""
 
     tokenizer_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
@@ -28,74 +28,75 @@ class ModelConfig(ConfigSection):
     `config_path`."""
 
     attn_implementation: Unkeyed[Attention | None] = None
-    """Attention backend: `eager` (plain matrix products), `sdpa` (PyTorch's fused attention),
-    `native` (PyTorch's variable-length and flex kernels; CUDA), and the packages
-    `flash_attention_2` (Ampere and later), `flash_attention_3` (Hopper) and `flash_attention_4`
-    (Hopper and Blackwell), which are refused where they are not installed. Unset: the best this
-    machine has, with `flash_attention_3` preferred where it is installed."""
+    """Attention backend: `eager` (matmuls and softmax), `sdpa` (PyTorch's scaled dot-product
+    attention), `native` (PyTorch's variable-length and flex attention; CUDA), or one of the
+    packages `flash_attention_2` (Ampere and later), `flash_attention_3` (Hopper) and
+    `flash_attention_4` (Hopper and Blackwell), which must be installed. Unset: the best one on this
+    machine; `flash_attention_3` is preferred where it is installed."""
 
     moe_implementation: Unkeyed[Literal["eager", "triton", "native", "quack"] | None] = None
-    """Mixture-of-experts kernels: `eager` (one expert after another), `triton` (group GEMM),
-    `native` (PyTorch's grouped product) or `quack` (an optional package, Hopper and Blackwell).
-    Unset: the best that this machine has for the model's experts."""
+    """Mixture-of-experts kernels: `eager` (a loop over experts), `triton` (group GEMM), `native`
+    (PyTorch's grouped matmul) or `quack` (an optional package; Hopper and Blackwell). Unset: the
+    best one on this machine for the model's experts."""
 
     router_fp32: KeyedUnlessDefault[bool] = True
-    """Mixture of experts: keep routers' weights and compute their logits in fp32 also where the
-    rest is computed in bf16, so that rounding does not choose the experts."""
+    """Mixture of experts: store router weights and compute router logits in fp32 even where the
+    rest is computed in bf16, so that rounding does not change which experts are chosen."""
 
     freeze_router: KeyedUnlessDefault[bool] = False
-    """Mixture of experts: leave routers' weights as they are. Gradients still flow through the
-    experts' weights into what comes before."""
+    """Mixture of experts: do not train router weights. Gradients still flow through the routing
+    weights to earlier layers."""
 
     lm_head_fp32: KeyedUnlessDefault[bool] = False
-    """Compute logits in fp32 also where the rest is computed in bf16, of the head's weights and the
-    hidden states as they are there, so that no rounding lies between them and the loss. On a GPU
-    such products take many times as long, and the head is held in fp32 while they last."""
+    """Compute logits in fp32 even where the rest is computed in bf16, from the hidden states and
+    the LM head's weights as they are, so that logits are not rounded before the loss. On a GPU
+    these matmuls take many times as long, and need an fp32 copy of the LM head while they run."""
 
     rmsnorm_native: Unkeyed[bool] = False
-    """Compute norms, and what is added to the residual stream before them, with PyTorch's plain
-    operations, rounding where Hugging Face's models do, also where a fused kernel serves."""
+    """Compute norms, and the residual additions before them, with PyTorch's eager operations, which
+    round where Hugging Face's models do, even where a fused kernel is available."""
 
     activation_native: Unkeyed[bool] = False
-    """The same of feed-forward networks' activations, experts' among them."""
+    """Compute the activations of feed-forward networks and experts with PyTorch's eager operations
+    even where a fused kernel is available."""
 
     rope_native: Unkeyed[bool] = False
-    """The same of rotary position embedding."""
+    """Compute rotary position embeddings (RoPE) with PyTorch's eager operations even where a fused
+    kernel is available."""
 
     attention_cast_bf16: KeyedUnlessDefault[bool] = False
-    """Compute attention in bf16, from queries, keys and values on, also where the rest is computed
-    in fp32."""
+    """Cast queries, keys and values to bf16 and compute attention in bf16, even where the rest is
+    computed in fp32."""
 
     ep_dispatch: Unkeyed[Literal["alltoall", "deepep"]] = "alltoall"
-    """How tokens travel between ranks that hold different experts: `alltoall`, or `deepep`, an
-    optional package, over NVLink between 2, 4 or 8 GPUs of one machine, in bf16. Without the
-    package or such GPUs the run is refused."""
+    """Token dispatcher of expert parallelism: `alltoall`, or `deepep`, an optional package that
+    uses NVLink between 2, 4 or 8 GPUs of one node, in bf16. Without the package or such GPUs,
+    `deepep` is an error."""
 
     deepep_buffer_size_gb: Unkeyed[float] = Field(default=2.0, gt=0)
-    """DeepEP: buffer per GPU, in gigabytes."""
+    """DeepEP: size of the buffer of each GPU, in gigabytes."""
 
     deepep_num_sms: Unkeyed[int] = Field(default=20, gt=0, multiple_of=2)
-    """DeepEP: streaming multiprocessors set aside for communication; even. Fewer leave more for
-    computation that overlaps with it."""
+    """DeepEP: number of streaming multiprocessors (SMs) reserved for communication; even. Fewer
+    leave more for computation that overlaps with it."""
 
     deepep_async_combine: Unkeyed[bool] = False
-    """DeepEP: let expert outputs return while the next thing is computed that does not wait for
-    them: the layer's shared experts. A model without those gains nothing."""
+    """DeepEP: overlap the transfer of expert outputs (combine) with the computation of the layer's
+    shared experts. No effect on models without shared experts."""
 
     merge_qkv: Keyed[bool] = True
-    """Keep the query, key and value projections as one fused matrix, `qkv_proj`."""
+    """Fuse the query, key and value projections into one matrix, `qkv_proj`."""
 
     basic_modules: Unkeyed[list[str]] = Field(default_factory=list[str])
-    """Names of further module classes that FSDP shards as units of their own, beside the decoder
+    """Names of further module classes that FSDP shards as separate units, besides the decoder
     layers."""
 
     foundation: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
-    """Entries that replace those of the model's own configuration, for example
-    `{num_hidden_layers: 4}`."""
+    """Overrides of entries of the model's config.json, for example `{num_hidden_layers: 4}`."""
 
     encoders: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
-    """Encoders of multimodal models by kind (`image`, `video`, `audio`). Anything in it is refused:
-    the families here read text alone."""
+    """Encoders of multimodal models by modality (`image`, `video`, `audio`). Must be empty: all
+    supported model families are text-only."""
 
     @property
     def config_source(self) -> str:

@@ -1,4 +1,5 @@
-"""How a model is cut over ranks. Whether the numbers fit a world is judged where the world is."""
+"""The parallel layout. Rules that need the world size are in
+`engine/distributed/validate_layout.py`."""
 
 from typing import Annotated, Literal
 
@@ -25,116 +26,123 @@ PipelineSchedule = Literal[
 ]
 
 INTERLEAVED: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules that go round the ranks several times."""
+"""Schedules with several stages on each rank, in the order of the ranks."""
 
 V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules that go down the ranks and up again."""
+"""Schedules with two stages on each rank: first in the order of the ranks, then in reverse."""
 
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
-"""Schedules that compute the gradients of weights later than those of activations. They need the
-weights kept between (with `reshard_after_forward: true` the gradients are silently wrong), and the
-form of recomputation that is not reentrant."""
+"""Schedules that compute the gradients of weights later than those of activations. They need
+weights that are not freed in between (with `reshard_after_forward: true` the gradients are silently
+wrong), and non-reentrant activation checkpointing."""
 
 Ranks = Annotated[int, Field(gt=0)]
 RanksOrRest = Annotated[int, AfterValidator(_ranks_or_rest)]
 
 
 class ParallelConfig(ConfigSection):
-    """The axes of the device mesh."""
+    """Parallelism: the axes of the device mesh."""
 
     data_parallel_mode: Unkeyed[Literal["none", "ddp", "fsdp2"]] = "fsdp2"
-    """Data parallelism: `none`, `ddp` (a whole model on each rank), or `fsdp2` (weights, gradients
-    and optimizer state are sharded)."""
+    """Data parallelism: `none`, `ddp` (the whole model on each rank), or `fsdp2` (weights,
+    gradients and optimizer states are sharded)."""
 
     data_parallel_shard_size: Unkeyed[RanksOrRest] = -1
-    """Ranks that share one copy of the weights under `fsdp2`. -1: all that the other axes leave."""
+    """`fsdp2`: number of ranks over which one copy of the weights is sharded. -1: all ranks that
+    the other axes leave."""
 
     data_parallel_replicate_size: Unkeyed[RanksOrRest] = -1
-    """Copies of the weights, each of which computes rows of its own: hybrid sharding under `fsdp2`.
-    -1: one under `fsdp2`, under `ddp` all that the other axes leave."""
+    """Number of replicas of the weights, each of which trains on different sequences: DDP, or
+    hybrid sharding (HSDP) under `fsdp2`. -1: 1 under `fsdp2`; under `ddp` all ranks that the other
+    axes leave."""
 
     zero_stage: Unkeyed[Literal[1, 2, 3] | None] = None
-    """`fsdp2`: how long gathered weights are kept. 1: until the step ends, so that they are
-    gathered once however many micro-batches it has; 2: until the backward pass has used them; 3:
-    until the forward pass has used them. Unset: what `reshard_after_forward` and
-    `enable_full_shard` say."""
+    """`fsdp2`: ZeRO stage, how long all-gathered weights are kept. 1: until the step ends, so they
+    are gathered once for all micro-batches; 2: until the backward pass has used them; 3: until the
+    forward pass has used them. Unset: from `reshard_after_forward` and `enable_full_shard`."""
 
     tensor_parallel_size: Unkeyed[Ranks] = 1
-    """Ranks that split each weight matrix."""
+    """Tensor parallelism: number of ranks over which each weight matrix is sharded."""
 
     sequence_parallel: Unkeyed[bool] = False
-    """Between attention and feed-forward, let each rank of `tensor_parallel_size` hold only its
-    share of a row's tokens (Megatron's sequence parallelism): less memory, the same traffic."""
+    """Sequence parallelism (Megatron-LM): between attention and feed-forward network, each rank of
+    `tensor_parallel_size` holds only its part of a sequence's tokens. Less memory, the same
+    traffic."""
 
     tp_reduce_dtype: Unkeyed[Literal["bf16", "fp32"] | None] = None
-    """Precision in which the ranks of `tensor_parallel_size` add up what layers give, and their
-    gradients. `fp32` doubles the traffic of a run in bfloat16, and rounds once. Unset: that of the
-    activations."""
+    """Tensor parallelism: dtype in which the ranks of `tensor_parallel_size` reduce outputs and
+    gradients of layers. `fp32` doubles the traffic of a bfloat16 run and rounds only once. Unset:
+    the dtype of the activations."""
 
     tp_vocab_parallel_loss: Unkeyed[bool] = True
-    """Keep logits split by vocabulary over the ranks of `tensor_parallel_size` and compute the loss
-    from the parts; false gathers them first."""
+    """Vocab-parallel loss: keep logits sharded by vocabulary over the ranks of
+    `tensor_parallel_size` and compute the loss from the shards; false all-gathers them first."""
 
     pipeline_parallel_size: Unkeyed[Ranks] = 1
-    """Ranks that split the layers."""
+    """Pipeline parallelism: number of ranks over which the layers are distributed."""
 
     pipeline_parallel_schedule: Unkeyed[PipelineSchedule] = "1F1B"
-    """Order of micro-batches. `1F1B` holds few activations; `GPipe` is simpler and takes any number
-    of micro-batches; `Interleaved1F1B` waits less, with several stages on each rank;
-    `InterleavedZeroBubble`, `ZBVZeroBubble` and `DualPipeV` wait least, and keep weights whole
-    through the step."""
+    """Pipeline schedule. `1F1B` stores few activations; `GPipe` is simpler and takes any number of
+    micro-batches; `Interleaved1F1B` has smaller bubbles, with several stages on each rank;
+    `InterleavedZeroBubble`, `ZBVZeroBubble` and `DualPipeV` have the smallest, and keep gathered
+    weights through the step."""
 
     pipeline_parallel_virtual_stages: Unkeyed[int | None] = Field(default=None, gt=0)
-    """Stages on each rank: 1 for `1F1B` and `GPipe`, 2 or more for the interleaved schedules, 2 for
-    `ZBVZeroBubble` and `DualPipeV`. Unset: the least that the schedule can do with."""
+    """Pipeline stages on each rank: 1 for `1F1B` and `GPipe`, 2 or more for the interleaved
+    schedules, 2 for `ZBVZeroBubble` and `DualPipeV`. Unset: the minimum of the schedule."""
 
     pipeline_parallel_split: Unkeyed[
         Annotated[Literal["uniform"] | list[int], AfterValidator(_rising_from_0)]
     ] = "uniform"
-    """Layers of each stage: `uniform`, or the number of each stage's first layer, as in
-    `[0, 5, 11, 17]`."""
+    """Layers of each pipeline stage: `uniform`, or the index of each stage's first layer, for
+    example `[0, 5, 11, 17]`."""
 
     pipeline_parallel_input_weight: Unkeyed[int] = Field(default=1, ge=0)
-    """How many layers the embedding counts for in a `uniform` split."""
+    """Number of layers that the embedding counts as in a `uniform` split."""
 
     pipeline_parallel_output_weight: Unkeyed[int] = Field(default=1, ge=0)
-    """How many layers the last norm, the head and the loss count for in a `uniform` split."""
+    """Number of layers that the final norm, the LM head and the loss count as in a `uniform`
+    split."""
 
     pp_variable_seq_lengths: Unkeyed[bool] = True
-    """Pad the micro-batches of a pipeline's step to the longest of them; false pads all to the
-    length of a full one, which never changes."""
+    """Pipeline parallelism: pad the micro-batches of a step to the longest of them; false pads all
+    to the maximum length, so shapes never change."""
 
     expert_parallel_size: Unkeyed[Ranks] = 1
-    """Ranks that share the experts of a mixture-of-experts model."""
+    """Expert parallelism: number of ranks over which the experts of an MoE layer are
+    distributed."""
 
     ulysses_parallel_size: Unkeyed[Ranks] = 1
-    """Ranks that split a row by tokens, and for attention by heads (Ulysses)."""
+    """Context parallelism (Ulysses): number of ranks over which a sequence is split by tokens, and
+    by heads for attention."""
 
     ringattn_parallel_size: Unkeyed[Ranks] = 1
-    """Ranks that split a row by tokens and pass keys and values around a ring."""
+    """Context parallelism (ring attention): number of ranks over which a sequence is split by
+    tokens; keys and values are passed around a ring."""
 
     cp_fsdp_mode: Unkeyed[Literal["all", "ulysses_only", "ring_only", "none"]] = "all"
-    """`fsdp2`: over which of the axes that split a row weights are sharded too: `all` of them, or
-    `none`, so that only `data_parallel_shard_size` shards."""
+    """`fsdp2`: context-parallel axes over which weights are sharded too: `all`, `ulysses_only`,
+    `ring_only` or `none`, with which only `data_parallel_shard_size` shards."""
 
     reshard_after_forward: Unkeyed[bool | None] = None
-    """`fsdp2`: free gathered weights after the forward pass (less memory) or keep them for the
-    backward pass (less traffic). Unset: what `zero_stage` and `enable_full_shard` say; without them
-    they are freed, except under pipeline parallelism."""
+    """`fsdp2`: free all-gathered weights after the forward pass (less memory) or keep them for the
+    backward pass (less traffic). Unset: from `zero_stage` and `enable_full_shard`; without these
+    they are freed, except with pipeline parallelism."""
 
     fsdp_reduce_dtype: KeyedUnlessDefault[Literal["fp32", "bf16"]] = "fp32"
-    """`fsdp2`: precision in which gradients are added up over ranks. `bf16` halves the traffic and
+    """`fsdp2`: dtype in which gradients are reduced over ranks. `bf16` halves the traffic and
     rounds."""
 
     comm_bucket_mb: Unkeyed[int | None] = Field(default=None, gt=0)
-    """`none` and `ddp`: MiB of gradients that ranks add up at once, while the backward pass goes
-    on. More uses the network better, less begins earlier. Unset: 25."""
+    """`none` and `ddp`: size in MiB of the gradient buckets that are all-reduced during the
+    backward pass. Larger buckets use the network better, smaller ones start earlier. Unset: 25."""
 
     ep_outside: Unkeyed[bool] = False
-    """Place the expert axis outside of the axis that shards experts' weights."""
+    """Expert parallelism: form expert-parallel groups of ranks that are as far apart as possible,
+    and shard experts over neighboring ranks; false does the reverse."""
 
     @property
     def resolved_virtual_stages(self) -> int:
-        """Stages on each rank: as written, or the least that the schedule can do with."""
+        """Pipeline stages on each rank: as written, or the minimum of the schedule."""
         least = 2 if self.pipeline_parallel_schedule in INTERLEAVED + V_SHAPED else 1
         return self.pipeline_parallel_virtual_stages or least

@@ -1,4 +1,4 @@
-"""Which stages a run has, where their results lie, and how training processes are started."""
+"""The stages of a run, where their results are, and how training processes are started."""
 
 import re
 from typing import Annotated, Literal
@@ -30,16 +30,16 @@ def _writable(value: str) -> str:
 
 
 Root = Annotated[str, AfterValidator(_writable)]
-"""A folder that results go to. Behind a URL they are kept; work is done in a mirror of it here."""
+"""A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
 StageName = Literal["prepare", "pack", "reference", "train", "export", "push"]
 
 STAGES: tuple[StageName, ...] = ("prepare", "pack", "reference", "train", "export", "push")
-"""All stages, in the only order they can run in."""
+"""All stages, in the only order in which they can run."""
 
 DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")
-"""Those of a run that names none; `push` is added where it has a target."""
+"""The stages if none are written; `push` is added if it has a target."""
 
 SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -65,7 +65,8 @@ def _variables(value: dict[str, str]) -> dict[str, str]:
 
 
 def variable_names(value: list[str]) -> list[str]:
-    """The same. Raises ValueError for what is no name of a variable that may be passed on."""
+    """Check names of environment variables. Raises ValueError for a name that is invalid or may not
+    be passed on."""
     for name in value:
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of an environment variable")
@@ -86,91 +87,93 @@ def _endpoint(value: str) -> str:
 
 
 class PipelineConfig(ConfigSection):
-    """The chain of stages."""
+    """The stages of the run, their cache and retries."""
 
     name: str = Field(default="finetune", min_length=1)
-    """Name of the run, in its report and in Prefect."""
+    """Name of the run in its report, in trackers and in Prefect."""
 
     stages: list[StageName] | None = Field(default=None, min_length=1)
-    """Stages to run, in this order. Unset: prepare, pack, train and export, and push with
-    `push.repo_id` or `push.url`. `reference` is added when `train` is there and what it learns
-    needs it."""
+    """Stages to run, in this order. Unset: prepare, pack, train and export, and push if
+    `push.repo_id` or `push.url` is set. `reference` is added if `train` is there and its loss needs
+    a reference model."""
 
     artifacts_path: Root = Field(default="artifacts", min_length=1)
     """Folder for exports and records of pushes. May be the URL of an object store."""
 
     cache: Literal["reuse", "refresh", "off"] = "reuse"
-    """`reuse` takes results that are there, `refresh` builds anew and replaces them, `off` builds
-    anew and resumes nothing."""
+    """Cache of stage results: `reuse` uses results that exist, `refresh` builds all again and
+    replaces them, `off` builds all again and does not resume incomplete ones."""
 
     verify: Literal["always", "changed", "off"] = "changed"
-    """What is read of a result before it is reused or read by a stage. `always`: every file, whose
-    SHA-256 must be the manifest's. `changed`: files of which that is not known yet, or that changed
-    since by their inode, size or times. `off`: none; only sizes are compared."""
+    """Which files of a result are verified before it is reused or read by a stage. `always`: the
+    SHA-256 of every file is compared with the manifest. `changed`: that of files that were not
+    verified yet or whose inode, size or times changed since. `off`: only sizes are compared."""
 
     retries: int = Field(default=2, ge=0)
-    """How often a stage is tried again after a fault that may pass: a lost connection, training
-    processes that were killed or lost each other. It goes on where it stopped. Faults of settings,
-    of data and of programs are told at once."""
+    """How often a stage is retried after a transient error: a lost connection, training processes
+    that were killed or lost one another. It resumes where it stopped. Errors in the config, the
+    data or the code are reported at once."""
 
     retry_delay: float = Field(default=10, ge=0, allow_inf_nan=False)
-    """Seconds before a stage is tried again; each pause of a stage doubles the one before."""
+    """Seconds before a stage is retried; doubled with each retry of the stage."""
 
     timeouts: dict[StageName, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict[StageName, float]
     )
-    """Seconds after which a stage is ended, by its name, such as `prepare: 3600`. What it wrote is
-    kept, and training saves first; it is not tried again by itself. Time spent waiting for another
-    run that builds the same is not counted."""
+    """Timeout of each stage in seconds, for example `prepare: 3600`. What the stage has written is
+    kept, and training saves a checkpoint first; there is no automatic retry. Time spent waiting for
+    another run that builds the same result does not count."""
 
     task_runner: Literal["dask", "ray"] | None = None
-    """What a Prefect flow spreads the slices of `prepare` over. Unset: processes of this machine,
-    as the command line does."""
+    """Prefect task runner for the slices of `prepare`. Unset: processes on this machine, as on the
+    command line."""
 
     task_runner_address: str | None = Field(default=None, min_length=1)
     """Address of a running Dask scheduler or Ray cluster. Unset: one is started on this machine."""
 
     task_runner_workers: int | None = Field(default=None, gt=0)
-    """Shares that the slices are dealt into, and workers of a cluster that is started here. Unset:
-    as `data.dataset_num_proc`."""
+    """Number of parts into which the slices are divided, and of workers of a cluster that is
+    started here. Unset: `data.dataset_num_proc`."""
 
 
 class LaunchConfig(ConfigSection):
     """How torchrun starts the training processes."""
 
     nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Training processes on this machine. `auto`: one for each GPU, or one without GPUs."""
+    """Training processes on each node. `auto`: one for each GPU, or one without GPUs."""
 
     nnodes: int = Field(default=1, gt=0)
-    """Machines that train together."""
+    """Number of nodes (machines) that train together."""
 
     node_rank: int = Field(default=0, ge=0)
-    """Which of them this is, counted from 0."""
+    """Rank of this node, from 0."""
 
     rdzv_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
-    """Where machines meet, `host:port` of the first of them. Needed with several machines."""
+    """Rendezvous endpoint: `host:port` of the first node. Required with several nodes."""
 
     max_restarts: int = Field(default=0, ge=0)
-    """How often training processes are started again, from the newest checkpoint, after a
-    failure or after they hung."""
+    """How often training processes are restarted, from the newest checkpoint, after a failure or a
+    hang."""
 
     timeout: float | None = Field(default=None, gt=0)
-    """Seconds without anything moving (a step, a save, a part of an evaluation) after which the
-    processes are killed, and it is told which one is behind and where. Unset: it is told after
-    1800 seconds, and nothing is killed unless a collective operation waits in vain."""
+    """Hang watchdog: seconds without progress (a step, a save, a part of an evaluation) after which
+    the training processes are killed and the log reports which rank is behind and where. Unset:
+    reported after 1800 seconds; processes are killed only if a collective operation times out."""
 
     stop_timeout: float = Field(default=35, gt=0, allow_inf_nan=False)
-    """Seconds that training processes have to finish their step and save when they are asked to
-    stop; then they are killed, and the next start goes on from the checkpoint before. Prefect kills
-    a flow that is cancelled after 30 seconds, which its training outlives by no more than this."""
+    """Seconds that training processes have to finish their step and save a checkpoint when they are
+    asked to stop; then they are killed, and the next start resumes from the previous checkpoint.
+    Prefect kills a cancelled flow after 30 seconds; its training may continue for at most this
+    long."""
 
     env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
         default_factory=dict[str, str]
     )
-    """Environment variables for the training processes. Not for secrets."""
+    """Environment variables of the training processes. Not for secrets."""
 
     pass_env: Annotated[list[str], AfterValidator(variable_names)] = Field(
         default_factory=list[str]
     )
-    """Names of environment variables of the launcher that training processes get besides. They get
-    those of the system, compilers, CUDA and torch, and credentials of the trackers in use."""
+    """Names of further environment variables of the launcher that are passed to the training
+    processes. Those of the system, compilers, CUDA and torch, and credentials of the trackers in
+    use, are always passed."""

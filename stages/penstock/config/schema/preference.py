@@ -1,4 +1,4 @@
-"""Which loss teaches a model to prefer one answer to another, and what it weighs."""
+"""Preference training: the loss and its coefficients."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -25,16 +25,16 @@ Normalization = Literal["none", "mean", "pair_mean"]
 KLPairing = Literal["other_prompt", "rotate"]
 
 REFERENCE_FREE: frozenset[LossType] = frozenset({"simpo", "cpo", "or", "orpo"})
-"""Losses that are defined without a reference model."""
+"""Losses without a reference model."""
 
 AVERAGED: frozenset[LossType] = frozenset({"ipo", "simpo", "or", "orpo"})
-"""Losses that are defined on a token's mean log-probability."""
+"""Losses of the mean log-probability of a completion's tokens."""
 
 WITH_BASELINE: frozenset[LossType] = frozenset({"kto_pair", "kto"})
-"""Losses that compare an answer with how far the model has moved on the whole."""
+"""Losses that estimate the KL divergence from the reference model over the whole step."""
 
 WITH_SFT: frozenset[LossType] = frozenset({"cpo", "orpo"})
-"""Losses of which learning the chosen answer is a part."""
+"""Losses that include the cross-entropy of the chosen completion."""
 
 USED_BY: Mapping[str, frozenset[LossType]] = {
     "beta": frozenset(
@@ -57,7 +57,7 @@ USED_BY: Mapping[str, frozenset[LossType]] = {
         {"sigmoid", "hinge", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop", "cpo"}
     ),
 }
-"""The losses that read a field, for every field that some do not."""
+"""The losses that use a field, for every field that some do not use."""
 
 
 def _computed_before(value: bool) -> bool:
@@ -70,108 +70,112 @@ def _computed_before(value: bool) -> bool:
 
 
 class PreferenceConfig(ConfigSection):
-    """Learning from preferences: `train.objective: preference`. A loss that does not use a field
-    refuses it."""
+    """Preference training (`train.objective: preference`). A field that the loss does not use is an
+    error."""
 
     loss_type: LossType = "sigmoid"
-    """`sigmoid`: DPO. `hinge`: SLiC. `ipo`: IPO. `dpop`: DPO that keeps the chosen answer likely.
-    `sppo_hard`: SPPO. `nca_pair`: NCA. `kto_pair`: KTO of pairs. `kto`: KTO of answers that are
-    judged one by one (data of type `kto`; all others take pairs). Without a reference model:
-    `simpo`, `cpo`, `or` (ORPO's odds ratio alone) and `orpo`."""
+    """Loss. With a reference model: `sigmoid` (DPO), `hinge` (SLiC), `ipo` (IPO), `dpop`
+    (DPO-Positive), `sppo_hard` (SPPO), `nca_pair` (NCA), `kto_pair` (KTO of pairs), `kto` (KTO of
+    single completions, data of type `kto`; all others take pairs). Without one: `simpo` (SimPO),
+    `cpo` (CPO), `or` (the odds-ratio term of ORPO), `orpo` (ORPO)."""
 
     beta: float = Field(default=0.1, gt=0)
-    """How closely the model is kept to the reference: lower lets it move further. Also what
-    log-probabilities are multiplied by where they are told as rewards."""
+    """Beta: a lower value lets the model move further from the reference model. Logged rewards are
+    log-ratios times beta."""
 
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """`sigmoid`, `simpo` and `cpo`: the share of preferences that are taken to be the wrong way
-    round."""
+    """`sigmoid`, `simpo` and `cpo`: fraction of preference labels that are assumed to be flipped
+    (conservative DPO)."""
 
     offset_alpha: float = Field(default=0.0, ge=0)
-    """`sigmoid`: by how many times the logarithm of the gap between two answers' scores the gap
-    between their rewards is to be wider (ODPO). Needs `field_chosen_score` and
+    """`sigmoid`: ODPO: the margin between the two rewards must be larger by `offset_alpha` times
+    the log of the difference of the two scores. Needs `field_chosen_score` and
     `field_rejected_score` of the data."""
 
     simpo_gamma: float = Field(default=0.5, ge=0)
-    """`simpo`: by how much the reward of the chosen answer is to be higher."""
+    """`simpo`: target margin (gamma) between the rewards of the chosen and the rejected
+    completion."""
 
     dpop_lambda: float = Field(default=50.0, ge=0)
-    """`dpop`: the weight of what the chosen answer has become less likely by."""
+    """`dpop`: coefficient (lambda) of the penalty for a chosen completion that has become less
+    likely than under the reference model."""
 
     dpop_penalty: Literal["inside", "outside"] = "inside"
-    """`dpop`: whether that is part of the margin within the sigmoid (as published), or added to the
-    loss (as ERNIEKit does)."""
+    """`dpop`: whether the penalty is part of the margin inside the sigmoid, as in the paper, or
+    added to the loss (`outside`), as in ERNIEKit."""
 
     desirable_weight: float = Field(default=1.0, ge=0)
-    """`kto`: the weight of answers that are good."""
+    """`kto`: weight of desirable completions."""
 
     undesirable_weight: float = Field(default=1.0, ge=0)
-    """`kto`: the weight of answers that are bad."""
+    """`kto`: weight of undesirable completions."""
 
     kl_pairing: KLPairing = "other_prompt"
-    """`kto`: which answer is paired with a prompt to estimate the KL divergence. `other_prompt`:
-    that of the nearest sample before it, in the order of the data, with another prompt. `rotate`:
-    that of the sample before it, whatever its prompt, as TRL and LLaMA-Factory do. The pair is cut
-    at `max_seq_len` of the data sets, and nowhere if that is unset."""
+    """`kto`: the mismatched completion that is paired with each prompt to estimate the KL
+    divergence. `other_prompt`: that of the nearest earlier sample, in the order of the data, with
+    another prompt. `rotate`: that of the previous sample, whatever its prompt, as in TRL and
+    LLaMA-Factory. The pair is truncated to `max_seq_len` of the datasets; not at all if that is
+    unset."""
 
     kl_rotation_size: int | None = Field(default=None, gt=0)
-    """`kl_pairing: rotate`: answers rotate within groups of so many consecutive samples; TRL's
-    groups have `per_device_train_batch_size`. Unset: one group of all."""
+    """`kl_pairing: rotate`: number of consecutive samples within which completions rotate; in TRL,
+    `per_device_train_batch_size`. Unset: all samples."""
 
     pref_loss_ratio: float = Field(default=1.0, ge=0)
-    """What the loss of preferences is multiplied by; what others call the beta of ORPO."""
+    """Coefficient of the preference loss; elsewhere called the beta of ORPO."""
 
     sft_loss_ratio: float | None = Field(default=None, ge=0)
-    """What the cross-entropy of the chosen answers' tokens (`kto`: of the good answers') is
-    multiplied by before it is added. Unset: 1 for `orpo` and `cpo`, else 0."""
+    """Coefficient of the added SFT loss: cross-entropy of the chosen completions (`kto`: of the
+    desirable ones). Unset: 1 for `orpo` and `cpo`, else 0."""
 
     reference_free: bool = False
-    """`sigmoid`, `hinge` and `ipo`: compare with no reference model, as if it found all answers
-    equally likely."""
+    """`sigmoid`, `hinge` and `ipo`: use no reference model, as if it gave all completions the same
+    probability."""
 
     ref_update_steps: int = -1
-    """Steps after which the model as it is then becomes the reference, again and again; -1: it
-    stays the model that training starts from, as it always does in evaluations. Not with adapters,
-    beneath which there is only one model."""
+    """Replace the reference model by the current model every `ref_update_steps` steps; -1: never.
+    Evaluations always use the initial model as the reference. Not with adapters, whose reference is
+    the base model."""
 
     precompute_ref_logps: Annotated[bool, AfterValidator(_computed_before)] = True
-    """Whether reference log-probabilities are computed before training. Only true: the stage
-    `reference` does it, once for all runs that start from the same model."""
+    """Must be true: the stage `reference` computes reference log-probs before training, once for
+    all runs that start from the same model."""
 
     length_normalize: Normalization | None = None
-    """What log-probabilities of answers are: sums over their tokens (`none`), means (`mean`), or
-    sums as if both answers of a pair had their mean length (`pair_mean`). Unset: `mean` for `ipo`,
-    `simpo`, `or` and `orpo`, which are defined so and take nothing else, and `none` for others."""
+    """Length normalization of log-probs of completions: sum over tokens (`none`), mean over tokens
+    (`mean`), or sum scaled as if both completions of a pair had their mean length (`pair_mean`).
+    Unset: `mean` for `ipo`, `simpo`, `or` and `orpo`, which are defined with it and allow nothing
+    else, `none` for others."""
 
     sft_loss_scope: Literal["answer", "prompt_and_answer"] = "answer"
-    """The tokens over which that cross-entropy is averaged: those of the answers, or those of their
-    prompts too, as TRL's ORPO does. Read where `sft_loss_ratio` is not 0."""
+    """Tokens of the SFT loss: those of completions (`answer`), or those of their prompts too, as in
+    TRL's ORPO. Used where `sft_loss_ratio` is not 0."""
 
     @property
     def has_reference(self) -> bool:
-        """Whether answers are compared with what a reference model makes of them."""
+        """Whether the loss uses a reference model."""
         return self.loss_type not in REFERENCE_FREE and not self.reference_free
 
     @property
     def normalization(self) -> Normalization:
-        """What log-probabilities are."""
+        """The resolved `length_normalize`."""
         if self.length_normalize is not None:
             return self.length_normalize
         return "mean" if self.loss_type in AVERAGED else "none"
 
     @property
     def sft_weight(self) -> float:
-        """What the cross-entropy of chosen answers is multiplied by."""
+        """The resolved `sft_loss_ratio`."""
         if self.sft_loss_ratio is not None:
             return self.sft_loss_ratio
         return 1.0 if self.loss_type in WITH_SFT else 0.0
 
     @property
     def learns_prompts(self) -> bool:
-        """Whether cross-entropy is taken over the tokens of prompts too."""
+        """Whether the SFT loss includes the tokens of prompts."""
         return self.sft_weight > 0 and self.sft_loss_scope == "prompt_and_answer"
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether the loss compares with how far the model has moved on the whole."""
+        """Whether the loss estimates the KL divergence from the reference model over the step."""
         return self.loss_type in WITH_BASELINE

@@ -1,6 +1,6 @@
-"""The formats of quantized base weights, and what groups of columns they may share scales in.
+"""Formats and group sizes of quantized base weights, and names of modules in a config.
 
-No torch here: what does not fit is refused before anything heavy is imported.
+No torch here: an invalid value is an error before torch is imported.
 """
 
 import re
@@ -13,7 +13,7 @@ QuantFormat = Literal["nvfp4", "block_fp8", "nf4", "int8", "int8_int4_experts"]
 DEFAULT: QuantFormat = "nvfp4"
 
 PAIRS: Mapping[str, tuple[str, str]] = {"int8_int4_experts": ("int8", "int4")}
-"""Formats that are two: of linear layers, and of experts."""
+"""Formats with different formats for linear layers and for experts."""
 
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -24,7 +24,8 @@ GROUPS: Mapping[QuantFormat, tuple[int, ...]] = {
     "int8": (),
     "int8_int4_experts": (128, *_POWERS),
 }
-"""Columns that may share a scale, the format's own first; with none, each row has one."""
+"""Allowed group sizes (columns that share a scale), the default first; none: a scale for each
+row."""
 
 
 def cut_at(format: QuantFormat, group: int | None) -> int:
@@ -35,7 +36,7 @@ def cut_at(format: QuantFormat, group: int | None) -> int:
 
 
 def readable(entries: list[str] | None) -> list[str] | None:
-    """Entries for `is_among`. Raises ValueError for a regular expression that is none."""
+    """Check entries for `is_among`. Raises ValueError for an invalid regular expression."""
     for entry in entries or ():
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
@@ -45,16 +46,17 @@ def readable(entries: list[str] | None) -> list[str] | None:
 
 
 def is_among(entries: Sequence[str], layer: str) -> bool:
-    """Whether one of the entries names a layer or what it is part of.
+    """Whether one of the entries matches a layer or a module that contains it.
 
-    An entry is a run of the parts of a name (`self_attn`, `layers.0`), a pattern of whole names
-    with `*`, `?` or `[...]`, or with `re:` before it a regular expression that names begin with.
+    An entry is one or more consecutive parts of a name (`self_attn`, `layers.0`), a pattern of full
+    names with `*`, `?` or `[...]`, or, after `re:`, a regular expression that matches the beginning
+    of names.
     """
     return any(names_layer(entry, layer) for entry in entries)
 
 
 def names_layer(entry: str, layer: str) -> bool:
-    """The same of one entry."""
+    """The same for one entry."""
     if entry.startswith("re:"):
         return re.match(entry[3:], layer) is not None
     if any(sign in entry for sign in "*?["):

@@ -1,4 +1,5 @@
-"""When a model is trained again, and when the new one takes the place of the old."""
+"""Continuous training: when a model is retrained, and when the new one replaces the released
+one."""
 
 import re
 from typing import Annotated, Literal
@@ -18,40 +19,42 @@ def _name(value: str | None) -> str | None:
 
 
 class ReleaseConfig(ConfigSection):
-    """Training again when the sources have grown, as `penstock recur` and the flow `recurring` do,
-    and releasing what is better than the model before it. Other commands do not ask."""
+    """Continuous training, for `penstock recur` and the flow `recurring` only: retrain when the
+    sources have new data, and release the model if it is better than the released one."""
 
     name: Annotated[str | None, AfterValidator(_name)] = None
-    """What the model is called: its releases are `releases/<name>/0001` and so on, in
+    """Name of the model: releases are `releases/<name>/0001` and so on, in
     `pipeline.artifacts_path`. Unset: nothing is released."""
 
     train_when: Literal["new_samples", "always", "never"] = "new_samples"
-    """When a model is trained: with `new_samples` once there are `min_new_samples`, `always` each
-    time, `never` not at all, though new data is prepared and counted."""
+    """When to train: `new_samples`: if there are at least `min_new_samples`; `always`: each time;
+    `never`: only prepare and count new data."""
 
     min_new_samples: int = Field(default=1, gt=0)
-    """Samples that the released model was not trained on, told by their tokens, which are enough to
-    train again."""
+    """Number of new samples, compared by their tokens with those that the released model was
+    trained on, that start a training run."""
 
     start_from: Literal["release", "model"] = "release"
-    """What training starts from: the model or adapter that is released (before there is one, and in
-    `model` always, what `model` and `lora` say)."""
+    """Initial model: the released model or adapter (`release`; before the first release, as with
+    `model`), or what `model` and `lora` name (`model`)."""
 
     metric: str | None = Field(default="eval_loss", min_length=1)
-    """What decides which model is better: a number that evaluations tell, of both models on the
-    same held-out rows. `null`: what is trained is released."""
+    """Evaluation metric that decides which model is better, measured for both models on the same
+    held-out data. `null`: every trained model is released."""
 
     mode: Literal["min", "max"] | None = None
-    """Whether less or more of it is better. Unset: more of a `token_accuracy`, less of all else."""
+    """Whether lower (`min`) or higher (`max`) is better. Unset: `max` for accuracies, for rewards
+    and log-probs of `chosen` and for margins; `min` for all others."""
 
     min_delta: float = Field(default=0.0, ge=0)
-    """How much better than the released model a new one has to be; equal is never enough."""
+    """Smallest improvement over the released model for which the new one is released; an equal one
+    never is."""
 
     keep_runs: int | None = Field(default=None, gt=0)
-    """Keep the training folders of so many models, the newest, and delete those before them once
-    it is decided what becomes of the new one. Unset: all. Releases need none of them."""
+    """Number of newest training folders to keep; older ones are deleted once it is decided whether
+    the new model is released. Unset: all. Releases do not need them."""
 
     @property
     def sign(self) -> int:
-        """What makes more of the metric better: 1 or -1."""
+        """1 if higher is better, -1 if lower is better."""
         return metric_sign(self.metric or "", self.mode)

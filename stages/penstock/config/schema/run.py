@@ -1,4 +1,4 @@
-"""The whole of a run: what one configuration file says."""
+"""The root of the schema: one config file."""
 
 from typing import Any
 
@@ -22,45 +22,46 @@ from penstock.config.schema.train import TrainConfig
 
 
 class RunConfig(ConfigSection):
-    """One fine-tuning run. `penstock.config.loading.load` makes it from a file and judges it as a
-    whole."""
+    """One fine-tuning run. `penstock.config.loading.load` builds it from a file and checks it
+    against all rules."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     """The base model, its tokenizer and its implementation."""
 
     data: DataConfig
-    """Sources, their preparation, packing and loading."""
+    """Data sources, their preparation, packing and loading."""
 
     train: TrainConfig
-    """Layout, optimizer, batches, memory, checkpoints and logging."""
+    """Objective, parallelism, optimizer, batch sizes, memory, checkpoints and logging."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    """Low-rank adapters."""
+    """LoRA and QLoRA: low-rank adapters."""
 
     preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
-    """Learning from preferences."""
+    """Preference training: DPO, KTO, SimPO, ORPO and others."""
 
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    """The chain of stages."""
+    """The stages of the run, their cache and retries."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """How torchrun starts the training processes."""
 
     export: ExportConfig = Field(default_factory=ExportConfig)
-    """The model as others read it."""
+    """Export of the trained model to Hugging Face's format."""
 
     push: PushConfig = Field(default_factory=PushConfig)
-    """Where the exported model is sent."""
+    """Upload of the exported model."""
 
     release: ReleaseConfig = Field(default_factory=ReleaseConfig)
-    """Training again when data has come, and releasing what is better."""
+    """Continuous training: retrain when there is new data, release the model if it is better."""
 
     @property
     def stages(self) -> tuple[StageName, ...]:
-        """The stages to run, in order: those written, or the default ones and a wanted push.
+        """The stages to run, in order: those that are written, or the default ones, and `push` if
+        it has a target.
 
-        Of machines that train together the first one alone goes on from there, and a run that only
-        evaluates has nothing to export.
+        With several nodes only the first one exports and pushes, and a run that only evaluates has
+        nothing to export.
         """
         chosen = set(self.pipeline.stages or DEFAULT_STAGES)
         if "train" in chosen and needs_reference(self):
@@ -73,18 +74,18 @@ class RunConfig(ConfigSection):
 
 
 def has_target(run: RunConfig) -> bool:
-    """Whether the run says where to push to."""
+    """Whether the run has a push target."""
     return run.push.repo_id is not None or run.push.url is not None
 
 
 def needs_reference(run: RunConfig) -> bool:
-    """Whether what is learnt is compared with what a reference model says."""
+    """Whether the loss compares the model with a reference model."""
     return run.train.objective == "preference" and run.preference.has_reference
 
 
 def is_explicitly_set(run: RunConfig, name: str) -> bool:
-    """Whether `name` (`train.init_device`, `data.datasets.0.split`) stood in the file or in an
-    override, whatever its value: for what is told of it. No effect depends on it.
+    """Whether `name` (`train.init_device`, `data.datasets.0.split`) was written in the file or in
+    an override, whatever its value. For messages only: no effect depends on it.
 
     Raises KeyError when there is no such setting.
     """
