@@ -21,6 +21,7 @@ from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
 from penstock.config.server.model import ServerModel
+from penstock.config.server.run_fields import SAME
 from penstock.config.server.serving import ServerServing
 from penstock.config.server.training import ServerTraining
 
@@ -45,9 +46,10 @@ SERVER_HEAD = """\
 # Config reference: every setting of a training server
 
 Every setting of `penstock serve`, all at the top of its YAML file; each can also be given on the
-command line as `--server.field value`. [docs/guide/server.md](../docs/guide/server.md) says how to run
-a server. This page is generated from the code by `python -m penstock.config.generate_docs`, and so
-is `server.schema.json`, with which an editor completes and validates a file that begins with `# yaml-language-server: $schema=server.schema.json`.
+command line as `--server.field value`. [docs/guide/server.md](../docs/guide/server.md) says how to
+run a server. This page is generated from the code by `python -m penstock.config.generate_docs`, and
+so is `server.schema.json`, with which an editor completes and validates a file that begins with
+`# yaml-language-server: $schema=server.schema.json`.
 """
 
 SERVER_PARTS: tuple[type[ConfigSection], ...] = (
@@ -57,7 +59,18 @@ SERVER_PARTS: tuple[type[ConfigSection], ...] = (
     ServerConfig,
 )
 
+
+def _describe_server_fields() -> None:
+    """Copy the run's description to fields of a server that have no docstring of their own."""
+    for part in SERVER_PARTS:
+        for name in part.model_fields.keys() & SAME.keys():
+            section, _, run_name = SAME[name].rpartition(".")
+            field, run_field = part.model_fields[name], sections()[section].model_fields[run_name]
+            field.description = field.description or run_field.description
+
+
 describe_fields(RunConfig, *sections().values(), *SERVER_PARTS)
+_describe_server_fields()
 
 
 def page() -> str:
@@ -104,7 +117,7 @@ def server_page() -> str:
             above = {name for other in SERVER_PARTS[:-1] for name in other.model_fields}
             title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
         else:
-            title = _line(part.__doc__).rstrip(".")
+            title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
         parts.append("\n".join([f"## {title}\n", *(_entry(name, field) for name, field in fields)]))
     return "\n".join(parts)
 

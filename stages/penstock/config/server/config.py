@@ -1,7 +1,7 @@
-"""The settings of a training server: one flat file, in xorl's words, with some of our own.
+"""The config of a training server: one flat file, with xorl's field names and some of Penstock.
 
-What concerns training is said as a run's settings for the workers (`to_run_config`); the rest is
-read by the server's processes.
+The settings of training become a `RunConfig` for the workers (`to_run_config`); the server's
+processes read the rest.
 """
 
 import math
@@ -32,13 +32,13 @@ AXES = (
     *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
     *("pipeline_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size"),
 )
-"""Sizes that multiply to the number of ranks."""
+"""Sizes whose product is the number of ranks."""
 
 MUON = tuple(key for key in SAME if key.startswith("muon_"))
-"""Settings that count whatever the optimizer of the file is: a client may ask for Muon."""
+"""Settings that apply whatever the optimizer in the file is: a client may request Muon."""
 
 ALWAYS = ("data_parallel_shard_size", "data_parallel_replicate_size")
-"""Settings whose defaults are others than a run's, and count as written."""
+"""Settings with other defaults than those of a run, which are applied like written values."""
 
 HERE = {
     **{name: key for key, name in SAME.items()},
@@ -48,28 +48,28 @@ HERE = {
     "launch.nproc_per_node": "nproc_per_node",
     "launch.rdzv_endpoint": "master_addr",
 }
-"""Settings of a run, and what they are called here."""
+"""Settings of a run, and their names in a server's file."""
 
 
 class ServerConfig(ServerServing, ServerTraining, ServerModel):
-    """A training server."""
+    """The config of a training server."""
 
     output_dir: str = Field(default="outputs", min_length=1)
-    """Folder for checkpoints, what the server keeps of itself, and logs. On machines that train
-    together it must be on a file system they share."""
+    """Folder for checkpoints, logs and the server's state. With several nodes it must be on a
+    shared file system."""
 
     load_weights_mode: Literal["auto", "safetensors", "dcp"] = "auto"
-    """Format of the weights in `model_path`: Hugging Face's. `dcp` is refused."""
+    """Format of the weights in `model_path`: Hugging Face's. `dcp` is an error."""
 
     ckpt_manager: Literal["dcp", "torch"] = "dcp"
-    """Checkpoint format: `dcp`, PyTorch's distributed checkpoints. `torch` is refused."""
+    """Checkpoint format: `dcp`, PyTorch Distributed Checkpoint. `torch` is an error."""
 
     load_checkpoint_path: str = ""
-    """A checkpoint of training that every new model starts from. Empty: from the base model."""
+    """Training checkpoint that every new model starts from. Empty: the base model."""
 
     storage_limit: str = "10TB"
-    """Most that `output_dir` may hold, such as `10GB` or `500MB` (powers of ten; `GiB` and `MiB`
-    are powers of two). A save that would go beyond is refused before anything is written."""
+    """Maximum size of `output_dir`, such as `10GB` or `500MB` (powers of ten; `GiB` and `MiB` are
+    powers of two). A save that would exceed it fails before anything is written."""
 
     skip_initial_checkpoint: bool = False
     """Do not save a new model before its first step (as `000000`)."""
@@ -113,17 +113,17 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
 
     @property
     def storage_limit_bytes(self) -> int:
-        """`storage_limit` as a number."""
+        """`storage_limit` in bytes."""
         return parse_byte_size(self.storage_limit)
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        """What clients may call the base model, the first one most."""
+        """Names that clients may use for the base model; the first one is the main one."""
         return tuple(dict.fromkeys((self.model_name or self.model_path, self.model_path)))
 
     @property
     def num_workers(self) -> int | Literal["auto"]:
-        """Workers on each machine; `auto`: one for each GPU."""
+        """Workers on each node; `auto`: one for each GPU."""
         if self.nproc_per_node != "auto":
             return self.nproc_per_node
         sizes = [getattr(self, axis) for axis in AXES]
@@ -138,9 +138,9 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
 
 
 def parse_byte_size(text: str) -> int:
-    """The number that `10GB` or `500 MiB` mean.
+    """The bytes of `10GB` or `500 MiB`.
 
-    Raises ValueError for what is no size.
+    Raises ValueError for any other text.
     """
     match = SIZE.fullmatch(text.strip())
     if not match:
@@ -164,10 +164,10 @@ def judged(config: ServerConfig) -> Judged:
 
 
 def to_run_config(config: ServerConfig) -> RunConfig:
-    """The run whose settings the workers have: model, layout, numerics, optimizer, adapters.
+    """The `RunConfig` of the workers: model, layout, precision, optimizer, adapters.
 
-    What it says of data and learning rates means nothing: those come from clients. Raises
-    ConfigError with a line for each fault.
+    Its data and learning rate are placeholders: those come from clients. Raises ConfigError with a
+    line for each error.
     """
     found = judged(config)
     if found.faults:
@@ -204,8 +204,8 @@ def _notice_here(notice: str) -> str:
 
 
 def _run_values(config: ServerConfig) -> dict[str, Any]:
-    """Only what was written, and defaults that mean other numbers than a run's: a default that this
-    machine cannot honour may be given up, and what is written may not."""
+    """Only what was written, and defaults that change results: a default that this machine does not
+    support may be replaced, a written value may not."""
     is_built_in = config.model_path.startswith(BUILT_IN)
     values: dict[str, Any] = {}
     put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)

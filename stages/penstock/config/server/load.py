@@ -1,7 +1,7 @@
-"""From a training server's flat file and `--server.key value` to its settings.
+"""From a training server's flat file and `--server.key value` overrides to a `ServerConfig`.
 
-All faults are told at once, each with the line or the option it stands in: those of the file
-itself, and those that the workers would find.
+All errors are reported in one message, each with its line or option: those of the file, and those
+that the workers would raise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,10 +37,10 @@ def load_server(
     overrides: Sequence[Override] = (),
     notify: Callable[[str], None] = lambda _: None,
 ) -> ServerConfig:
-    """The settings in a server's file, with the overrides put in, the later ones last.
+    """The config in a server's file, with the overrides applied in order.
 
-    `notify` is told of documented defaults that the server cannot use.
-    Raises ConfigError, whose text has one line for each fault.
+    `notify` gets a line for each documented default that the server cannot use. Raises ConfigError,
+    whose text has one line for each error.
     """
     document = read_document(path, may_be_empty=bool(overrides))
     _require_flat(path, document.value)

@@ -1,7 +1,7 @@
-"""Files of a training server (xorl's): flat, with our own names for most of what training reads.
+"""The flat names of a run's fields in the config of a training server (xorl's).
 
-Data come from its clients while it runs, and so does the learning rate: what a run needs of them is
-written anew. What concerns the server itself has no place in a run.
+Data and learning rates come from clients while the server runs. Fields that concern the server
+itself have no counterpart in a run.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from penstock.config.translate.dialect import (
 from penstock.config.translate.translation import Entry
 
 BUILT_IN = "builtin:"
-"""Begins the names of models that start from the seed."""
+"""Prefix of models with random weights."""
 
 MODEL = (
     *("config_path", "tokenizer_path", "attn_implementation", "moe_implementation"),
@@ -70,7 +70,7 @@ OF_THE_SERVER: Mapping[str, str] = {
     "sync_inference_method": "of the server: a run sends no weights while it trains",
     "sync_allowed_hosts": "of the server: a run sends no weights while it trains",
 }
-"""What has no place in a run, unless it is told below how it has one."""
+"""Reasons why a field has no counterpart in a run, unless `COMPUTED` has a rule for it."""
 
 
 def _model(entry: Entry) -> None:
@@ -145,14 +145,14 @@ DEFAULTS: Mapping[str, Any] = {
     "lora_rank": 32,
     "output_dir": "outputs",
 }
-"""Those that differ from ours and may make other numbers."""
+"""Defaults that differ from those of a run and change results."""
 
 UNMISTAKABLE = {*SAME, *COMPUTED} - {"model_path"}
 
 
 def _recognizes(values: Values) -> bool:
-    """A model's path at the top, and beside it something else that stands there in no other
-    dialect. A file with data sets is a run's, whose sections somebody has left out."""
+    """Whether a file has `model_path` and another field of a server at the top. A file with data
+    sets is a run's whose sections were left out."""
     is_run = "datasets" in values
     told = "model_path" in values and bool(UNMISTAKABLE & values.keys())
     return is_flat(values) and told and not is_run
