@@ -18,7 +18,7 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import with_digest
 from penstock.core.cache.stage import ATTEMPT, Facts, Input, Stage, stage_key
 from penstock.core.cache.store import PlannedStage, fetch_cached, find_cached, get_or_build
-from penstock.core.errors import ArtifactError, ConfigError, Interrupted
+from penstock.core.errors import ArtifactError, ConfigError, Interrupted, StageError
 from penstock.core.files import atomic_write
 from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.path import RemotePath
@@ -41,6 +41,17 @@ class Bulk(Letters):
         for number in range(24):
             with atomic_write(out / f"{number:02}.bin") as part:
                 part.write_bytes(bytes([number]) * (4 << 20))
+        return {}
+
+
+@dataclass(frozen=True)
+class Varying(Letters):
+    """Its key does not say what it writes."""
+
+    text: str = ""
+
+    def run(self, out: Path) -> Facts:
+        (out / "a.txt").write_text(self.text)
         return {}
 
 
@@ -255,6 +266,27 @@ def test_refreshing_replaces_what_is_there(machine, tmp_path):
     there = machine(stage, "there")
     assert find_cached(there) == json.loads((there.path / MANIFEST).read_bytes())
     assert get_or_build(machine(stage, "here")).status == "cached"
+
+
+def test_a_mirror_of_another_result_with_the_same_key_is_fetched_again(machine):
+    get_or_build(machine(Varying(text="old"), "there"))
+    get_or_build(machine(Varying(text="new"), "here"), cache="refresh")
+    there = machine(Varying(text="old"), "there")
+    assert get_or_build(there).status == "cached"
+    assert (there.path / "a.txt").read_text() == "new"
+
+
+def test_a_machine_that_lost_its_lease_writes_no_manifest(machine):
+    step = machine(Letters(), "here")
+    get_or_build(step)
+    manifest = json.loads((step.path / MANIFEST).read_bytes())
+    depot = RemoteArtifact(step.remote or "", step.path)
+    lease = depot.lease()
+    assert lease.take(lambda: False, print)
+    (depot.place / ".leases" / "00000099").write(b"{}")
+    with pytest.raises(StageError, match="taken over by another machine"):
+        depot.publish(manifest, lease)
+    assert depot.manifest() is None
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_machine(

@@ -54,6 +54,9 @@ def test_files_named_after_splits_are_not_mixed(tmp_path):
         pin_data(str(tmp_path / "only"), split="train")
     with pytest.raises(ConfigError, match=r"no file for the split 'validation'"):
         pin_data(str(tmp_path), split="validation")
+    # Some of the files bear the name, and the others would be trained on under it.
+    with pytest.raises(ConfigError, match="do not bear that name"):
+        pin_data(str(tmp_path / "*.jsonl"), split="test")
 
 
 @pytest.mark.parametrize(
