@@ -154,7 +154,7 @@ def test_each_adapted_layer_drops_from_its_own_input_as_in_peft(tmp_path, merge_
             module.lora_dropout["default"] = OfBatches(rate, site)
     ids, labels = documents([23])
     plain = packed_logits(pair.ours, ids).detach()
-    with dropout_rng(DropoutRNG(seed=1, step=2, places_T=torch.arange(23))):
+    with dropout_rng(DropoutRNG(seed=1, step=2, token_indices_T=torch.arange(23))):
         mine = packed_logits(pair.ours, ids)
         packed_loss(pair.ours, ids, labels).backward()
         expected = their_logits(theirs, ids[0])
@@ -297,7 +297,7 @@ def test_an_adapted_head_drops_as_tokens_places_say_however_many_it_is_given():
     pair = twins("qwen3")
     inject(pair.ours, LoraSpec(2, 2.0, ["lm_head"], dropout=0.5))
     ids, labels = documents()
-    noise = DropoutRNG(seed=1, step=0, places_T=torch.arange(sum(map(len, ids))))
+    noise = DropoutRNG(seed=1, step=0, token_indices_T=torch.arange(sum(map(len, ids))))
     found = []
     # The loss leaves out tokens that are not trained, and takes the others some at a time.
     for chunk, drawn in ((11, noise), (100, noise), (11, None)):

@@ -60,9 +60,9 @@ def seconds(job: Job) -> tuple[float, float]:
     here = {name: statistics.median(speed[name] for speed in speeds) for name in names}
     config = json.loads((Path(str(job.config.model.config_path)) / "config.json").read_text())
     cut = Cut(job.config, build_cost_model(job.config, config), loop.built.degrees, "cpu")
-    row = PackedRows(job.packed / "data" / "train").row(0)
+    row = PackedRows(job.packed_dir / "data" / "train").row(0)
     logits = int((row.labels >= 0).sum())
-    work = Work.of(cut.config, row.lengths.tolist(), logits=logits)
+    work = Work.from_lengths(cut.config, row.lengths.tolist(), logits=logits)
     told = estimate_step(cut, processors(here, 1), work)
     assert told
     return told.total, statistics.median(taken)

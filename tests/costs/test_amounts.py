@@ -73,9 +73,9 @@ def test_a_step_compares_tokens_within_documents_as_long_as_the_datas():
     config = get_family(hf).read(hf)
     run = loads(smallest(data={"sample_packing_sequence_len": 256}))
     data = Data((10,), 10 * 240, 10 * 4, 10 * 120, "counted")
-    want = Work.of(config, [60] * 12, logits=12 * 30)
+    want = Work.from_lengths(config, [60] * 12, logits=12 * 30)
     assert estimate_work(config, run, data, 3) == want
-    assert estimate_work(config, run, None, 3) == Work.of(config, [256] * 3)
+    assert estimate_work(config, run, None, 3) == Work.from_lengths(config, [256] * 3)
 
 
 @pytest.mark.parametrize(

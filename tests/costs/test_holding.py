@@ -68,7 +68,7 @@ def test_ranks_that_split_matrices_hold_their_pieces(kind, size):
             names, its.roles, size, index, "whole", expert_size=2, expert_index=index % 2
         )
         shapes = {name: names.native_shape(name) for name in names.native_names()}
-        sizes = [sum(p.numel for p in cuts.pieces(name, shape)) for name, shape in shapes.items()]
+        sizes = [sum(p.numel for p in cuts.shards(name, shape)) for name, shape in shapes.items()]
         most = max(most, sum(sizes))
     # Shares that do not come out even are rounded up, each for itself.
     assert sum(one.numbers for one in held(cut)) == pytest.approx(most, rel=0.01)
@@ -111,8 +111,8 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
         for name, p in trained.items()
         if not name.startswith("lm_head")
     )
-    assert cut.model.learning.factors == head + inner
-    assert cut.model.learning.head_factors == head
+    assert cut.model.learning.adapter_params == head + inner
+    assert cut.model.learning.head_adapter_params == head
 
 
 @pytest.mark.parametrize("name", CODES)

@@ -73,7 +73,7 @@ def test_less_memory_asks_for_more_cuts_or_recomputing_and_none_is_proposed_with
 def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
     asked = wanted(DENSE, 4, train={"global_batch_size": ROWS})
     machine, config = asked.machine, asked.model.config
-    work = Work.of(config, [512] * 8 * ROWS)
+    work = Work.from_lengths(config, [512] * 8 * ROWS)
     flops = step_flops(config, work)
     for recomputes in (True, False):
         train = asked.run.train.model_copy(update={"enable_gradient_checkpointing": recomputes})
@@ -112,7 +112,7 @@ def comparing(loss):
         )
     )
     asked = wanted(DENSE, 4)
-    return run, asked.model, asked.machine, Work.of(asked.model.config, [512] * 8 * ROWS)
+    return run, asked.model, asked.machine, Work.from_lengths(asked.model.config, [512] * 8 * ROWS)
 
 
 def test_a_baseline_costs_one_more_pass_forward_in_every_step():
@@ -154,7 +154,7 @@ def test_a_reference_is_told_as_one_pass_over_all_rows_where_there_is_one():
 def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_other_ranks():
     train = {"pipeline_parallel_size": 4, "global_batch_size": ROWS}
     asked = wanted(DENSE, 4, train=train)
-    work = Work.of(asked.model.config, [4096] * ROWS)
+    work = Work.from_lengths(asked.model.config, [4096] * ROWS)
     step = estimate_step(
         Cut(asked.run, asked.model, ParallelDims(pipeline=4), "cuda"), asked.machine, work
     )
@@ -174,7 +174,7 @@ def test_split_matrices_send_four_sums_of_the_stream_for_each_layer():
             "enable_gradient_checkpointing": False,
         },
     )
-    work = Work.of(asked.model.config, [4096] * 2)
+    work = Work.from_lengths(asked.model.config, [4096] * 2)
     step = estimate_step(
         Cut(asked.run, asked.model, ParallelDims(tensor=2), "cuda"), asked.machine, work
     )

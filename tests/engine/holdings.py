@@ -31,7 +31,7 @@ CONFIG = DecoderConfig(
     qk_norm=True,
     qkv_bias=True,
     experts=ExpertsConfig(
-        layers=(1,), num_experts=3, experts_per_token=2, width=5, selection_bias=(1, 3)
+        layers=(1,), num_experts=3, experts_per_token=2, intermediate_size=5, selection_bias=(1, 3)
     ),
 )
 
@@ -95,9 +95,9 @@ def worst(held: list[LocalParam], tensors: Mapping[str, torch.Tensor]) -> list[s
     return [
         piece.tensor
         for one in held
-        for piece in one.pieces
+        for piece in one.shards
         if not torch.equal(
-            piece.of(local(one.parameter).detach()), cut(tensors[piece.tensor], piece).float()
+            piece.view(local(one.parameter).detach()), cut(tensors[piece.tensor], piece).float()
         )
     ]
 
@@ -114,20 +114,20 @@ def _half(parts: tuple[TensorShard, ...], index: int) -> tuple[TensorShard, ...]
     found, start = [], 0
     for piece in parts:
         module = piece.tensor.split(".")[-2]
-        dim = 0 if module in WIDE else 1 if module in NARROW and len(piece.whole) > 1 else None
+        dim = 0 if module in WIDE else 1 if module in NARROW and len(piece.full_shape) > 1 else None
         if ".experts." in piece.tensor:
             dim = None
         offsets, sizes = list(piece.offsets), list(piece.sizes)
         if dim is not None:
-            middle = piece.whole[dim] // 2
+            middle = piece.full_shape[dim] // 2
             offsets[dim] = index * middle
-            sizes[dim] = piece.whole[dim] - middle if index else middle
+            sizes[dim] = piece.full_shape[dim] - middle if index else middle
         found.append(replace(piece, offsets=tuple(offsets), sizes=tuple(sizes), start=start))
         start += sizes[0]
     return tuple(found)
 
 
 def _shape(name: str, parts: tuple[TensorShard, ...], names: WeightMap) -> tuple[int, ...]:
-    if all(piece.sizes == piece.whole for piece in parts):
+    if all(piece.sizes == piece.full_shape for piece in parts):
         return names.native_shape(name)
-    return (sum(piece.rows for piece in parts), *parts[0].sizes[1:])
+    return (sum(piece.num_rows for piece in parts), *parts[0].sizes[1:])

@@ -60,15 +60,15 @@ def _whole(loop: Trainer, take: Callable[[nn.Parameter], torch.Tensor | None]) -
     """What all ranks' pieces of a tensor make together. Every number must be on some rank, and
     ranks that hold the same numbers must hold the same bits."""
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
-    for held in loop.built.engine.layout.held:
+    for held in loop.built.engine.layout.params:
         tensor = take(held.parameter)
         if tensor is None:
             continue
-        for piece in held.pieces:
-            box = piece.of(local(tensor))
+        for piece in held.shards:
+            box = piece.view(local(tensor))
             # numpy knows no bfloat16.
             box = (box.float() if box.is_floating_point() else box).numpy().copy()
-            mine.append((piece.tensor, piece.whole, piece.offsets, box))
+            mine.append((piece.tensor, piece.full_shape, piece.offsets, box))
     found: Arrays = {}
     for boxes in loop.ranks.all_gather(mine):
         for name, shape, offsets, box in boxes:

@@ -130,17 +130,17 @@ def job_of(
     return Job(
         key=key,
         config=run,
-        packed=packed,
+        packed_dir=packed,
         packed_key="c" * 64,
         epoch_rows=epoch_rows,
         max_token_id=VOCAB - 1,
         config_path=str(run.model.config_path or run.model.model_path),
         weights=weights,
         output_dir=out,
-        launch="test",
+        launch_id="test",
         adapter=adapter,
         tokenizer=tokenizer,
-        initial=initial,
+        init_checkpoint=initial,
     )
 
 

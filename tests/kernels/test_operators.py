@@ -65,8 +65,8 @@ def test_dropout_by_a_key_that_is_data(backend):
 
 
 def numbered(module: OpModule):
-    module.give_number()
-    return module.number
+    module.register_op()
+    return module.op_id
 
 
 def test_what_programs_ask_of_modules_by_number():
@@ -84,7 +84,7 @@ def test_what_programs_ask_of_modules_by_number():
     with dropout_rng(DropoutRNG(1, 2, torch.arange(3, device=DEVICE))):
         given = drawn(3, 6, learns=False), numbered(site)
         opcheck(operator("dropout_draws"), given, test_utils=PLAIN)
-    config = ExpertsConfig(layers=(0,), num_experts=4, experts_per_token=2, width=8)
+    config = ExpertsConfig(layers=(0,), num_experts=4, experts_per_token=2, intermediate_size=8)
     router = Router(config, 8, precision="fp32")
     scores = drawn(3, 2, learns=False), drawn(3, 4, learns=False), drawn(3, learns=False)
     choice = torch.tensor([[0, 1], [2, 3], [1, 0]], device=DEVICE)

@@ -52,7 +52,7 @@ def counted(model, length=LENGTH):
 
 def as_eager(length=LENGTH):
     """What eager attention computes: the pairs of the future as well."""
-    return Work(length, pairs=length**2, window_pairs=0, logits=KEPT)
+    return Work(length, attention_pairs=length**2, sliding_window_pairs=0, logits=KEPT)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -105,14 +105,14 @@ def test_documents_are_compared_with_themselves_alone(window):
     windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     config = get_family(hf).read({**hf, **windows} if window else hf)
     lengths = [1, 7, 8, 9, 30]
-    work = Work.of(config, lengths)
+    work = Work.from_lengths(config, lengths)
     assert work.tokens == work.logits == sum(lengths)
-    assert work.pairs == visible(lengths).sum()
-    assert work.window_pairs == (visible(lengths, window).sum() if window else 0)
-    assert work == Work.of(config, lengths[:2]) + Work.of(config, lengths[2:])
-    sums = Work.of_sums(config, sum(lengths), sum(n**2 for n in lengths))
-    assert sums.pairs == work.pairs
-    assert 0 <= sums.window_pairs - work.window_pairs <= len(lengths) * (window or 0) ** 2 / 2
+    assert work.attention_pairs == visible(lengths).sum()
+    assert work.sliding_window_pairs == (visible(lengths, window).sum() if window else 0)
+    assert work == Work.from_lengths(config, lengths[:2]) + Work.from_lengths(config, lengths[2:])
+    sums = Work.from_totals(config, sum(lengths), sum(n**2 for n in lengths))
+    assert sums.attention_pairs == work.attention_pairs
+    assert 0 <= sums.sliding_window_pairs - work.sliding_window_pairs <= len(lengths) * (window or 0) ** 2 / 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -132,7 +132,7 @@ def test_under_a_window_a_long_document_costs_what_its_tokens_see():
     config = get_family(hf).read({**hf, **windows})
 
     def operations(length):
-        return step_flops(config, Work.of(config, [length]))
+        return step_flops(config, Work.from_lengths(config, [length]))
 
     def cost(length):
         return pairs_per_token(config) * length + length**2

@@ -30,7 +30,7 @@ def noise_of(ids, *, step=0, first_row=0):
     places = [
         (row << 32) + torch.arange(len(document)) for row, document in enumerate(ids, first_row)
     ]
-    return DropoutRNG(seed=3, step=step, places_T=torch.cat(places))
+    return DropoutRNG(seed=3, step=step, token_indices_T=torch.cat(places))
 
 
 def drops(rate, site, ids, step):
@@ -82,7 +82,7 @@ def test_weights_of_attention_are_dropped_as_transformers_drops_them(monkeypatch
         heads, length, _ = document.shape
         noise = noise_of([ids[row]], first_row=row)
         key = noise.key(f"model.layers.{number}.self_attn.weights")
-        stays = keep_mask(noise.places_T, heads * length, p, key).unflatten(1, (heads, length))
+        stays = keep_mask(noise.token_indices_T, heads * length, p, key).unflatten(1, (heads, length))
         return (document * stays.transpose(0, 1) / (1 - p))[None]
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
@@ -149,8 +149,8 @@ def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_ro
 
 def test_a_layer_drops_by_its_number_in_the_whole_model_whichever_part_of_it_is_here():
     whole = twins("qwen3", dropout=RISING).ours
-    first = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([0], ends=False))
-    second = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([1, 2], begins=False))
+    first = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([0], has_head=False))
+    second = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([1, 2], has_embedding=False))
     for part in (first, second):
         part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
     ids, _ = documents()

@@ -163,7 +163,7 @@ def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recompute
 
 def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
     generator = torch.Generator().manual_seed(3)
-    config = ExpertsConfig((0,), num_experts=6, experts_per_token=2, width=8, scoring="sigmoid")
+    config = ExpertsConfig((0,), num_experts=6, experts_per_token=2, intermediate_size=8, scoring="sigmoid")
     router = Router(config, 16, precision="fp32")
     with torch.no_grad():
         router.weight.copy_(torch.randn(6, 16, generator=generator))
@@ -198,7 +198,7 @@ def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
 @pytest.mark.parametrize("precision", ["fp32", "model"])
 def test_a_router_rounds_logits_only_if_it_is_told_to(precision):
     generator = torch.Generator().manual_seed(1)
-    config = ExpertsConfig((0,), num_experts=16, experts_per_token=4, width=8)
+    config = ExpertsConfig((0,), num_experts=16, experts_per_token=4, intermediate_size=8)
     router = Router(config, 64, precision=precision)
     weight = torch.randn(16, 64, generator=generator)
     with torch.no_grad():

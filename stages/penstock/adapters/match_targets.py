@@ -133,7 +133,7 @@ def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
     assert experts is not None
     module, _, matrix = native.rpartition(".")
     stored = f"{LAYERS}{module.split('.')[2]}.{experts.names.block}.{EACH}"
-    width, inner = config.hidden_size, experts.width
+    width, inner = config.hidden_size, experts.intermediate_size
     called = {"gate_proj": experts.names.gate, "up_proj": experts.names.up}
     parts: dict[str, tuple[str, int, int]] = {}
     if matrix == "down_proj":

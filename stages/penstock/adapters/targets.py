@@ -34,7 +34,7 @@ def layers_in(model: Decoder, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
     if last == FUSED:
-        return {f"{parent}.{part}": rows for part, rows in model.config.qkv_parts.items()}
+        return {f"{parent}.{part}": rows for part, rows in model.config.qkv_features.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))
     return {native: module.weight.shape[0]}

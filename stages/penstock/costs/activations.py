@@ -46,7 +46,7 @@ def select_layer(cut: Cut, number: int) -> Layer:
     normed = tokens * stream_row
     stream = 2 * (tokens / split) * (stream_row + FP32)
     attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(cut, feeds)
-    experts = config.experts_of(number)
+    experts = config.layer_experts(number)
     if experts:
         network = _experts(cut, experts, feeds)
         gradients = _gradients_of_experts(cut, experts)
@@ -122,7 +122,11 @@ def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
     row = rows * width * config.hidden_size
     kept = row * min(1, feeds.copies("gate_proj", "up_proj"))
     per_feature = (3 if cut.kind == "cpu" else 2) + min(1, feeds.copies("down_proj"))
-    kept += per_feature * width * (rows * experts.width + tokens * experts.shared_width)
+    kept += (
+        per_feature
+        * width
+        * (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size)
+    )
     kept += feeds.low("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
     if cut.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
@@ -132,7 +136,7 @@ def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
     kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
     if feeds.copies("gate") and not cut.run.model.freeze_router:
         kept += tokens * config.hidden_size * (FP32 if cut.run.model.router_fp32 else width)
-    if experts.shared_width:
+    if experts.shared_intermediate_size:
         kept += tokens * width * config.hidden_size * feeds.copies("gate_proj", "up_proj")
     return kept
 

@@ -100,7 +100,7 @@ def _document_tokens(source: Source) -> list[int]:
             continue
         data = path.with_suffix(DATA)
         try:
-            index = read_index(SourceFile(path.name, path, beside=SourceFile(data.name, data)))
+            index = read_index(SourceFile(path.name, path, data_file=SourceFile(data.name, data)))
         except (PenstockError, OSError):
             continue
         found += (index.document_bytes() // index.dtype.itemsize).tolist()

@@ -147,7 +147,7 @@ def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     layer = parse_layer_number(name)
     if size == 1 or role in (None, ParallelStyle.ROUTER, ParallelStyle.EXPERTS):
         return rows, columns
-    if layer != ROOT and ".mlp." in name and config.experts_of(layer):
+    if layer != ROOT and ".mlp." in name and config.layer_experts(layer):
         return rows, columns
     if role is ParallelStyle.NARROW:
         return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
@@ -172,7 +172,7 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
     ):
         return None
     published = cut.model.published
-    untouched = published.untouched if published else ()
+    untouched = published.ignored_modules if published else ()
     if is_among(lora.exclude_modules or untouched, module):
         return None
     chosen = published.format if published else lora.quant_format
@@ -184,7 +184,7 @@ def _group(cut: Cut) -> int | None:
     """Quantization group size, if it is set."""
     if cut.run.lora.quant_group_size is not None:
         return cut.run.lora.quant_group_size
-    return cut.model.published.group if cut.model.published else None
+    return cut.model.published.group_size if cut.model.published else None
 
 
 def _width(format: str, columns: int, told: int | None) -> float:

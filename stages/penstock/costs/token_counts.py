@@ -163,16 +163,16 @@ def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows
     rows of one document each if the data is unknown."""
     row = run.data.row_length
     if data is None or not data.documents:
-        return Work.of(config, [row] * rows)
+        return Work.from_lengths(config, [row] * rows)
     tokens = data.tokens_per_row * rows
     seen = data.documents if run.data.isolate_samples else data.rows
     length = max(1, round(data.tokens / seen))
     documents = max(1, round(tokens / length))
-    one = Work.of(config, [length])
+    one = Work.from_lengths(config, [length])
     trained = data.trained / max(1, data.tokens)
     return Work(
         tokens=length * documents,
-        pairs=one.pairs * documents,
-        window_pairs=one.window_pairs * documents,
+        attention_pairs=one.attention_pairs * documents,
+        sliding_window_pairs=one.sliding_window_pairs * documents,
         logits=round(length * documents * trained),
     )

@@ -156,7 +156,7 @@ def assemble(
     family = get_family(hf_config)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
-    attend = context.attend(choose_attention(run, config, ranks.device, notify))
+    attend = context.attention_fn(choose_attention(run, config, ranks.device, notify))
     attend = select_attention_dtype(attend, run.model)
     experts = select_activation_impl(
         select_moe_backend(run, config, ranks.device, notify), run.model
@@ -222,17 +222,17 @@ def assemble(
         config.vocab_size,
         residual=residual,
         logits="divided" if train.tp_vocab_parallel_loss else "gathered",
-        sums=SUMS[train.tp_reduce_dtype],
+        reduce_dtype=SUMS[train.tp_reduce_dtype],
     )
     layout = ParallelModel(
         mesh=mesh,
         parts=parts,
-        held=held,
+        params=held,
         context=context,
         sync=gradient_sync(train, mesh, parts, held),
         pipeline=build_pipeline(parts, mesh, train, ranks, residual, casting),
-        casting=casting,
-        pulse=ranks.pulse,
+        autocast=casting,
+        heartbeat=ranks.heartbeat,
     )
     told = eval_loss_fn(run)
     changes = PreUpdateHooks()
@@ -257,7 +257,7 @@ def assemble(
         norms=build_norms(train, held, ranks),
         changes=changes,
     )
-    degrees = mesh.degrees
+    degrees = mesh.dims
     return BuiltModel(
         engine=engine,
         onlooker=EvalModel(layout, ranks, vocabulary.token_scores(told)),
@@ -333,7 +333,7 @@ def build_pipeline(
     from penstock.engine.distributed.pipeline_parallel import Pipeline  # noqa: PLC0415
 
     how = {"residual": residual, "casting": casting}
-    return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.pulse, **how)
+    return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.heartbeat, **how)
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> Casting:

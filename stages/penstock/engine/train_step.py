@@ -112,7 +112,7 @@ class TrainStep:
             self.layout.build_inputs(batch, reduce, self.ranks.device, self._noise(batch, number))
             for batch, reduce in zip(batches, reduces, strict=True)
         ]
-        self.ranks.pulse.set_phase("forward")
+        self.ranks.heartbeat.set_phase("forward")
         if self.routers:
             layout = self.layout
             calls = self.routers.with_observers(
@@ -120,7 +120,7 @@ class TrainStep:
             )
         set_lr(self.optimizer, lr)
         mine = self.layout.forward_backward(calls) / scale
-        self.ranks.pulse.set_phase("update")
+        self.ranks.heartbeat.set_phase("update")
         trainable = self.layout.trainable
         if self.scaling:
             self.scaling.unscale(trainable)
@@ -136,7 +136,7 @@ class TrainStep:
         for held in trainable:
             held.parameter.grad = None
         if self.merging and self.merging.is_due(number + 1):
-            self.ranks.pulse.set_phase("merging adapters")
+            self.ranks.heartbeat.set_phase("merging adapters")
             self.merging.merge(number + 1)
         told = self.routers.finish_step(tokens) if self.routers else {}
         of_norms = self.norms.metrics(norms) if self.norms and norms else {}
@@ -180,7 +180,7 @@ class TrainStep:
                 "  Lower train.lr and go on from the last checkpoint, which is intact; without "
                 "fuse_optimizer_step the rows that do it are found."
             )
-        self.ranks.pulse.set_phase("finding what is not finite")
+        self.ranks.heartbeat.set_phase("finding what is not finite")
 
         def loss_of(batch: MicroBatch) -> float:
             reduce = self._summed(batch, self.told_losses, 1)

@@ -182,7 +182,7 @@ class _Given:
             hidden_TD.index_select(0, trained),
             head,
             labels_T.index_select(0, trained),
-            noise.of(trained) if noise else None,
+            noise.select(trained) if noise else None,
         )
 
     def nothing(self) -> torch.Tensor:
@@ -209,7 +209,7 @@ class _Given:
             raise ValueError(f"chunk is {chunk}; logits are computed at least one token at a time")
         for start in range(0, len(self.labels), chunk):
             some = slice(start, start + chunk)
-            noise = self.noise.of(some) if self.noise else None
+            noise = self.noise.select(some) if self.noise else None
             here = self.hidden[some], self.head, self.labels[some], loss, noise
             yield checkpoint(_losses, *here, use_reentrant=False)
 

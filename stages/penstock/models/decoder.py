@@ -40,9 +40,9 @@ class PipelineStageModules:
 
     layers: Sequence[int]
     """Layer indices, in order."""
-    begins: bool = True
+    has_embedding: bool = True
     """Whether the embedding is included."""
-    ends: bool = True
+    has_head: bool = True
     """Whether the final norm and the head are included."""
 
     @staticmethod
@@ -68,9 +68,9 @@ class DecoderModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.hidden_size) if part.begins else None
+            nn.Embedding(config.vocab_size, config.hidden_size) if part.has_embedding else None
         )
-        positions = config.learned_positions if part.begins else None
+        positions = config.learned_positions if part.has_embedding else None
         self.embed_positions = positions and PositionTable(positions, config.hidden_size)
         # A dict by layer index, so that layer names are the same in every pipeline stage.
         self.layers = nn.ModuleDict(
@@ -88,7 +88,7 @@ class DecoderModel(nn.Module):
                 for number in part.layers
             }
         )
-        self.norm = build_norm(config, operations) if part.ends else None
+        self.norm = build_norm(config, operations) if part.has_head else None
 
 
 class Decoder(nn.Module):
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
             dropout=dropout,
         )
         self.lm_head = (
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if part.ends else None
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if part.has_head else None
         )
         self.rotary = Rotary(
             config.rope_parameters,
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
         )
         self.run_layer: CallHook = call
-        self.is_tied = config.tie_word_embeddings and part.begins and part.ends
+        self.is_tied = config.tie_word_embeddings and part.has_embedding and part.has_head
         if self.is_tied:
             self.tie_weights()
             self.register_state_dict_post_hook(_without_head)

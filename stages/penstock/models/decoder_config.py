@@ -16,7 +16,13 @@ COUNTS = (
     "num_key_value_heads",
     "head_dim",
 )
-EXPERT_COUNTS = ("num_experts", "experts_per_token", "width", "num_groups", "groups_per_token")
+EXPERT_COUNTS = (
+    "num_experts",
+    "experts_per_token",
+    "intermediate_size",
+    "num_groups",
+    "groups_per_token",
+)
 
 BY_DOCUMENT = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on sequence length. The length is that of each document, so
@@ -49,11 +55,11 @@ class ExpertNames:
 class TensorNames:
     """Checkpoint names of a decoder without experts."""
 
-    trunk: str = "model"
+    backbone: str = "model"
     norm: str = "norm"
     """The final norm."""
     attention_norm: str = "input_layernorm"
-    network_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
     o_proj: str = "self_attn.o_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
@@ -61,12 +67,12 @@ class TensorNames:
     @property
     def embedding(self) -> str:
         """The token embedding."""
-        return f"{self.trunk}.embed_tokens.weight"
+        return f"{self.backbone}.embed_tokens.weight"
 
     @property
     def positions(self) -> str:
         """The learned position embedding, if any."""
-        return f"{self.trunk}.embed_positions.weight"
+        return f"{self.backbone}.embed_positions.weight"
 
 
 @dataclass(frozen=True)
@@ -101,13 +107,13 @@ class ExpertsConfig:
     """Indices of the MoE layers; the others are dense."""
     num_experts: int
     experts_per_token: int
-    width: int
+    intermediate_size: int
     """Intermediate size of each expert."""
-    shared_width: int = 0
+    shared_intermediate_size: int = 0
     """Intermediate size of all shared experts together, which are one MLP; 0: none."""
     scoring: Scoring = "softmax"
     """Router scores: `softmax` over all experts, or `sigmoid` of each."""
-    normalized: bool = True
+    norm_topk_prob: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     num_groups: int = 1
     groups_per_token: int = 1
@@ -120,9 +126,9 @@ class ExpertsConfig:
     """Whether the router has a bias, which affects both selection and weights."""
     selection_bias: tuple[int, ...] = ()
     """Shape of the bias that affects selection but not weights; empty: none."""
-    exact_router: bool = False
+    fp32_router: bool = False
     """Whether checkpoints store the router's weight in fp32, whatever the dtype of the others."""
-    balance: float = 0.0
+    aux_loss_coef: float = 0.0
     """Default coefficient of the load-balancing loss."""
     clamped: ClampedGate | None = None
     """None: `silu(gate) * up` without biases, one tensor per matrix and expert."""
@@ -247,7 +253,7 @@ class DecoderConfig:
         return math.inf
 
     @property
-    def qkv_parts(self) -> Mapping[str, int]:
+    def qkv_features(self) -> Mapping[str, int]:
         """Output features of q_proj, k_proj and v_proj, in the order in which they are fused."""
         return {
             "q_proj": self.num_attention_heads * self.head_dim,
@@ -259,7 +265,7 @@ class DecoderConfig:
         """Sliding window of this layer; None: full attention."""
         return self.sliding_window if layer in self.sliding_layers else None
 
-    def experts_of(self, layer: int) -> ExpertsConfig | None:
+    def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of this layer; None if it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
 

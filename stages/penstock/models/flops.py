@@ -26,15 +26,15 @@ class Work:
 
     tokens: int
     """Tokens without padding."""
-    pairs: int
+    attention_pairs: int
     """(query, key) pairs of causal attention within documents, including each token with itself."""
-    window_pairs: int
+    sliding_window_pairs: int
     """The same for a layer with sliding-window attention."""
     logits: int
     """Tokens whose logits are computed: those with a loss."""
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, config: DecoderConfig, lengths: Iterable[int], *, logits: int | None = None
     ) -> "Work":
         """The work of documents with these lengths. `logits` None: all tokens have a loss."""
@@ -49,7 +49,7 @@ class Work:
         return cls(tokens, pairs, window_pairs, tokens if logits is None else logits)
 
     @classmethod
-    def of_sums(
+    def from_totals(
         cls, config: DecoderConfig, tokens: int, squares: int, *, logits: int | None = None
     ) -> "Work":
         """The work of documents with `tokens` tokens, whose squared lengths sum to `squares`.
@@ -66,8 +66,8 @@ class Work:
         """The work of both."""
         return Work(
             self.tokens + other.tokens,
-            self.pairs + other.pairs,
-            self.window_pairs + other.window_pairs,
+            self.attention_pairs + other.attention_pairs,
+            self.sliding_window_pairs + other.sliding_window_pairs,
             self.logits + other.logits,
         )
 
@@ -78,9 +78,9 @@ class Learning:
 
     base: Literal["learns", "frozen"] = "learns"
     """The base model's matrices. For frozen ones only the input gradient is computed."""
-    factors: int = 0
+    adapter_params: int = 0
     """Parameters of adapters that each token is multiplied with; trainable."""
-    head_factors: int = 0
+    head_adapter_params: int = 0
     """Those of them at the head, which only see tokens whose logits are computed."""
 
 
@@ -96,8 +96,8 @@ def step_flops(config: DecoderConfig, work: Work, *, learning: Learning = EVERYT
     """
     matrices = sum(_products(config, work, part) for part in PARTS)
     passes = 3 if learning.base == "learns" else 2
-    inner = learning.factors - learning.head_factors
-    factors = inner * work.tokens + learning.head_factors * work.logits
+    inner = learning.adapter_params - learning.head_adapter_params
+    factors = inner * work.tokens + learning.head_adapter_params * work.logits
     return 2.0 * (passes * matrices + 3 * factors) + 3 * _comparing(config, work)
 
 
@@ -146,12 +146,15 @@ def _parameters(config: DecoderConfig, part: Part) -> int:
     if part == "head":
         return width * config.vocab_size
     if part == "attention":
-        return config.num_hidden_layers * width * (sum(config.qkv_parts.values()) + inner)
+        return config.num_hidden_layers * width * (sum(config.qkv_features.values()) + inner)
     networks = 0
     for layer in range(config.num_hidden_layers):
         features, choices = config.intermediate_size, 0
-        if experts := config.experts_of(layer):
-            features = experts.experts_per_token * experts.width + experts.shared_width
+        if experts := config.layer_experts(layer):
+            features = (
+                experts.experts_per_token * experts.intermediate_size
+                + experts.shared_intermediate_size
+            )
             choices = experts.num_experts
         networks += width * ((3 if config.gated else 2) * features + choices)
     return networks
@@ -168,4 +171,4 @@ def _comparing(config: DecoderConfig, work: Work) -> float:
     sliding = len(config.sliding_layers)
     features = config.num_attention_heads * config.head_dim
     full = config.num_hidden_layers - sliding
-    return 4.0 * features * (full * work.pairs + sliding * work.window_pairs)
+    return 4.0 * features * (full * work.attention_pairs + sliding * work.sliding_window_pairs)

@@ -32,11 +32,11 @@ class QuantizationConfig:
 
     format: str
     """Name of the format in `penstock_kernels.quant`."""
-    publisher: Publisher
+    quant_method: Publisher
     """Determines names and layout of the tensors; from `quant_method` in config.json."""
-    group: int | None = None
+    group_size: int | None = None
     """Group size in columns, if the config has it; None: the format's own."""
-    untouched: tuple[str, ...] = ()
+    ignored_modules: tuple[str, ...] = ()
     """Modules that are not quantized, as published: names, prefixes or patterns. The stored tensors
     take precedence."""
 
@@ -91,7 +91,7 @@ def _fp8(said: Mapping[str, Any]) -> QuantizationConfig:
     untouched = _names(said, "modules_to_not_convert", "ignored_layers")
     block = said.get("weight_block_size", TILE)
     if block is None:
-        return QuantizationConfig("fp8", "fp8", untouched=untouched)
+        return QuantizationConfig("fp8", "fp8", ignored_modules=untouched)
     if not _is_tile(block):
         raise _refused(f"says weight_block_size {block}; tiles of [128, 128] are read")
     return QuantizationConfig("block_fp8", "fp8", 128, untouched)
@@ -101,7 +101,7 @@ def _modelopt(said: Mapping[str, Any]) -> QuantizationConfig:
     algorithm = said.get("quant_algo")
     untouched = _names(said, "ignore", "exclude_modules")
     if algorithm == "FP8":
-        return QuantizationConfig("fp8", "modelopt", untouched=untouched)
+        return QuantizationConfig("fp8", "modelopt", ignored_modules=untouched)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _refused(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
     # Older exports have group_size at the top level, newer ones in config_groups.
@@ -122,7 +122,7 @@ def _bitsandbytes(said: Mapping[str, Any]) -> QuantizationConfig:
         raise _refused(f"says bnb_4bit_quant_type {kind!r}; nf4 is read")
     # The group size is stored with each matrix.
     return QuantizationConfig(
-        "nf4", "bitsandbytes", untouched=_names(said, "llm_int8_skip_modules")
+        "nf4", "bitsandbytes", ignored_modules=_names(said, "llm_int8_skip_modules")
     )
 
 

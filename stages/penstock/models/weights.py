@@ -79,7 +79,7 @@ class WeightMap:
             return False
         router = f".{experts.names.block}.{experts.names.router}.weight"
         is_bias = bool(experts.selection_bias) and hf_name.endswith(experts.names.selection_bias)
-        return is_bias or (experts.exact_router and hf_name.endswith(router))
+        return is_bias or (experts.fp32_router and hf_name.endswith(router))
 
     @cached_property
     def _natives(self) -> Mapping[str, _Native]:
@@ -93,16 +93,16 @@ class WeightMap:
         if positions := config.learned_positions:
             yield _renamed(POSITIONS_WEIGHT, names.positions, (positions.rows, table[1]))
         for layer in range(config.num_hidden_layers):
-            at, stored = f"{LAYERS}{layer}", f"{names.trunk}.layers.{layer}"
+            at, stored = f"{LAYERS}{layer}", f"{names.backbone}.layers.{layer}"
             yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
             yield from self._attention(at, stored)
-            network_norm = f"{stored}.{names.network_norm}"
-            yield from self._norm(f"{at}.post_attention_layernorm", network_norm)
-            if experts := config.experts_of(layer):
+            mlp_norm = f"{stored}.{names.mlp_norm}"
+            yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
+            if experts := config.layer_experts(layer):
                 yield from self._mixture(at, experts)
             else:
                 yield from self._network(at, stored)
-        yield from self._norm("model.norm", f"{names.trunk}.{names.norm}")
+        yield from self._norm("model.norm", f"{names.backbone}.{names.norm}")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
@@ -114,7 +114,7 @@ class WeightMap:
     def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _Native]]:
         config = self.config
         at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
-        width, parts = config.hidden_size, config.qkv_parts
+        width, parts = config.hidden_size, config.qkv_features
         if config.attention_sinks:
             yield _same(f"{at}.sinks", (config.num_attention_heads,))
         leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
@@ -162,15 +162,19 @@ class WeightMap:
         if bias := experts.selection_bias:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
         yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
-        if experts.shared_width:
+        if experts.shared_intermediate_size:
             yield from self._shared(
-                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_width
+                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_intermediate_size
             )
 
     def _experts(
         self, at: str, stored: str, experts: ExpertsConfig
     ) -> Iterator[tuple[str, _Native]]:
-        count, inner, width = experts.num_experts, experts.width, self.config.hidden_size
+        count, inner, width = (
+            experts.num_experts,
+            experts.intermediate_size,
+            self.config.hidden_size,
+        )
         if experts.clamped:
             yield _renamed(
                 f"{at}.gate_up_proj", f"{stored}.gate_up_proj", (count, width, 2 * inner)

@@ -14,7 +14,7 @@ from penstock.engine.checkpoint.resume import newest_whole_checkpoint, require_w
 from penstock.engine.checkpoint.train_state import States
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.batches import Cursor
-from penstock.train.eval.early_stopping import needed_by
+from penstock.train.eval.early_stopping import required_steps
 from penstock.train.launch.job import CHECKPOINTS, Job
 
 
@@ -89,14 +89,14 @@ class Checkpointer:
         """The newest complete checkpoint of this run. Damaged ones are reported to `warn` and moved
         aside. Raises ArtifactError if all are damaged."""
         self._verified = newest_whole_checkpoint(
-            self.root, self._job.key, self._ranks, self._warn, needs=needed_by
+            self.root, self._job.key, self._ranks, self._warn, needs=required_steps
         )
         return self._verified
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Load a complete checkpoint and return its state.json. Raises ArtifactError on failure."""
         self._verify(folder)
-        self._ranks.pulse.set_phase("reading the checkpoint")
+        self._ranks.heartbeat.set_phase("reading the checkpoint")
         states = self._states_of(folder)
         state = self._checkpoints.load(folder, states=states)
         for loss in _lost(state, states):
@@ -185,7 +185,7 @@ class Checkpointer:
         return "passed over" if is_meant and not train.load_optimizer else "read"
 
     def _write(self, at: TrainerState, more: Mapping[str, Any]) -> None:
-        self._ranks.pulse.set_phase("saving", step=at.step)
+        self._ranks.heartbeat.set_phase("saving", step=at.step)
         states, scaling = self._ranks.all_gather(rng.get_rng_state()), self._built.engine.scaling
         state = {
             "format": FORMAT,

@@ -22,10 +22,10 @@ from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.rng import use_deterministic_algorithms
 from penstock.train.dataloader import LoaderConfig, prepare
-from penstock.train.launch.hang_watchdog import DEFAULT_TIMEOUT_SECONDS, pulse_folder
+from penstock.train.launch.hang_watchdog import DEFAULT_TIMEOUT_SECONDS, heartbeat_folder
 from penstock.train.launch.job import LOGS, OUTCOME, RANKS_LOCK, Job
-from penstock.train.launch.rank_failures import failure_file, leave_failure
-from penstock.train.launch.rank_stacks import show_on_request
+from penstock.train.launch.rank_failures import failure_file, write_failure
+from penstock.train.launch.rank_stacks import register_stack_dump
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def train(
 def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     """Build the job's model. Raises ConfigError if the rows have token ids outside its
     vocabulary."""
-    ranks.pulse.set_phase("loading the model")
+    ranks.heartbeat.set_phase("loading the model")
     hf_config = read_hf_config(job.config_path, job.config.model.foundation)
     built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
     check_job(job, built.vocab_size)
@@ -83,9 +83,9 @@ def main(path: Path, work: Work = train) -> None:
     outlive_parent_by(job.config.launch.stop_timeout)
     rank, _, _ = env.rank_variables() or (0, 0, 1)
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
-    show_on_request(job.output_dir / LOGS, rank)
+    register_stack_dump(job.output_dir / LOGS, rank)
     try:
-        _be_rank(job, Heartbeat(pulse_folder(job), rank=rank), work)
+        _be_rank(job, Heartbeat(heartbeat_folder(job), rank=rank), work)
     except PenstockError as error:
         # The launcher prints the first rank's error; tracebacks of all ranks would hide it.
         sys.exit(error.exit_code)
@@ -113,7 +113,7 @@ def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
         run_rank(job, ranks, stop, work)
     except Exception as error:
         log.exception("failed")
-        leave_failure(job.output_dir / LOGS, ranks.rank, error)
+        write_failure(job.output_dir / LOGS, ranks.rank, error)
         raise
 
 
@@ -149,7 +149,7 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
 
     Raises ConfigError on every rank if they have different configs.
     """
-    mine = (job.key, job.launch, platform.node())
+    mine = (job.key, job.launch_id, platform.node())
     told: list[tuple[str, str, str]] = ranks.all_gather(mine)
     others = sorted({host for key, _, host in told if key != told[0][0]})
     if others:

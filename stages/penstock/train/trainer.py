@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.config.schema.train import TrainConfig
-from penstock.core.cache.data_facts import kept_data_facts
+from penstock.core.cache.data_facts import read_data_facts
 from penstock.core.errors import ConfigError
 from penstock.engine import rng
 from penstock.engine.build import BuiltModel
@@ -29,15 +29,15 @@ from penstock.train.checkpointing import Checkpointer, TrainerState
 from penstock.train.dataloader import Groups, Loader, LoaderConfig, trained_rows
 from penstock.train.duration import Interval, WallClock, build_duration
 from penstock.train.eval.early_stopping import EarlyStopping
-from penstock.train.eval.evaluator import held_out_rows
+from penstock.train.eval.evaluator import build_evaluator
 from penstock.train.eval.reference_model import build_ref_model
-from penstock.train.eval.sample_prompts import build_sampler
+from penstock.train.eval.sample_prompts import build_sample_generator
 from penstock.train.eval.token_metrics import LOSS
 from penstock.train.launch.job import METRICS, SAMPLES, Job
 from penstock.train.launch.stop_request import StopRequest
-from penstock.train.metrics.environment import keep_surroundings
+from penstock.train.metrics.environment import write_environment
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
-from penstock.train.metrics.profiler import Profile
+from penstock.train.metrics.profiler import StepProfiler
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.metrics.step_metrics import StepMetrics
 
@@ -66,11 +66,11 @@ class Trainer:
         self.reading = LoaderConfig.of(job.config, ranks.device)
         self.saves = Checkpointer(job, built, ranks, self._warn)
         self.references = build_ref_model(job, built, ranks, self.rows, self.batches)
-        self.held_out = held_out_rows(job, built, ranks, self.reading, self.batches.rows_per_step)
-        self.sampler = build_sampler(job, built, ranks)
-        self.judge = EarlyStopping.of(self.train)
-        self.judge.require(self.held_out.names if self.held_out else ())
-        self.profile = Profile(self.train, ranks, job.key[:8])
+        self.held_out = build_evaluator(job, built, ranks, self.reading, self.batches.rows_per_step)
+        self.sampler = build_sample_generator(job, built, ranks)
+        self.judge = EarlyStopping.from_config(self.train)
+        self.judge.require_metrics(self.held_out.names if self.held_out else ())
+        self.profile = StepProfiler(self.train, ranks, job.key[:8])
         self.measures = StepMetrics(built, self.rows, self.train, ranks, self._warn)
         self.clock = WallClock(self.train.max_hours)
         self.at = TrainerState(self.batches.start())
@@ -155,14 +155,14 @@ class Trainer:
         started = time.perf_counter()
         step = self.at.step
         lr = lr_at(step, self.total_steps, self.train)
-        self.ranks.pulse.set_phase("reading rows", step=step)
+        self.ranks.heartbeat.set_phase("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
         batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
         references: Sequence[torch.Tensor] = ()
         if self.references:
-            self.references.begin(step, self.at.cursor)
-            references = self.references.of(batches)
+            self.references.on_step_start(step, self.at.cursor)
+            references = self.references.lookup(batches)
         result: StepResult = self.built.engine.step(batches, lr, step, references)
         self._evaluated = None
         self.at = TrainerState(
@@ -254,7 +254,7 @@ class Trainer:
             self._on_eval_end(found, due)
         if self.sampler and ("samples" in due or (self.at.step and self._ended_by(word))):
             if self._is_logged_already(SAMPLES, "samples") is None:
-                answers = self.sampler.answer(lambda: self.stop)
+                answers = self.sampler.generate(lambda: self.stop)
                 if answers is None:
                     return False
                 if self._samples:
@@ -294,7 +294,7 @@ class Trainer:
         # Save elapsed time only with max_hours; otherwise checkpoints would differ between
         # identical runs.
         timed = {"seconds": self.clock.seconds} if self.train.max_hours else {}
-        return {"owes": sorted(owes), **self.judge.as_json(), **timed}
+        return {"owes": sorted(owes), **self.judge.state_dict(), **timed}
 
     def _resume(self) -> set[Duty]:
         """Resume from the newest checkpoint of this run, else load the configured one, else start
@@ -306,7 +306,7 @@ class Trainer:
             state = self._load(folder)
             with understanding(folder):
                 self._untrained, due = None, set(state["owes"])
-                self.judge.restore(state)
+                self.judge.load_state_dict(state)
             self.measures.on_resume()
             if self.judge.best:
                 self.saves.keep_best(self.judge.best["step"])
@@ -315,8 +315,8 @@ class Trainer:
             self._load(Path(named))
             self._untrained = self.at.step
             self._require_steps(named)
-        elif self.job.initial:
-            self.saves.load_weights(self.job.initial)
+        elif self.job.init_checkpoint:
+            self.saves.load_weights(self.job.init_checkpoint)
         self._started_at = self.at.step
         if self.held_out and self._evaluates_at_start and self.at.step == self._untrained:
             due.add("evaluation")
@@ -352,12 +352,12 @@ class Trainer:
         if not self.ranks.is_main_process:
             return
         found = self._findings()
-        keep_surroundings(
+        write_environment(
             self.job, self.built, self.ranks, total_steps=self.total_steps, findings=found
         )
         self._recorder = MetricsRecorder(self.job, done=self.at.step, total=self.total_steps)
         for each in found:
-            self._recorder.say(f"warning: {each.text}")
+            self._recorder.log_message(f"warning: {each.text}")
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
         for text in self._told_early:
@@ -365,7 +365,7 @@ class Trainer:
 
     def _findings(self) -> list[Finding]:
         """Warnings about data, row and batch sizes; empty if the run folder has no data facts."""
-        facts = kept_data_facts(self.job.output_dir)
+        facts = read_data_facts(self.job.output_dir)
         if facts is None:
             return []
         return findings(

@@ -51,10 +51,10 @@ def step(trained, number):
     """An update by gradients that are the same numbers in every layout."""
     for one in trained.held:
         gradient = torch.zeros_like(one.parameter)
-        for piece in one.pieces:
+        for piece in one.shards:
             generator = generator_for(f"{number}:{piece.tensor}", 0)
-            whole = torch.randn(piece.whole, generator=generator)
-            piece.of(local(gradient)).copy_(cut(whole, piece))
+            whole = torch.randn(piece.full_shape, generator=generator)
+            piece.view(local(gradient)).copy_(cut(whole, piece))
         one.parameter.grad = gradient
     trained.changes.run()
     trained.optimizer.step()

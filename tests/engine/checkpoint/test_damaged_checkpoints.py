@@ -203,7 +203,7 @@ class TrainElsewhere(Stage):
     def run(self, out):
         raise AssertionError(f"nothing is to be built in {out}")
 
-    def wanted(self, names, out):
+    def files_to_download(self, names, out):
         return files_to_download(names, out, CheckpointNaming())
 
 

@@ -59,7 +59,7 @@ def while_evaluating(signum):
                 send(signum)
             return is_asked_to_stop()
 
-        return evaluate(self, ask, most_rows=most_rows)
+        return evaluate(self, ask, max_rows=most_rows)
 
     Evaluator.evaluate = interrupted
 
@@ -109,8 +109,8 @@ HUNG = ["timeit", "-n", "1", "-r", "1", "import sys, time; sys.stdin.read(); tim
 
 def followed_in_vain():
     """Two trackers for every run: one is never reached, the other never answers."""
-    recorder.wanted = lambda _: (["mlflow", "trackio"], [])
-    recorder.LOOK_SECONDS, supervisor.PARTING_SECONDS = 0, 0.2
+    recorder.select_trackers = lambda _: (["mlflow", "trackio"], [])
+    recorder.POLL_SECONDS, supervisor.SHUTDOWN_SECONDS = 0, 0.2
 
     def start(self, title, module, word):
         module = GONE if word == "mlflow" else HUNG

@@ -92,8 +92,8 @@ def attend_here(context, backend, name, dtype, window=None):
     assert (mine.lengths, mine.num_tokens, mine.num_trained) == (tuple(lengths), 90, 80)
     q, k, v, dy = (part[tokens].requires_grad_() for part in tensors(dtype))
     given = [q, k, v] if window is None else [q, k, v, SINKS.clone().requires_grad_()]
-    segments = context.segments(mine, "cpu")
-    y = context.attend(backend)(q, k, v, segments, SCALE, window, *given[3:])
+    segments = context.varlen_metadata(mine, "cpu")
+    y = context.attention_fn(backend)(q, k, v, segments, SCALE, window, *given[3:])
     return tokens, [y.detach(), *torch.autograd.grad(y, given, dy.detach())]
 
 
@@ -146,8 +146,8 @@ def bytes_sent(lengths, window=None):
     context = ContextParallel(Mesh(ParallelDims(ring=4), dist.get_rank(), "cpu"))
     dist.batch_isend_irecv = counting
     q, k, v, _ = (part[:24].requires_grad_() for part in tensors(torch.float32))
-    segments = context.segments(whole_batch(lengths), "cpu")
-    y = context.attend("auto")(q, k, v, segments, SCALE, window)
+    segments = context.varlen_metadata(whole_batch(lengths), "cpu")
+    y = context.attention_fn("auto")(q, k, v, segments, SCALE, window)
     forward = sent[0]
     y.sum().backward()
     return forward, sent[0]

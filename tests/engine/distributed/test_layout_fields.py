@@ -63,7 +63,7 @@ def look(job):
     with patch.object(data_parallel, "fully_shard", sharding):
         loop = loop_of(job)
     layout = loop.built.engine.layout
-    parameters = [one.parameter for one in layout.held]
+    parameters = [one.parameter for one in layout.params]
     lengths, order = set(), []
     for part in layout.parts:
         for layer in part.model.layers.values():

@@ -123,7 +123,7 @@ def whole_run(model, calls, casting=nullcontext):
     total = 0.0
     for call in calls:
         with casting():
-            loss = model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
+            loss = model(call.input_ids_T, call.position_ids_T, call.segments, call.output_fn)
         loss.backward()
         total += loss.item()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -240,7 +240,7 @@ def assert_told(told, order, schedule):
 
 def shard(part, mesh, *, reshard):
     settings = {
-        "mesh": mesh.weights("all")["shard"],
+        "mesh": mesh.fsdp_mesh("all")["shard"],
         "reshard_after_forward": reshard,
         "mp_policy": MixedPrecisionPolicy(),
     }

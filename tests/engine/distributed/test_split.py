@@ -24,7 +24,7 @@ def shown(stages, layers, **settings):
     config = config_of(layers, tied=True)
     parts = [part for index in range(stages) for part in build_stage_modules(config, train, index)]
     return " | ".join(
-        " ".join(["E"] * p.begins + [f"L{n}" for n in p.layers] + ["N H"] * p.ends) for p in parts
+        " ".join(["E"] * p.has_embedding + [f"L{n}" for n in p.layers] + ["N H"] * p.has_head) for p in parts
     )
 
 

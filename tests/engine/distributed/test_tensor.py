@@ -185,9 +185,9 @@ class Divided:
         ]
         with torch.no_grad():
             for one in held:
-                assert sum(piece.rows for piece in one.pieces) == local(one.parameter).shape[0]
-                for piece in one.pieces:
-                    piece.of(local(one.parameter)).copy_(box(reference[piece.tensor], piece))
+                assert sum(piece.num_rows for piece in one.shards) == local(one.parameter).shape[0]
+                for piece in one.shards:
+                    piece.view(local(one.parameter)).copy_(box(reference[piece.tensor], piece))
         return cls(case, mesh, model, held, reference)
 
     def loss(self, ids, labels, loss=BY_FIVE, **how):
@@ -209,12 +209,12 @@ class Divided:
     def check_gradients(self):
         wanted = {name for name in self.reference if name.startswith("grad:")}
         for one in self.held:
-            for piece in one.pieces:
+            for piece in one.shards:
                 name = f"grad:{piece.tensor}"
                 assert (one.parameter.grad is not None) == (name in wanted), name
                 if name in wanted:
                     want = box(self.reference[name], piece)
-                    error = (piece.of(local(one.parameter.grad)) - want).norm()
+                    error = (piece.view(local(one.parameter.grad)) - want).norm()
                     assert error <= GRADIENT_RTOL * want.norm(), f"{self.case} {name}: {error}"
 
     def shapes_of_logits(self, ids, labels):
@@ -228,8 +228,8 @@ class Divided:
         """How much of each tensor is here, each number divided by the ranks that have it."""
         total: dict[str, Fraction] = defaultdict(Fraction)
         for one in self.held:
-            for piece in one.pieces:
-                total[piece.tensor] += Fraction(piece.numel, piece.copies)
+            for piece in one.shards:
+                total[piece.tensor] += Fraction(piece.numel, piece.num_copies)
         return total
 
 
@@ -291,7 +291,7 @@ def sharded_steps(cases, folder):
     for case, hf_config in cases:
         mesh = Mesh(case.degrees, rank, "cpu")
         here = Divided.of(
-            case, mesh, hf_config, folder, units=partial(shard_all, mesh=mesh.weights("all"))
+            case, mesh, hf_config, folder, units=partial(shard_all, mesh=mesh.fsdp_mesh("all"))
         )
         mine = slice(0, 2) if mesh.index("replicate", "shard") == 0 else slice(2, 4)
         loss = here.loss(ids[mine], labels[mine])
@@ -301,7 +301,7 @@ def sharded_steps(cases, folder):
 
 
 def shard_all(model, mesh):
-    how = FSDPPolicy(kept="nothing", compute=None, reduce=None, offload=False, prefetch=False)
+    how = FSDPPolicy(reshard_after="nothing", param_dtype=None, reduce_dtype=None, offload=False, prefetch=False)
     shard(model, [*model.model.layers.values()], mesh, how)
 
 
@@ -387,13 +387,13 @@ def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):
     for index in range(size):
         cuts = TensorParallelPlan(WeightMap(config, fused), DECODER_ROLES, size, index, residual)
         for name, parameter in model.named_parameters():
-            pieces = cuts.pieces(name, tuple(parameter.shape))
+            pieces = cuts.shards(name, tuple(parameter.shape))
             kept = cuts.shard(name, parameter)
             assert (kept is None) == (not pieces)
             assert sum(piece.numel for piece in pieces) == (0 if kept is None else kept.numel())
             for piece in pieces:
-                count = seen.setdefault(piece.tensor, torch.zeros(piece.whole))
-                box(count, piece).add_(1 / piece.copies)
+                count = seen.setdefault(piece.tensor, torch.zeros(piece.full_shape))
+                box(count, piece).add_(1 / piece.num_copies)
     fresh = {native_name(m, s) for m in _adapted(model) for s in ("lora_A", "lora_B")}
     assert seen.keys() == {*WeightMap(config).hf_shapes(), *fresh}
     for name, count in seen.items():

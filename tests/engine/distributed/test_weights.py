@@ -60,7 +60,7 @@ def filled(folder):
             counts.clear()
             held = holding(layout, merge_qkv=bool(number % 2))
             filling.load_weights(held, folder, start, readers=readers, ranks=ranks)
-            pieces = [piece for one in held for piece in one.pieces]
+            pieces = [piece for one in held for piece in one.shards]
             if readers == "first_rank":
                 due = sum(t.nbytes for t in want.values()) if ranks.is_main_process else 0
             else:
@@ -71,10 +71,10 @@ def filled(folder):
         drawn = {name: start(name, shape) for name, shape in SHAPES.items()}
         seen[layout, "drawn"] = worst(held, drawn), 0
     faults = {}
-    for name, wrong in (("lacks", {"tensor": "model.none"}), ("shape", {"whole": (9, 9)})):
+    for name, wrong in (("lacks", {"tensor": "model.none"}), ("shape", {"full_shape": (9, 9)})):
         held = holding("sharded", merge_qkv=False)
-        pieces = tuple(replace(piece, **wrong) for piece in held[0].pieces)
-        held[0] = replace(held[0], pieces=pieces)
+        pieces = tuple(replace(piece, **wrong) for piece in held[0].shards)
+        held[0] = replace(held[0], shards=pieces)
         try:
             filling.load_weights(held, folder, start, readers="first_rank", ranks=ranks)
         except CapabilityError as error:

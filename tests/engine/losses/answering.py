@@ -11,7 +11,7 @@ import pyarrow as pa
 import torch
 
 from penstock.rows.ref_logprobs import write_scores
-from penstock.rows.schema import DIGEST_BYTES, PACKED_JUDGED, PACKED_SCORED, packed_schema
+from penstock.rows.schema import DIGEST_BYTES, PACKED_KTO, PACKED_SCORED, packed_schema
 
 ROW = 4
 """Samples in every other row; those between hold one less."""
@@ -67,7 +67,7 @@ def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") 
 
 
 def _row(samples: Sequence[Asked]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: [] for name in (*PACKED_JUDGED.names, *PACKED_SCORED.names)}
+    row: dict[str, Any] = {name: [] for name in (*PACKED_KTO.names, *PACKED_SCORED.names)}
     for sample in samples:
         shared, last = sample.prompt[:-1], sample.prompt[-1]
         row["input_ids"] += shared

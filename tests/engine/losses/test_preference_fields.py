@@ -113,7 +113,7 @@ def job_of(folder, name, preference):
         preference=preference,
     )
     scores = folder / kind / "scores" if job.config.preference.has_reference else None
-    return replace(job, packed=folder / kind, scores=scores)
+    return replace(job, packed_dir=folder / kind, ref_logprobs=scores)
 
 
 def loss_of(policy, prompts, reference, how: PreferenceConfig) -> float:

@@ -49,7 +49,7 @@ def job_of(folder, layout: Layout, out: str, loss: str, **preference) -> Job:
             **{"sft_loss_scope": "prompt_and_answer", **preference},
         },
     )
-    return replace(job, packed=folder / kind, scores=folder / f"{kind} scores")
+    return replace(job, packed_dir=folder / kind, ref_logprobs=folder / f"{kind} scores")
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
-from penstock.pack.layout import sample_form
+from penstock.pack.layout import build_row_samples
 from penstock.pack.settings import PackSettings
-from penstock.pack.shards import write
+from penstock.pack.shards import write_shard
 from penstock.rows.bin_plan import PackingPlan
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
@@ -146,7 +146,7 @@ def ours(models, out, samples, loss, preference):
         preference={"loss_type": loss, **preference},
     )
     has_reference = job.config.preference.has_reference
-    job = replace(job, packed=out / "packed", scores=out / "scores" if has_reference else None)
+    job = replace(job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None)
     [trace] = on_ranks(1, trace_here, job)
     return trace.losses[0], trace.gradients[0]
 
@@ -252,11 +252,11 @@ def score(model, ids, labels) -> float:
 def ten_steps(models, out, kind, samples, packs, preference):
     """Of a run on samples as they are prepared, each batch a row."""
     prepared = PreparedSamples(stored(out / "prepared", kind, samples).path, "train")
-    form = sample_form(prepared, PackSettings(**packs))
+    form = build_row_samples(prepared, PackSettings(**packs))
     bins = PackingPlan(np.arange(STEPS * BATCH), np.arange(BATCH, STEPS * BATCH + 1, BATCH))
     folder = out / "packed" / "data" / "train"
     folder.mkdir(parents=True)
-    write(form, bins, form.sizes(), folder / "rows-00000-of-00001.arrow")
+    write_shard(form, bins, form.sample_lengths(), folder / "rows-00000-of-00001.arrow")
     found = branches(PackedRows(folder))
     scores = [[score(models[2], *branch) for branch in both[:2]] for both in found.values()]
     write_scores(out / "scores", list(found), np.array(scores))
@@ -273,7 +273,7 @@ def ten_steps(models, out, kind, samples, packs, preference):
         preference=preference,
     )
     has_reference = job.config.preference.has_reference
-    job = replace(job, packed=out / "packed", scores=out / "scores" if has_reference else None)
+    job = replace(job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None)
     [found] = on_ranks(1, ten_steps_here, job)
     return found
 

@@ -373,7 +373,7 @@ def test_rows_are_pinned_for_a_gpu_if_wanted(pins, num_workers, folder):
     data = {"dataloader_pin_memory": pins, "dataloader_num_workers": num_workers}
     made = job(folder, f"pinned {pins} {num_workers}", data=data)
     device = torch.device("cuda")
-    rows = PackedRows(made.packed / "data" / "train")
+    rows = PackedRows(made.packed_dir / "data" / "train")
     loader = Loader(rows, iter([[[0], [1]]]), LoaderConfig.of(made.config, device))
     for batch in next(loader):
         assert batch.input_ids_T.is_pinned() is pins

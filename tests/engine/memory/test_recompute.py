@@ -72,7 +72,7 @@ class Counted:
     def __init__(self, implementation):
         torch.manual_seed(0)
         operations = select_expert_ops(implementation)
-        config = ExpertsConfig(layers=(0,), num_experts=3, experts_per_token=1, width=F)
+        config = ExpertsConfig(layers=(0,), num_experts=3, experts_per_token=1, intermediate_size=F)
         self.products, self.between = 0, []
         self.experts = Experts(config, D, operations=replace(operations, group_gemm=self.multiply))
         for parameter in self.experts.parameters():

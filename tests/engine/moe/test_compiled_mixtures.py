@@ -29,8 +29,8 @@ SHAPE = replace(
         layers=(0, 1),
         num_experts=3,
         experts_per_token=2,
-        width=16,
-        shared_width=16,
+        intermediate_size=16,
+        shared_intermediate_size=16,
         selection_bias=(1, 3),
     ),
 )
@@ -55,7 +55,7 @@ def everything() -> Decoder:
         for leaf, raw in quantize(weight, nvfp4).as_bytes().items():
             matrix.get_parameter(leaf).data = raw
         shape = (weight.numel() // weight.shape[-1], weight.shape[-1])
-        matrix.change = QuantNoise(1.0, [whole_piece(name, shape)], 0)
+        matrix.transform = QuantNoise(1.0, [whole_piece(name, shape)], 0)
     targets = ("q_proj", "o_proj")
     inject(model, LoraSpec(rank=3, alpha=6.0, dropout=0.3, targets=targets))
     for name, parameter in model.named_parameters():

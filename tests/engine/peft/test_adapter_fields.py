@@ -67,7 +67,7 @@ def looked_at(job):
     loop = loop_of(job)
     trained = {n: tuple(p.shape) for n, p in decoder_of(loop).named_parameters() if p.requires_grad}
     record = step(loop)
-    names = {id(held.parameter): held.name for held in loop.built.engine.layout.held}
+    names = {id(held.parameter): held.name for held in loop.built.engine.layout.params}
     rates = {
         names[id(parameter)]: group["lr"]
         for group in loop.built.engine.optimizer.param_groups

@@ -98,7 +98,7 @@ def test_fp8_in_tiles_is_what_transformers_makes_of_it(scales, tmp_path):
         folder_of(tmp_path, {**made, PLAIN: weight[:8].bfloat16()}), said, theirs
     )
     assert torch.equal(whole.codes.view(torch.float8_e4m3fn).float(), made[NAME].float())
-    assert (published.format.name, published.untouched) == ("block_fp8", ("lm_head",))
+    assert (published.format.name, published.ignored_modules) == ("block_fp8", ("lm_head",))
 
 
 def test_tiles_at_the_edges_and_one_scale_for_a_matrix_are_read(tmp_path):
@@ -140,14 +140,14 @@ def test_nvfp4_of_modelopt_is_read_whichever_file_declares_it(tmp_path):
     at = folder_of(tmp_path, tensors)
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     published, whole = read_back(at, said, wanted, rtol=2**-22)
-    assert published.untouched == ("lm_head",)
+    assert published.ignored_modules == ("lm_head",)
     assert torch.equal(whole.codes, tensors[NAME])
     assert (wanted - weight).norm() < 0.13 * weight.norm()
     old = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*.mlp.gate"]}
     (at / MODELOPT).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": old}))
     found = published_in({}, at)
     assert found is not None
-    assert (found.format.name, found.untouched) == ("nvfp4", ("*.mlp.gate",))
+    assert (found.format.name, found.ignored_modules) == ("nvfp4", ("*.mlp.gate",))
     (at / MODELOPT).write_text(json.dumps({"quantization": {"quant_algo": None}}))
     with pytest.raises(CapabilityError, match=r"quant_algo None of ModelOpt; NVFP4 and FP8"):
         published_in({}, at)
@@ -179,8 +179,8 @@ def test_nf4_is_what_bitsandbytes_makes_of_it(scales, tmp_path):
             tensors |= {NAME: packed.flatten().view(stored)[:, None], PLAIN: weight[:8]}
             at = folder_of(tmp_path, tensors)
             published, _ = read_back(at, said, theirs)
-            assert published.declared.group == published.format.group == group
-            assert published.untouched == ("lm_head",)
+            assert published.declared.group_size == published.format.group == group
+            assert published.ignored_modules == ("lm_head",)
 
 
 def nf4_tensors(rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -240,7 +240,7 @@ def test_what_is_exported_is_read_back_bit_for_bit(scheme, tmp_path):
     # The scale of a matrix is published as what to divide by.
     rounding = {"rtol": 2**-22} if scheme == "nvfp4" else {}
     published, read = read_back(at, said, dequantize(made, torch.float32), **rounding)
-    assert (published.format, published.untouched) == (FORMATS[scheme], ("lm_head",))
+    assert (published.format, published.ignored_modules) == (FORMATS[scheme], ("lm_head",))
     assert torch.equal(read.codes, made.codes)
     assert torch.equal(read.scales.float(), made.scales.float())
 
@@ -368,7 +368,7 @@ def test_settings_agree_with_what_is_published():
     for declared in (nf4, int8, tiles):
         validate_prequantized(QuantizationArgs(), declared)
         validate_prequantized(
-            QuantizationArgs(declared.format, declared.group, ("q_proj",)), declared
+            QuantizationArgs(declared.format, declared.group_size, ("q_proj",)), declared
         )
     # Its groups are said with each matrix, and compared once they are known.
     validate_prequantized(QuantizationArgs(group=128), nf4)
@@ -383,7 +383,7 @@ def test_settings_agree_with_what_is_published():
         (QuantizationArgs(group=16), int8, "quant_group_size is 16, .* a scale for each row"),
         (
             QuantizationArgs(group=128),
-            replace(nf4, group=64),
+            replace(nf4, group_size=64),
             "quant_group_size is 128, .* groups of 64",
         ),
     ):

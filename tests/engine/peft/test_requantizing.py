@@ -95,12 +95,12 @@ def merged(job, spoilt=""):
     if loop.ranks.world_size > 1:
         # What one process does in one go ends within tiles here.
         requantize.STRETCH = 37 * 4 * 200
-    for held in engine.layout.held:
-        for piece in held.pieces if parse_factor(held.name) else ():
-            whole = factor(piece.tensor, piece.whole)
+    for held in engine.layout.params:
+        for piece in held.shards if parse_factor(held.name) else ():
+            whole = factor(piece.tensor, piece.full_shape)
             if piece.tensor == spoilt:
                 whole[0] = float("inf")
-            copy_shard(whole, piece, piece.of(local(held.parameter).detach()))
+            copy_shard(whole, piece, piece.view(local(held.parameter).detach()))
     assert engine.merging
     engine.merging.merge(1)
     if loop.ranks.world_size == 1:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.backends.select_attention import choose_attention
-from penstock.machine import check_attention, require_hidden_answers
+from penstock.machine import check_attention, require_prefix_sharing_attention
 from penstock.models.registry import get_family
 from penstock_kernels.attention import attention
 from penstock_kernels.flash_packages import PACKAGES
@@ -119,10 +119,10 @@ def test_attention_that_shows_the_other_answer_is_refused_before_any_work(writte
     model = {"attn_implementation": written}
     together = loads(smallest(model=model, train=train, data=PAIRS))
     with pytest.raises(CapabilityError, match=f"{written}, which cannot hide parts") as refused:
-        require_hidden_answers(together)
+        require_prefix_sharing_attention(together)
     assert "data.share_prompts: false" in str(refused.value)
     apart = {**PAIRS, "share_prompts": False}
-    require_hidden_answers(loads(smallest(model=model, train=train, data=apart)))
+    require_prefix_sharing_attention(loads(smallest(model=model, train=train, data=apart)))
 
 
 @pytest.mark.parametrize(

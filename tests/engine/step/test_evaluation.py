@@ -14,7 +14,7 @@ from penstock.engine.generation.generator import NotFiniteError
 from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.eval import evaluator
-from penstock.train.eval.evaluator import chosen_rows
+from penstock.train.eval.evaluator import select_eval_rows
 from penstock.train.eval.token_metrics import perplexity
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.jsonl import read_metrics
@@ -73,7 +73,7 @@ def looked(job):
     held_out = job.packed / "data" / "validation"
     told = evaluated(loop, PackedRows(held_out))
     assert loop.sampler is not None
-    answers = loop.sampler.answer(lambda: False)
+    answers = loop.sampler.generate(lambda: False)
     return told, answers if loop.ranks.is_main_process else None
 
 
@@ -182,7 +182,7 @@ def tried(job):
 def test_evaluating_is_tried_on_the_dearest_rows_and_ends_a_run_that_cannot(folder):
     made = job(folder, "tried", eval_sanity_batches=1, eval_at_end=False, max_steps=1)
     [(pairs_per_token, seen, error, step)] = on_ranks(1, tried, made)
-    rows = PackedRows(made.packed / "data" / "validation")
+    rows = PackedRows(made.packed_dir / "data" / "validation")
     costs = pairs_per_token * rows.lengths() + rows.squares()
     assert sorted(seen) == [(0, int(number)) for number in sorted(np.argsort(-costs)[:4])]
     assert "before the first step the loss of 1 batch(es) of held-out rows is nan" in error
@@ -254,7 +254,7 @@ class StopsWhileLooking(StopRequest):
         self.loop = loop
 
     def __bool__(self):
-        if self.loop.at.step == self.step and self.loop.ranks.pulse._beat.phase == self.within:
+        if self.loop.at.step == self.step and self.loop.ranks.heartbeat._beat.phase == self.within:
             self.asked += 1
         return self.asked > 1
 
@@ -354,7 +354,7 @@ def asked_when_diverged(job):
     decoder_of(loop).get_parameter("model.norm.weight").data.fill_(math.nan)
     assert loop.sampler is not None
     with pytest.raises(NotFiniteError):
-        loop.sampler.answer(lambda: False)
+        loop.sampler.generate(lambda: False)
 
 
 def test_a_model_that_has_diverged_gives_no_answers(folder):
@@ -373,7 +373,7 @@ def test_a_model_that_has_diverged_gives_no_answers(folder):
     ],
 )
 def test_a_limit_takes_the_same_rows_from_everywhere(rows, limit, chosen):
-    assert chosen_rows(rows, limit, 3).tolist() == chosen
+    assert select_eval_rows(rows, limit, 3).tolist() == chosen
 
 
 def test_the_perplexity_of_a_hopeless_model_is_infinite():

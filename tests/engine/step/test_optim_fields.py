@@ -120,7 +120,7 @@ def offloaded(job):
     for _ in range(2):
         step(loop)
     engine = loop.built.engine
-    places = {local(held.parameter).data_ptr() for held in engine.layout.held}
+    places = {local(held.parameter).data_ptr() for held in engine.layout.params}
     stepped = [p for group in engine.optimizer.param_groups for p in group["params"]]
     assert all(s.device.type == "cpu" for p in stepped for s in engine.optimizer.state[p].values())
     shared = sum(local(parameter).data_ptr() in places for parameter in stepped)
@@ -216,7 +216,7 @@ def test_what_this_machine_cannot_step_is_refused(folder, train, says):
 
 def rates(job):
     loop = loop_of(job)
-    name_of = {id(one.parameter): one.name for one in loop.built.engine.layout.held}
+    name_of = {id(one.parameter): one.name for one in loop.built.engine.layout.params}
     return {
         name_of[id(parameter)]: group["lr"]
         for group in loop.built.engine.optimizer.param_groups

@@ -115,8 +115,8 @@ def take_steps(loop, steps):
     for step in steps:
         for held in engine.layout.trainable:
             gradient = torch.zeros_like(held.parameter, dtype=held.parameter.grad_dtype)
-            for piece in held.pieces:
-                copy_shard(drawn(piece.tensor, piece.whole, step), piece, piece.of(local(gradient)))
+            for piece in held.shards:
+                copy_shard(drawn(piece.tensor, piece.full_shape, step), piece, piece.view(local(gradient)))
             held.parameter.grad = gradient
         set_lr(engine.optimizer, LR)
         engine.optimizer.step()

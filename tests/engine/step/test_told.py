@@ -15,9 +15,9 @@ from penstock.engine.optim.norm_metrics import norm_layer_name
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 from penstock.train.metrics.jsonl import read_metrics
-from penstock.train.metrics.loss_spikes import LossWatch, SpikeWatch
-from penstock.train.metrics.phase_timer import Phases
-from penstock.train.metrics.step_metrics import GIB, peak_resident
+from penstock.train.metrics.loss_spikes import LossSpikeDetector, LossSpikeMonitor
+from penstock.train.metrics.phase_timer import PhaseTimer
+from penstock.train.metrics.step_metrics import GIB, peak_resident_memory
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,
@@ -64,7 +64,7 @@ def norms(job):
     trained = adapters or parameters_of(loop)
     loop.close()
     factors = sum(value.size for value in adapters.values())
-    return record, by_layer(seen[0]), by_layer(trained), factors, loop.built.learning.factors
+    return record, by_layer(seen[0]), by_layer(trained), factors, loop.built.learning.adapter_params
 
 
 def by_layer(arrays):
@@ -129,7 +129,7 @@ def test_norms_are_told_as_far_as_is_asked(folder):
 def poisoned(job):
     """What is said when one row's tokens have no numbers."""
     loop = loop_of(job)
-    for held in loop.built.engine.layout.held:
+    for held in loop.built.engine.layout.params:
         if held.name == "model.embed_tokens.weight":
             held.parameter.data[POISON] = math.nan
     steps = [
@@ -171,21 +171,21 @@ def test_an_overflow_on_the_way_back_names_the_rows_of_the_step():
 
 
 def test_a_loss_stands_out_once_and_only_from_many():
-    watch = LossWatch(6.0)
+    watch = LossSpikeDetector(6.0)
     usual = [2 + 0.01 * math.sin(i) for i in range(60)]
     assert not any(map(watch.update, [50.0, *usual]))
     spike = watch.update(3.0)
     assert spike
-    assert spike.usual == pytest.approx(2, abs=0.02)
+    assert spike.median == pytest.approx(2, abs=0.02)
     assert watch.update(3.1) is None  # the same one
     assert watch.update(2.0) is None
     assert watch.update(math.inf)
     assert not any(map(watch.update, [2.0, 2.2]))
-    assert not any(map(LossWatch(0).update, [*usual, 1e9]))
+    assert not any(map(LossSpikeDetector(0).update, [*usual, 1e9]))
 
 
 def test_losses_that_are_nearly_zero_do_not_stand_out_for_being_many_times_their_median():
-    watch = LossWatch(6.0)
+    watch = LossSpikeDetector(6.0)
     falling = [5.8 * 0.93**step for step in range(200)]
     assert not any(map(watch.update, falling))
     assert not any(map(watch.update, [0.01, 0.12, 0.01, 0.15, 0.01]))
@@ -195,7 +195,7 @@ def test_losses_that_are_nearly_zero_do_not_stand_out_for_being_many_times_their
 def spike(rank_with_the_spike):
     """What is said on this rank of a step that was dear on one of them."""
     ranks = init_process_group(60)
-    watch = SpikeWatch(6.0, ranks)
+    watch = LossSpikeMonitor(6.0, ranks)
     empty = torch.zeros(0, dtype=torch.int64)
 
     def see(loss, share):
@@ -239,7 +239,7 @@ def slowed(job):
     ballast = b"x" * (BALLAST * loop.ranks.rank)
     loop.run()
     assert len(ballast) == BALLAST * loop.ranks.rank
-    return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_resident() / GIB
+    return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_resident_memory() / GIB
 
 
 @pytest.mark.dist
@@ -262,7 +262,7 @@ def test_a_record_tells_passes_apart_and_the_rank_with_the_most_memory(folder):
 
 
 def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
-    pulse, phases = Heartbeat(), Phases(torch.device("cpu"))
+    pulse, phases = Heartbeat(), PhaseTimer(torch.device("cpu"))
     pulse.listen(phases.on_phase)
     began = time.perf_counter()
     phases.pop_seconds()

@@ -44,7 +44,7 @@ def checkpoint_expert_gates(
         return call_experts(experts, x_RD, counts_E)
     call = _Call(experts, x_RD, counts_E)
     with torch.autograd.graph.saved_tensors_hooks(call.pack_first_half, unpack_hook):
-        inner_RF = experts.gated(x_RD, counts_E)
+        inner_RF = experts.gate_up(x_RD, counts_E)
     call.record_first_half_output(inner_RF)
     with torch.autograd.graph.saved_tensors_hooks(call.pack_second_half, unpack_hook):
         return experts.down(inner_RF, counts_E)
@@ -55,7 +55,7 @@ class _Call:
 
     def __init__(self, experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor) -> None:
         # The dropout RNG may belong to another micro-batch by then.
-        self._gated = preserve_dropout_rng(experts.gated)
+        self._gated = preserve_dropout_rng(experts.gate_up)
         # Not the tensor itself, which would keep the graph before it alive.
         self._x_RD, self._wanted = save_for_backward(x_RD), x_RD.requires_grad
         self._counts_E = counts_E

@@ -59,7 +59,7 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
         assert isinstance(layer, Block)
         for module in layer.modules():
             if isinstance(module, OpModule):
-                module.give_number()
+                module.register_op()
         for module in _programs(layer):
             # Not the module's call, which runs FSDP's hooks.
             module.forward = torch.compile(module.forward, dynamic=True)

@@ -22,7 +22,7 @@ def dropout_config(written: DropoutConfig) -> DropoutRates:
 
 def has_dropout(part: Decoder) -> bool:
     """Whether the model part has any dropout, adapters included."""
-    return any(isinstance(module, Dropout) and module.drops for module in part.modules())
+    return any(isinstance(module, Dropout) and module.is_enabled for module in part.modules())
 
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:

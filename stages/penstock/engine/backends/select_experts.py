@@ -67,8 +67,8 @@ def refusal(
     refuses = group_gemm.fast[name].refuses
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
     for inputs, outputs in (
-        (config.hidden_size, 2 * experts.width),
-        (experts.width, config.hidden_size),
+        (config.hidden_size, 2 * experts.intermediate_size),
+        (experts.intermediate_size, config.hidden_size),
     ):
         x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
         # One expert's memory is expanded to all.

@@ -45,12 +45,12 @@ def require_whole(folder: Path, ranks: ProcessInfo) -> None:
 
 def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
     """The errors of a checkpoint; a collective call with the same result on all ranks."""
-    ranks.pulse.set_phase(VERIFYING)
+    ranks.heartbeat.set_phase(VERIFYING)
     faults = checkpoint_faults(
         folder,
         share=ranks.rank,
         of=ranks.world_size,
-        progress=lambda: ranks.pulse.set_phase(VERIFYING),
+        progress=lambda: ranks.heartbeat.set_phase(VERIFYING),
     )
     if not faults and ranks.is_main_process:
         faults = _faults_without_digests(folder)

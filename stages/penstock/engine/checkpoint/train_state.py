@@ -131,7 +131,7 @@ class TrainState:
         """
         there = _states(files)
         for held in self._step_counts():
-            if held.pieces and there.get(held.pieces[0].tensor):
+            if held.shards and there.get(held.shards[0].tensor):
                 parameter = held.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
@@ -167,10 +167,10 @@ def _state_boxes(
     elif value.shape == like.shape:
         yield from _boxes(held, value, OPTIMIZER, end)
     elif value.dim():
-        for piece in held.pieces[:1]:
+        for piece in held.shards[:1]:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
     else:
-        for piece in held.pieces:
+        for piece in held.shards:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
@@ -179,11 +179,15 @@ def _boxes_of_tensors(
 ) -> Iterator[tuple[str, ShardView]]:
     """The boxes of a state with one number per tensor: per matrix of a stack, otherwise one."""
     start = 0
-    for piece in held.pieces:
+    for piece in held.shards:
         numbers = numbers_of(piece)
         own, start = value[start : start + len(numbers)], start + len(numbers)
-        is_stack = len(piece.whole) == 3
-        box = ShardView(piece.whole[:1], (numbers.start,), own) if is_stack else whole_box(own[0])
+        is_stack = len(piece.full_shape) == 3
+        box = (
+            ShardView(piece.full_shape[:1], (numbers.start,), own)
+            if is_stack
+            else whole_box(own[0])
+        )
         yield f"{OPTIMIZER}{piece.tensor}{end}", box
 
 
@@ -194,8 +198,8 @@ def _boxes(
     end: str,
     rounded_to: torch.dtype | None = None,
 ) -> Iterator[tuple[str, ShardView]]:
-    for piece in held.pieces:
-        box = ShardView(piece.whole, piece.offsets, piece.of(part), rounded_to)
+    for piece in held.shards:
+        box = ShardView(piece.full_shape, piece.offsets, piece.view(part), rounded_to)
         yield f"{begin}{piece.tensor}{end}", box
 
 

@@ -35,7 +35,7 @@ class ContextParallel:
 
     def __init__(self, mesh: Mesh) -> None:
         """Every rank of the mesh must create it at the same time."""
-        self.multiple = multiple(mesh.degrees)
+        self.multiple = multiple(mesh.dims)
         """What T must be a multiple of."""
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
         self._groups = [group for group in (ring, ulysses) if group]
@@ -61,7 +61,7 @@ class ContextParallel:
             position_ids_T=self.shard_tensor(batch.position_ids_T),
         )
 
-    def segments(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
+    def varlen_metadata(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
         """The document boundaries of a micro-batch for `attend`, built once for all layers."""
         spans = batch.spans()
         if self._ring:
@@ -71,7 +71,7 @@ class ContextParallel:
         start_rows = None if spans is None else first_blind_rows(spans)
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows)
 
-    def attend(self, backend: str) -> AttentionFn:
+    def attention_fn(self, backend: str) -> AttentionFn:
         """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else keeping(attention.backend(backend))

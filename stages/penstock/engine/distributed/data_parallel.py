@@ -45,10 +45,10 @@ class GradSync(Protocol):
 class FSDPPolicy:
     """The FSDP2 settings."""
 
-    kept: ReshardAfter
-    compute: torch.dtype | None
+    reshard_after: ReshardAfter
+    param_dtype: torch.dtype | None
     """The dtype of gathered weights and activations; None: the dtype of the weights."""
-    reduce: torch.dtype | None
+    reduce_dtype: torch.dtype | None
     """The dtype of gradient reduction; None: the compute dtype."""
     offload: bool
     """Whether sharded weights, gradients and optimizer states are offloaded to host memory."""
@@ -72,14 +72,14 @@ def shard(
     modules are never cast; they are separate units if other weights are cast. `elsewhere` are
     modules with a mesh of their own.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=how.compute, reduce_dtype=how.reduce)
-    uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce)
-    apart = [module for module in exact if how.compute is not None and module not in units]
+    mixed = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=how.reduce_dtype)
+    uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce_dtype)
+    apart = [module for module in exact if how.param_dtype is not None and module not in units]
     # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     pinned = torch.cuda.is_available()
     offload = CPUOffloadPolicy(pin_memory=pinned) if how.offload else OffloadPolicy()
-    frees = how.kept == "nothing"
+    frees = how.reshard_after == "nothing"
     for unit, its_mesh in elsewhere:
         fully_shard(
             unit,
@@ -166,11 +166,11 @@ def shard_parts(
         shard(
             part,
             units,
-            mesh.weights(train.cp_fsdp_mode),
+            mesh.fsdp_mesh(train.cp_fsdp_mode),
             sharding(train),
             exact=exact,
             elsewhere=[
-                (experts, mesh.experts()) for experts in separately_sharded_experts(part, mesh)
+                (experts, mesh.expert_mesh()) for experts in separately_sharded_experts(part, mesh)
             ],
         )
 
@@ -186,9 +186,9 @@ def sharding(train: TrainConfig) -> FSDPPolicy:
     """The FSDP2 settings of a run."""
     computes_in: torch.dtype = getattr(torch, train.computes_in)
     return FSDPPolicy(
-        kept=reshard_policy(train),
-        compute=None if computes_in == torch.float32 else computes_in,
-        reduce=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
+        reshard_after=reshard_policy(train),
+        param_dtype=None if computes_in == torch.float32 else computes_in,
+        reduce_dtype=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
         offload=train.enable_fsdp_offload,
         prefetch=train.enable_forward_prefetch,
     )
@@ -205,17 +205,17 @@ def gradient_sync(
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
     by_copies: dict[int, list[LocalParam]] = {}
     for one in held:
-        by_copies.setdefault(id(one.copying), []).append(one)
+        by_copies.setdefault(id(one.replica_group), []).append(one)
     return ReplicatedSync(
         [
             BucketedAllReduce(
                 [one.parameter for one in some],
-                some[0].copying,
+                some[0].replica_group,
                 overlaps=overlaps,
                 bucket_mb=bucket_mb,
             )
             for some in by_copies.values()
-            if some[0].copying is not None
+            if some[0].replica_group is not None
         ]
     )
 
@@ -281,7 +281,7 @@ def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
     """The ranks that hold the same part of most weights as this one; None if there is no other."""
     if train.data_parallel_mode != "fsdp2":
         return mesh.group(*ROWS)
-    replicate = mesh.weights(train.cp_fsdp_mode)["replicate"]
+    replicate = mesh.fsdp_mesh(train.cp_fsdp_mode)["replicate"]
     return replicate.get_group() if replicate.size() > 1 else None
 
 
@@ -289,5 +289,5 @@ def _copying_experts(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None
     """The ranks that hold the same part of the experts as this one; None if there is no other."""
     if train.data_parallel_mode == "fsdp2" or not mesh.shards_experts_separately:
         return None
-    alike = mesh.experts()["shard"]
+    alike = mesh.expert_mesh()["shard"]
     return alike.get_group() if alike.size() > 1 else None

@@ -51,7 +51,7 @@ class Mesh:
         Experts are shared by `neighbours`, or by `strangers`: ranks as far apart as possible.
         """
         self._placement: Placement = experts
-        self.degrees, self.rank = degrees, rank
+        self.dims, self.rank = degrees, rank
         self.device_type = device_type
         self._grid = torch.arange(degrees.world_size).reshape([self.size(axis) for axis in AXES])
         place = (self._grid == rank).nonzero()[0].tolist()
@@ -60,7 +60,7 @@ class Mesh:
 
     def size(self, *axes: Axis) -> int:
         """The number of ranks along these axes."""
-        return math.prod(getattr(self.degrees, axis) for axis in axes)
+        return math.prod(getattr(self.dims, axis) for axis in axes)
 
     def index(self, *axes: Axis) -> int:
         """This rank's index among those that differ from it in these axes only."""
@@ -77,7 +77,7 @@ class Mesh:
         """The process group of those ranks; None if this rank is the only one."""
         return self._view([axes]).get_group("0") if self.size(*axes) > 1 else None
 
-    def neighbours(self, count: int) -> dist.ProcessGroup | None:
+    def adjacent_group(self, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks along `tensor` that includes this rank; None for
         one.
 
@@ -93,13 +93,13 @@ class Mesh:
             )
         return self._views[key].get_group("near")
 
-    def weights(self, folding: Folding) -> DeviceMesh:
+    def fsdp_mesh(self, folding: Folding) -> DeviceMesh:
         """The weight mesh: replicas along `replicate`, shards along `shard` (HSDP)."""
         shard: tuple[Axis, ...] = ("shard", *FOLDED[folding])
         replicate: tuple[Axis, ...] = tuple(axis for axis in ROWS if axis not in shard)
         return self._view([replicate, shard], names=("replicate", "shard"))["replicate", "shard"]
 
-    def experts(self) -> DeviceMesh:
+    def expert_mesh(self) -> DeviceMesh:
         """The expert mesh of this pipeline stage.
 
         `expert` ranks share a layer's experts; `shard` ranks hold the same experts and shard their
@@ -107,7 +107,7 @@ class Mesh:
         """
         if "experts" not in self._views:
             stages = self._grid.reshape(self.size("pipeline"), -1)
-            count = self.degrees.expert
+            count = self.dims.expert
             if self._placement == "neighbours":
                 laid = stages.reshape(len(stages), 1, -1, count)
             else:
@@ -122,7 +122,7 @@ class Mesh:
     @property
     def shards_experts_separately(self) -> bool:
         """Whether experts are sharded differently from the other weights."""
-        return self.degrees.expert > 1 or self.degrees.tensor > 1
+        return self.dims.expert > 1 or self.dims.tensor > 1
 
     def _view(
         self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None

@@ -36,9 +36,9 @@ def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
     Call it on every rank before anything is sharded. The size of the expert-parallel group must
     divide the number of experts. Does nothing without expert parallelism.
     """
-    if mesh.degrees.expert == 1:
+    if mesh.dims.expert == 1:
         return
-    along = mesh.experts()["expert"]
+    along = mesh.expert_mesh()["expert"]
     group, index, size = along.get_group(), along.get_local_rank(), along.size()
     for mixture in moe_layers(model):
         experts = mixture.experts

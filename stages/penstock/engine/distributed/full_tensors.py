@@ -53,12 +53,12 @@ class FullTensorGather:
     def __init__(self, held: Iterable[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
         self._here: dict[_Box, tuple[TensorShard, nn.Parameter]] = {
-            _Box(piece.tensor, piece.whole, piece.offsets, piece.sizes, one.parameter.dtype): (
+            _Box(piece.tensor, piece.full_shape, piece.offsets, piece.sizes, one.parameter.dtype): (
                 piece,
                 one.parameter,
             )
             for one in held
-            for piece in one.pieces
+            for piece in one.shards
         }
         found: dict[str, dict[_Box, int]] = {}
         for rank, boxes in enumerate(ranks.all_gather(list(self._here))):
@@ -96,7 +96,7 @@ class FullTensorGather:
         for box in self._from(0, wanted):
             box.within(wholes[box.tensor]).copy_(self._part(box))
         for rank, boxes, arrived in arriving:
-            with self._ranks.pulse.waiting():
+            with self._ranks.heartbeat.waiting():
                 dist.recv(arrived, src=rank)
             for box, part in zip(boxes, arrived.split([b.nbytes for b in boxes]), strict=True):
                 # Cloned for alignment: a view to a wider dtype needs an aligned start.
@@ -130,7 +130,7 @@ class FullTensorGather:
 
     def _broadcast(self, numbers: torch.Tensor) -> torch.Tensor:
         numbers = numbers.to(self._ranks.device)
-        with self._ranks.pulse.waiting():
+        with self._ranks.heartbeat.waiting():
             dist.broadcast(numbers, src=0)
             return numbers.cpu()
 
@@ -143,13 +143,13 @@ class FullTensorGather:
     def _sent(self, names: Sequence[str]) -> None:
         boxes = self._from(self._ranks.rank, names)
         if boxes:
-            with self._ranks.pulse.waiting():
+            with self._ranks.heartbeat.waiting():
                 dist.send(torch.cat([_bytes(self._part(box)) for box in boxes]), dst=0)
 
     def _part(self, box: _Box) -> torch.Tensor:
         """This rank's shard of a tensor, on the device of the process group."""
         piece, parameter = self._here[box]
-        return piece.of(local(parameter.detach())).to(self._ranks.device)
+        return piece.view(local(parameter.detach())).to(self._ranks.device)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ class LayoutError:
     """Why a layout is invalid, and the settings that are most likely wrong."""
 
     reason: str
-    blamed: tuple[str, ...]
+    settings: tuple[str, ...]
     """Names such as `train.tensor_parallel_size`."""
 
 
@@ -94,7 +94,9 @@ def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
         changed = train.model_copy(update={n.removeprefix("train."): v for n, v in values.items()})
         return isinstance(compute_dims(changed, world), ParallelDims)
 
-    change = suggest_change(sizes_near(train, world), accepted, found.blamed, fallback_dims(train))
+    change = suggest_change(
+        sizes_near(train, world), accepted, found.settings, fallback_dims(train)
+    )
     raise ConfigError(f"{found.reason}.{format_suggestion(change)}")
 
 

@@ -35,11 +35,11 @@ class ModelInputs:
     position_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     segments: VarlenMetadata
     """Document boundaries, as this rank's attention needs them."""
-    reduce: Reduce
+    output_fn: Reduce
     """Function from hidden states and LM head to the summed loss of this rank's tokens."""
-    noise: DropoutRNG | None = None
+    dropout: DropoutRNG | None = None
     """Dropout RNG; None: no dropout."""
-    watch: RouterObserver | None = None
+    router_observer: RouterObserver | None = None
     """The observer of router choices."""
 
 
@@ -55,27 +55,27 @@ class ParallelModel:
     mesh: Mesh
     parts: Sequence[Decoder]
     """One part, or one for each pipeline stage of this rank."""
-    held: Sequence[LocalParam]
+    params: Sequence[LocalParam]
     """Every parameter of the parts."""
     context: ContextParallel
     sync: GradSync
     pipeline: "Pipeline | None"
     """None without pipeline parallelism."""
-    casting: Casting
+    autocast: Casting
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
-    pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
     """
 
     @property
     def trainable(self) -> list[LocalParam]:
         """The trainable parameters."""
-        return [held for held in self.held if held.parameter.requires_grad]
+        return [held for held in self.params if held.parameter.requires_grad]
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks that compute the same packed sequences together."""
-        return self.mesh.degrees.world_size // self.mesh.degrees.num_replicas
+        return self.mesh.dims.world_size // self.mesh.dims.num_replicas
 
     @property
     def is_loss_rank(self) -> bool:
@@ -96,7 +96,7 @@ class ParallelModel:
         return ModelInputs(
             mine.input_ids_T.to(device, non_blocking=True),
             mine.position_ids_T.to(device, non_blocking=True),
-            self.context.segments(batch, device),
+            self.context.varlen_metadata(batch, device),
             reduce,
             noise,
         )
@@ -109,7 +109,7 @@ class ParallelModel:
         if self.pipeline:
             self.sync.prepare_backward(last=True)
             total = self.pipeline.forward_backward(calls)
-            self.pulse.set_phase("backward")
+            self.heartbeat.set_phase("backward")
         else:
             total = self._one_by_one(calls)
         self.sync.wait()
@@ -149,7 +149,7 @@ class ParallelModel:
     @torch.no_grad()
     def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
         """Run a forward pass as in training for router observers, without a loss."""
-        calls = [replace(call, reduce=_nothing) for call in calls]
+        calls = [replace(call, output_fn=_nothing) for call in calls]
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
@@ -160,17 +160,17 @@ class ParallelModel:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
             self.sync.prepare_backward(last=index == len(calls) - 1)
-            self.pulse.set_phase("forward")
+            self.heartbeat.set_phase("forward")
             loss = self._reduced(call)
-            self.pulse.set_phase("backward")
+            self.heartbeat.set_phase("backward")
             loss.backward()
             total += loss.detach()
         return total
 
     def _reduced(self, call: ModelInputs) -> torch.Tensor:
         [model] = self.parts
-        with self.casting(), dropout_rng(call.noise), observe_routers(call.watch):
-            return model(call.input_ids_T, call.position_ids_T, call.segments, call.reduce)
+        with self.autocast(), dropout_rng(call.dropout), observe_routers(call.router_observer):
+            return model(call.input_ids_T, call.position_ids_T, call.segments, call.output_fn)
 
     def _share(self, total: torch.Tensor) -> torch.Tensor:
         # Ranks along the tensor axis compute the same sum; one of them reports it.
@@ -193,6 +193,6 @@ def build_stage_modules(
     layers = layers_of_stages(train, config.num_hidden_layers)
     last = len(layers) - 1
     return [
-        PipelineStageModules(layers[stage], begins=stage == 0, ends=stage == last)
+        PipelineStageModules(layers[stage], has_embedding=stage == 0, has_head=stage == last)
         for stage in stages_of_rank(train, index)
     ]

@@ -30,21 +30,21 @@ class TensorShard:
 
     tensor: str
     """The name in a checkpoint: Hugging Face's, or the adapter's."""
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """The shape of the full tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int = 0
     """The first local row of the box; `sizes` gives the number of rows."""
-    copies: int = 1
+    num_copies: int = 1
     """The number of ranks of one pipeline stage's tensor axis, or of stages, that hold this same
     box.
     """
-    summed: Shared | None = None
+    grad_reduce: Shared | None = None
     """The ranks over which the gradients of the copies must be summed; None: each is complete."""
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows of the local tensor."""
         return self.sizes[0]
 
@@ -53,15 +53,15 @@ class TensorShard:
         """The number of elements of the box."""
         return math.prod(self.sizes)
 
-    def of(self, local: torch.Tensor) -> torch.Tensor:
+    def view(self, local: torch.Tensor) -> torch.Tensor:
         """The box as a view of the local tensor."""
         first = local.dim() - len(self.sizes) + 1
         rows = math.prod(local.shape[:first])
-        return local.view(rows, *local.shape[first:]).narrow(0, self.start, self.rows)
+        return local.view(rows, *local.shape[first:]).narrow(0, self.start, self.num_rows)
 
-    def within(self, first: int, end: int) -> "TensorShard | None":
+    def restrict_rows(self, first: int, end: int) -> "TensorShard | None":
         """Restrict the shard to local rows `first` to `end`, which become the local tensor."""
-        low, high = max(first, self.start), min(end, self.start + self.rows)
+        low, high = max(first, self.start), min(end, self.start + self.num_rows)
         if low >= high:
             return None
         return replace(
@@ -85,21 +85,21 @@ class LocalParam:
     name: str
     """The name in the model."""
     parameter: nn.Parameter
-    pieces: tuple[TensorShard, ...]
+    shards: tuple[TensorShard, ...]
     """The shards of the local part of the parameter, in order; empty if this rank holds no row."""
-    copying: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
     """The ranks that compute other tokens with the same part; None if there is no other."""
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """The number of those ranks, this one included."""
-        return 1 if self.copying is None else self.copying.size()
+        return 1 if self.replica_group is None else self.replica_group.size()
 
     @property
-    def copies(self) -> int | None:
+    def num_copies(self) -> int | None:
         """The number of ranks that hold the same part; None if it differs between shards."""
-        found = {piece.copies for piece in self.pieces} or {1}
-        return self.replicas * found.pop() if len(found) == 1 else None
+        found = {piece.num_copies for piece in self.shards} or {1}
+        return self.num_replicas * found.pop() if len(found) == 1 else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,5 +139,5 @@ def make_local_param(
 
 def _within(pieces: Iterable[TensorShard], first: int, end: int) -> Iterator[TensorShard]:
     for piece in pieces:
-        if part := piece.within(first, end):
+        if part := piece.restrict_rows(first, end):
             yield part

@@ -99,8 +99,12 @@ class Pipeline:
                 inputs = call.input_ids_T
                 if number:
                     inputs = self._receive(number - 1, hidden_TD, len(call.position_ids_T))
-                with self._casting(), dropout_rng(call.noise), observe_routers(call.watch):
-                    given = part(inputs, call.position_ids_T, call.segments, call.reduce)
+                with (
+                    self._casting(),
+                    dropout_rng(call.dropout),
+                    observe_routers(call.router_observer),
+                ):
+                    given = part(inputs, call.position_ids_T, call.segments, call.output_fn)
                 if number == self._num_stages - 1:
                     total += given
                 elif number + 1 in self._numbers:
@@ -205,14 +209,18 @@ class _Stage(PipelineStage):
     ) -> Any:
         del args, kwargs
         call = self.calls[fwd_chunk_id]
-        with self._telling("forward"), dropout_rng(call.noise), observe_routers(call.watch):
+        with (
+            self._telling("forward"),
+            dropout_rng(call.dropout),
+            observe_routers(call.router_observer),
+        ):
             return super().forward_one_chunk(
                 fwd_chunk_id,
                 (call.input_ids_T,),
                 {
                     "position_ids_T": call.position_ids_T,
                     "segments": call.segments,
-                    "reduce": call.reduce,
+                    "reduce": call.output_fn,
                 },
                 save_forward_output,
             )

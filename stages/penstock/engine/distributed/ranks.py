@@ -26,7 +26,7 @@ class ProcessInfo:
     local_rank: int
     world_size: int
     device: torch.device
-    pulse: Heartbeat = field(default_factory=Heartbeat, compare=False)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Where this rank reports its current phase."""
 
     @property
@@ -36,13 +36,13 @@ class ProcessInfo:
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce: the sum of `value` over all ranks, in place."""
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
         """All-reduce: the elementwise maximum of `value` over all ranks, in place."""
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
@@ -53,20 +53,20 @@ class ProcessInfo:
     def max_over_ranks(self, *values: int) -> list[int]:
         """The maximum of each value over all ranks; the same result on all ranks."""
         marks = torch.tensor([int(value) for value in values], device=self.device)
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.all_reduce(marks, op=dist.ReduceOp.MAX)
             return marks.tolist()
 
     def all_gather(self, value: T) -> list[T]:
         """All-gather each rank's `value`, in rank order."""
         found = [value] * self.world_size
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.all_gather_object(found, value)
         return found
 
     def barrier(self) -> None:
         """Barrier over all ranks."""
-        with self.pulse.waiting():
+        with self.heartbeat.waiting():
             dist.barrier()
 
 

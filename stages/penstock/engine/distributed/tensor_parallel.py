@@ -62,7 +62,7 @@ def parallelize_tensor(
     names = WeightMap(model.config, model.merge_qkv)
     cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Created now because all ranks must create groups, and a part may have no key projection.
-    mesh.neighbours(cuts.span("k_proj").copies)
+    mesh.adjacent_group(cuts.span("k_proj").copies)
     for name, parameter in list(model.named_parameters()):
         if not cuts.is_in_mixture(name):
             _keep(model, name, cuts.shard(name, parameter.detach()), parameter.requires_grad)
@@ -75,7 +75,7 @@ def parallelize_tensor(
         model.model.embed_tokens = _divided(table, first, group, residual)
     for layer in model.model.layers.values():
         assert isinstance(layer, Block)
-        layer.self_attn.parts = [cuts.span(part).count for part in model.config.qkv_parts]
+        layer.self_attn.qkv_sizes = [cuts.span(part).count for part in model.config.qkv_features]
         for part, socket in SOCKETS.items():
             mixture = isinstance(getattr(layer, part), MoE)
             region = _mixture_region if mixture else _region
@@ -96,14 +96,14 @@ def reduce_partial_grads(held: Sequence[LocalParam], mesh: Mesh) -> None:
         if one.parameter.grad is None:
             continue
         gradient = local(one.parameter.grad)
-        for piece in one.pieces:
-            if piece.summed is not None:
-                among = piece.copies if piece.summed == "kv" else None
-                terms[among, gradient.dtype].append(piece.of(gradient))
+        for piece in one.shards:
+            if piece.grad_reduce is not None:
+                among = piece.num_copies if piece.grad_reduce == "kv" else None
+                terms[among, gradient.dtype].append(piece.view(gradient))
     for (among, _), views in terms.items():
         # Offloaded gradients are in host memory, where the group cannot reduce them.
         flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
-        group = mesh.group("tensor") if among is None else mesh.neighbours(among)
+        group = mesh.group("tensor") if among is None else mesh.adjacent_group(among)
         dist.all_reduce(flat, group=group)
         sums = flat.split([view.numel() for view in views])
         torch._foreach_copy_(
@@ -135,7 +135,7 @@ def _resize(
     """Set the layer's feature counts to this rank's."""
     rows, columns = module.out_features, module.in_features
     if isinstance(module.weight, QuantizedMatrix):
-        [piece, *_] = cuts.pieces(weight, tuple(module.weight.shape))
+        [piece, *_] = cuts.shards(weight, tuple(module.weight.shape))
         module.weight.columns = piece.sizes[1]
     module.out_features, module.in_features = module.weight.shape
     if not isinstance(module, LoraLinear):
@@ -156,9 +156,9 @@ def _tell(module: nn.Module, name: str, cuts: TensorParallelPlan, group: dist.Pr
         _resize(module, f"{name}.weight", cuts, group)
     if isinstance(module, Dropout) and _sees_share(name, cuts):
         module.places_here = partial(local_share, group=group)
-    if isinstance(module, FeedForward | PlainFeedForward) and module.drop:
+    if isinstance(module, FeedForward | PlainFeedForward) and module.dropout:
         inner = cuts.names.config.intermediate_size
-        module.drop.first_feature = cuts.span("down_proj", inner).first
+        module.dropout.first_feature = cuts.span("down_proj", inner).first
     if isinstance(module, PositionTable) and cuts.residual == "split":
         module.positions_here = partial(local_share, group=group)
     if isinstance(module, WeightDropout):

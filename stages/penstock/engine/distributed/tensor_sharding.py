@@ -67,7 +67,7 @@ class TensorParallelPlan:
     lends_table: bool = False
     """Whether tied embedding and head are in different parts, each with its own Parameter."""
 
-    def pieces(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
+    def shards(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
         """The shards of parameter `name`; empty if this rank has no such parameter.
 
         `shape` is only read for dimensions of LoRA factors that are never split: the full shape of
@@ -79,12 +79,12 @@ class TensorParallelPlan:
         module, _, leaf = name.rpartition(".")
         if module in self.formats:
             return tuple(
-                _of_bytes(piece, leaf, self.formats[module]) for piece in self.pieces(module, shape)
+                _of_bytes(piece, leaf, self.formats[module]) for piece in self.shards(module, shape)
             )
         role = find_parallel_style(module, self.roles)
         if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
-            return (replace(table, copies=2),)
+            return (replace(table, num_copies=2),)
         if role is None:
             [tensor] = self.names.hf_names(name)
             return (self._unshard(tensor, self._how_norms_sum(module)),)
@@ -111,7 +111,7 @@ class TensorParallelPlan:
             else:
                 continue
             found.append(piece)
-            start += piece.rows
+            start += piece.num_rows
         return tuple(found)
 
     def span(self, layer: str, features: int = 0) -> Span:
@@ -138,13 +138,13 @@ class TensorParallelPlan:
         """This rank's part of a full native tensor; None if it holds nothing."""
         boxes: list[torch.Tensor] = []
         start = 0
-        for piece in self.pieces(name, tuple(tensor.shape)):
-            box = tensor.narrow(0, start + piece.offsets[0], piece.rows)
+        for piece in self.shards(name, tuple(tensor.shape)):
+            box = tensor.narrow(0, start + piece.offsets[0], piece.num_rows)
             for dim in range(1, tensor.ndim):
                 box = box.narrow(dim, piece.offsets[dim], piece.sizes[dim])
             boxes.append(box)
             # Native tensors are checkpoint tensors concatenated.
-            start += piece.whole[0]
+            start += piece.full_shape[0]
         return torch.cat(boxes) if boxes else None
 
     def is_in_mixture(self, module: str) -> bool:
@@ -218,7 +218,7 @@ class TensorParallelPlan:
         mine = shard_range(experts.num_experts, self.expert_size, self.expert_index)
         return TensorShard(
             name,
-            whole=(experts.num_experts, *shape[1:]),
+            full_shape=(experts.num_experts, *shape[1:]),
             offsets=(mine.start, 0, 0),
             sizes=(len(mine), *shape[1:]),
         )
@@ -237,15 +237,15 @@ class TensorParallelPlan:
             whole,
             offsets=tuple(span.first if at == dim else 0 for at in range(len(whole))),
             sizes=tuple(sizes),
-            copies=span.copies,
-            summed="kv" if span.copies > 1 else None,
+            num_copies=span.copies,
+            grad_reduce="kv" if span.copies > 1 else None,
         )
 
     def _unshard(
         self, tensor: str, summed: Shared | None, whole: tuple[int, ...] | None = None
     ) -> TensorShard:
         piece = whole_piece(tensor, whole or self._shapes[tensor])
-        return replace(piece, copies=self.size, summed=summed if self.size > 1 else None)
+        return replace(piece, num_copies=self.size, grad_reduce=summed if self.size > 1 else None)
 
 
 def tp_plan(
@@ -259,8 +259,8 @@ def tp_plan(
         size=mesh.size("tensor"),
         index=mesh.index("tensor"),
         residual=residual,
-        expert_size=mesh.degrees.expert,
-        expert_index=mesh.experts()["expert"].get_local_rank() if mesh.degrees.expert > 1 else 0,
+        expert_size=mesh.dims.expert,
+        expert_index=mesh.expert_mesh()["expert"].get_local_rank() if mesh.dims.expert > 1 else 0,
         formats={
             name: module.format
             for name, module in model.named_modules()
@@ -281,7 +281,7 @@ def param_shards(
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
     cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
-        name: cuts.pieces(name, tuple(parameter.shape))
+        name: cuts.shards(name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
 
@@ -293,7 +293,7 @@ def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
     and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
     group.
     """
-    rows, columns = piece.whole
+    rows, columns = piece.full_shape
     first, count = piece.offsets[1], piece.sizes[1]
     group = format.group or 1
     if first % group or ((first + count) % group and first + count != columns):
@@ -310,7 +310,7 @@ def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
     return replace(
         piece,
         tensor=f"{piece.tensor}.{leaf}",
-        whole=(rows, width),
+        full_shape=(rows, width),
         offsets=(piece.offsets[0], before),
         sizes=(piece.sizes[0], mine),
     )
@@ -320,7 +320,7 @@ def _after_one_another(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
     start = 0
     for piece in pieces:
         yield replace(piece, start=start)
-        start += piece.rows
+        start += piece.num_rows
 
 
 def _span(count: int, size: int, index: int, width: int = 1) -> Span:

@@ -132,7 +132,7 @@ def validate_layout(
             rule_violations(changed)
         )
 
-    blamed = [name for fault in faults for name in fault.blamed]
+    blamed = [name for fault in faults for name in fault.settings]
     change = suggest_change(_settings_near(run, world), accepted, blamed, _undone(run.train))
     other = suggest_change(launches, accepted, blamed)
     reasons = "\n".join(f"{fault.reason}." for fault in faults)
@@ -220,8 +220,8 @@ def _base_quantization(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
     lora, published = run.lora, counts.published
     if published and run.model.model_path:
         # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
-        usual = cut_at("nf4", None) if published.publisher == "bitsandbytes" else 1
-        return f"as published, {published.format}", published.group or usual
+        usual = cut_at("nf4", None) if published.quant_method == "bitsandbytes" else 1
+        return f"as published, {published.format}", published.group_size or usual
     kept = f"lora.quant_format {lora.quant_format}"
     return kept, cut_at(lora.quant_format, lora.quant_group_size)
 

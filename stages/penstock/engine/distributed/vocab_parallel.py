@@ -111,7 +111,7 @@ class VocabParallelHead:
     size: int
     residual: Residual = "whole"
     logits: Logits = "divided"
-    sums: SumsIn = None
+    reduce_dtype: SumsIn = None
 
     def sum_cross_entropy(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
@@ -183,7 +183,7 @@ class VocabParallelHead:
         group = self._group
         if group is None:
             return hidden, head
-        hidden_TD = copy_to_tp_region(hidden, group, self.residual, self.sums)
+        hidden_TD = copy_to_tp_region(hidden, group, self.residual, self.reduce_dtype)
         if self.logits == "divided":
             return hidden_TD, head
         widths = [len(each) for each in self._shares]

@@ -134,7 +134,7 @@ class Generator:
         with self.eagerly(), self.layout.eval_mode():
             while not all(one.ended for one in growing):
                 between()
-                self.ranks.pulse.set_phase("answering prompts")
+                self.ranks.heartbeat.set_phase("answering prompts")
                 found = Found(self._no_samples(len(growing)), of_prompts, of_answers)
                 self._forward(self._next_batch(passes), found)
                 self._append_tokens(growing, found.drawn, decode, on_token)
@@ -188,9 +188,7 @@ class Generator:
         They are consecutive, so that completions of one prompt stay together.
         """
         mesh = self.layout.mesh
-        mine = shard_range(
-            len(growing), mesh.degrees.num_replicas, mesh.index("replicate", "shard")
-        )
+        mine = shard_range(len(growing), mesh.dims.num_replicas, mesh.index("replicate", "shard"))
         here = [growing[number] for number in mine]
         limits = Limits(self._cache_capacity(), self.passed_tokens, self.multiple)
         kept = [one for one in here if one.max_length <= self.keeps_up_to]
@@ -324,7 +322,7 @@ def build_generator(
     train: TrainConfig, layout: ParallelModel, ranks: ProcessInfo, logits: LogitsOf
 ) -> Generator:
     """The generator of a model with these settings and layout."""
-    config, degrees = layout.parts[0].config, layout.mesh.degrees
+    config, degrees = layout.parts[0].config, layout.mesh.dims
     heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
     layers = sum(len(part.model.layers) for part in layout.parts)
     numbers = 2 * layers * heads * config.head_dim

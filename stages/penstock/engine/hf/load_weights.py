@@ -60,7 +60,7 @@ def load_weights(
     Tensors come from `weights`, a folder of safetensors wrapped by `seen`; adapters, and without a
     folder all tensors, come from `start` on every rank. With `all_ranks` each rank reads its own
     shards. With `first_rank` only rank 0 reads, each byte once, and sends the others their shards:
-    in each group of ranks with the same shards (`LocalParam.copying`) to the first, which
+    in each group of ranks with the same shards (`LocalParam.replica_group`) to the first, which
     broadcasts it.
 
     Raises CapabilityError, on every rank, for tensors that are missing or have another shape.
@@ -68,15 +68,19 @@ def load_weights(
     drawn = [one for one in held if weights is None or _is_adapter(one)]
     stored = [one for one in held if weights is not None and not _is_adapter(one)]
     for one in drawn:
-        for piece in one.pieces:
-            copy_shard(start(piece.tensor, piece.whole), piece, piece.of(local(one.parameter)))
+        for piece in one.shards:
+            copy_shard(
+                start(piece.tensor, piece.full_shape), piece, piece.view(local(one.parameter))
+            )
     if weights is None:
         return
     if readers == "all_ranks" or ranks.world_size == 1:
         with SafetensorsFolder(weights) as folder:
             _read(_boxes(stored), seen(folder), ranks)
         return
-    receiving = [one for one in stored if one.copying is None or dist.get_rank(one.copying) == 0]
+    receiving = [
+        one for one in stored if one.replica_group is None or dist.get_rank(one.replica_group) == 0
+    ]
     # A separate group: P2P messages must not be counted among the collectives of all ranks.
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -84,17 +88,19 @@ def load_weights(
         _receive(_boxes(receiving), seen(folder) if ranks.is_main_process else None, ranks, group)
     dist.destroy_process_group(group)
     for one in stored:
-        if one.copying is not None:
-            _copy(local(one.parameter), one.copying, ranks.device)
+        if one.replica_group is not None:
+            _copy(local(one.parameter), one.replica_group, ranks.device)
 
 
 def _is_adapter(held: LocalParam) -> bool:
-    return any(parse_factor(piece.tensor) for piece in held.pieces)
+    return any(parse_factor(piece.tensor) for piece in held.shards)
 
 
 def _boxes(held: Sequence[LocalParam]) -> list[_Box]:
     return [
-        _Box(piece, piece.of(local(one.parameter).detach())) for one in held for piece in one.pieces
+        _Box(piece, piece.view(local(one.parameter).detach()))
+        for one in held
+        for piece in one.shards
     ]
 
 
@@ -107,7 +113,7 @@ def copy_shard(whole: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> N
 
 def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> None:
     """Read this rank's own shards."""
-    wanted = {box.piece.tensor: box.piece.whole for box in boxes}
+    wanted = {box.piece.tensor: box.piece.full_shape for box in boxes}
     _check(folder, wanted)
     if isinstance(folder, QuantizeOnLoad):
         folder.measure(wanted, ranks)
@@ -176,7 +182,7 @@ def _agreed(
     """The shape and stored dtype of every requested tensor, in the order they will be sent."""
     answer: list[object] = [None]
     if folder:
-        wanted = {piece.tensor: piece.whole for pieces in wishes for piece in pieces}
+        wanted = {piece.tensor: piece.full_shape for pieces in wishes for piece in pieces}
         try:
             _check(folder, wanted)
             names = sorted(wanted, key=folder.order)
@@ -242,7 +248,7 @@ class _Sender:
 
 def _overlap(piece: TensorShard, first: int, end: int) -> tuple[int, int] | None:
     """The rows of a box that overlap rows `first` to `end` of its tensor; None without overlap."""
-    low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.rows)
+    low, high = max(first - piece.offsets[0], 0), min(end - piece.offsets[0], piece.num_rows)
     return (low, high) if low < high else None
 
 

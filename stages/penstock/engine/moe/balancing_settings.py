@@ -58,7 +58,7 @@ class LoadBalancingConfig:
             return None
         written = train.moe_aux_loss_coef
         made = cls(
-            load=experts.balance if written is None else written,
+            load=experts.aux_loss_coef if written is None else written,
             z=train.moe_z_loss_coef,
             over="step" if train.moe_global_load_balancing else "row",
             bias_rate=train.moe_bias_update_rate,

@@ -126,7 +126,7 @@ class Routers:
         ) -> list[ModelInputs]:
             self._watches = [RouterStatsCollector(one, pull(one), load, z) for one in rows]
             pairs = zip(calls, self._watches, strict=True)
-            return [replace(call, watch=watch) for call, watch in pairs]
+            return [replace(call, router_observer=watch) for call, watch in pairs]
 
         if not load:
             return watches(lambda _: None, 0.0, z)
@@ -150,8 +150,12 @@ class Routers:
         if self._balance.bias_rate:
             for place, held in self._biases.items():
                 moves_E = update_expert_bias(totals[place, :experts], self._balance.bias_rate)
-                for piece in held.pieces:
-                    _cut(moves_E.view(piece.whole), piece.of(local(held.parameter)), piece.offsets)
+                for piece in held.shards:
+                    _cut(
+                        moves_E.view(piece.full_shape),
+                        piece.view(local(held.parameter)),
+                        piece.offsets,
+                    )
         self._watches = []
         told: dict[str, Any] = {}
         sums = totals.cpu()

@@ -33,12 +33,12 @@ def select_token_dispatcher(
     if config.experts is None:
         notify("experts: the model has none, so ep_dispatch deepep changes nothing")
         return use_all_to_all_dispatcher
-    if model.deepep_async_combine and not config.experts.shared_width:
+    if model.deepep_async_combine and not config.experts.shared_intermediate_size:
         notify(
             "experts: the model has no shared ones, which alone could be computed while outputs "
             "return, so deepep_async_combine changes nothing"
         )
-    group = mesh.experts()["expert"].get_group()
+    group = mesh.expert_mesh()["expert"].get_group()
     _require(group, device)
     buffer = open_buffer(
         group,
@@ -46,7 +46,7 @@ def select_token_dispatcher(
         gigabytes=model.deepep_buffer_size_gb,
         num_sms=model.deepep_num_sms,
     )
-    waits = config.experts.shared_width and model.deepep_async_combine
+    waits = config.experts.shared_intermediate_size and model.deepep_async_combine
     combining = "meanwhile" if waits else "at_once"
     return lambda mixture, _, total: DeepEP(buffer, total, combining=combining).register_hooks(
         mixture

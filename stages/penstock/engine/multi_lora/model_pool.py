@@ -261,16 +261,16 @@ class ModelPool:
     def _own(self) -> Sequence[LocalParam]:
         """The parameters that differ between models."""
         shared = self.substrate.sharing == "adapters"
-        return self.substrate.trainable if shared else self.substrate.built.engine.layout.held
+        return self.substrate.trainable if shared else self.substrate.built.engine.layout.params
 
     def _start(self, adapter: LoraSpec) -> list[torch.Tensor]:
         """This rank's shards of a new adapter's tensors."""
         found: list[torch.Tensor] = []
         for one in self.substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
-            for piece in one.pieces:
-                start = padded_lora_init(piece.tensor, piece.whole, adapter.rank, adapter.seed)
-                copy_shard(start, piece, piece.of(here))
+            for piece in one.shards:
+                start = padded_lora_init(piece.tensor, piece.full_shape, adapter.rank, adapter.seed)
+                copy_shard(start, piece, piece.view(here))
             found.append(here)
         return found
 

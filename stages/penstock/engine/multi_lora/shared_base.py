@@ -120,7 +120,7 @@ class SharedBase:
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
         base = replace(self.base, names=names, folder=weights)
-        load(self.built.engine.layout.held, base, weights, run, self.ranks)
+        load(self.built.engine.layout.params, base, weights, run, self.ranks)
         self.reshard()
 
     def reshard(self) -> None:

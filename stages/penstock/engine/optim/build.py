@@ -80,7 +80,7 @@ def build_rounding(held: Sequence[LocalParam], seed: int) -> Rounding:
     """Random numbers for stochastic rounding: a function of seed, step, and position in the
     checkpoint.
     """
-    pieces = {one.parameter: one.pieces for one in held}
+    pieces = {one.parameter: one.shards for one in held}
 
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
         its = pieces[parameter]
@@ -95,8 +95,8 @@ def _runs(piece: TensorShard, salt: str) -> list[RowKeys]:
     text = f"{salt}:{piece.tensor}".encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
     if len(piece.sizes) < 3:
-        return [RowKeys(piece.rows, key, piece.offsets[0])]
-    stack, rows = piece.whole[0], piece.whole[-2]
+        return [RowKeys(piece.num_rows, key, piece.offsets[0])]
+    stack, rows = piece.full_shape[0], piece.full_shape[-2]
     assert len(piece.sizes) == 3, f"{piece.tensor} has {stack} stacks of stacks"
     return [
         RowKeys(piece.sizes[1], key, (piece.offsets[0] + number) * rows + piece.offsets[1])

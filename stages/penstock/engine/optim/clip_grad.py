@@ -21,11 +21,11 @@ def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tenso
         if one.parameter.grad is None:
             continue
         gradient = local(one.parameter.grad)
-        if one.copies is not None:
-            by_copies[one.copies].append(gradient)
+        if one.num_copies is not None:
+            by_copies[one.num_copies].append(gradient)
             continue
-        for piece in one.pieces:
-            by_copies[one.replicas * piece.copies].append(piece.of(gradient))
+        for piece in one.shards:
+            by_copies[one.num_replicas * piece.num_copies].append(piece.view(gradient))
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for copies, gradients in by_copies.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)

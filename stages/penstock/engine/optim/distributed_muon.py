@@ -80,9 +80,9 @@ def matrix_shards(pieces: Sequence[TensorShard]) -> list[list[Box]]:
     """The boxes of each shard: one, or one for each matrix of a stack."""
     found: list[list[Box]] = []
     for piece in pieces:
-        shape, offsets, sizes = piece.whole[-2:], piece.offsets[-2:], piece.sizes[-2:]
+        shape, offsets, sizes = piece.full_shape[-2:], piece.offsets[-2:], piece.sizes[-2:]
         numbers = range(1)
-        if len(piece.whole) == 3:
+        if len(piece.full_shape) == 3:
             numbers = range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
         found.append(
             [
@@ -165,7 +165,7 @@ class DistMuon:
         self._turning, self._ranks = turning, ranks
         self._held = {one.parameter: one for one in held}
         have = [
-            (one.name, [box for boxes in matrix_shards(one.pieces) for box in boxes])
+            (one.name, [box for boxes in matrix_shards(one.shards) for box in boxes])
             for one in held
         ]
         messages = planned(ranks.all_gather(have), at_once)
@@ -198,7 +198,7 @@ class DistMuon:
         }
         return {
             parameter: max(
-                (wave_of[box] for boxes in matrix_shards(one.pieces) for box in boxes), default=-1
+                (wave_of[box] for boxes in matrix_shards(one.shards) for box in boxes), default=-1
             )
             for parameter, one in self._held.items()
         }
@@ -207,9 +207,9 @@ class DistMuon:
         """Every local box, as a view of its parameter's momentum."""
         found: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
-            pieces = self._held[parameter].pieces
+            pieces = self._held[parameter].shards
             for piece, boxes in zip(pieces, matrix_shards(pieces), strict=True):
-                stack = piece.of(momentum).view(len(boxes), *boxes[0].sizes)
+                stack = piece.view(momentum).view(len(boxes), *boxes[0].sizes)
                 found.update(zip(boxes, stack, strict=True))
         return found
 
@@ -271,8 +271,8 @@ class DistMuon:
     ) -> torch.Tensor:
         """The update of the local part of a parameter, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
-        for piece, boxes in zip(held.pieces, matrix_shards(held.pieces), strict=True):
-            stack = piece.of(direction).view(len(boxes), *boxes[0].sizes)
+        for piece, boxes in zip(held.shards, matrix_shards(held.shards), strict=True):
+            stack = piece.view(direction).view(len(boxes), *boxes[0].sizes)
             for box, into in zip(boxes, stack, strict=True):
                 into.copy_(turned[box]).mul_(self._turning.size(box.shape))
         return direction

@@ -135,7 +135,7 @@ class _Part:
     copies: int
 
     def of(self, here: torch.Tensor) -> torch.Tensor:
-        return here if self.piece is None else self.piece.of(here)
+        return here if self.piece is None else self.piece.view(here)
 
 
 def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:
@@ -177,6 +177,6 @@ def _in_order(name: str) -> tuple[int, int, str]:
 
 
 def _parts_of(one: LocalParam) -> list[_Part]:
-    if one.copies is not None:
-        return [_Part(None, one.copies)]
-    return [_Part(piece, one.replicas * piece.copies) for piece in one.pieces]
+    if one.num_copies is not None:
+        return [_Part(None, one.num_copies)]
+    return [_Part(piece, one.num_replicas * piece.num_copies) for piece in one.shards]

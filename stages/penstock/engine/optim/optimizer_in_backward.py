@@ -40,7 +40,7 @@ class OptimizerInBackward:
         return self._ranks.all_reduce_sum(total).sqrt().float()
 
     def _on_gradient(self, held: LocalParam) -> Callable[[torch.Tensor], None]:
-        copies = held.copies
+        copies = held.num_copies
         assert copies is not None, f"{held.name} lies otherwise from piece to piece"
 
         @torch.no_grad()

@@ -12,7 +12,7 @@ from penstock.optim.novograd import Tensors, squared
 
 def numbers_of(piece: TensorShard) -> range:
     """The indices of a stack's tensors that a shard has parts of; only 0 without a stack."""
-    is_stack = len(piece.whole) == 3
+    is_stack = len(piece.full_shape) == 3
     first, count = (piece.offsets[0], piece.sizes[0]) if is_stack else (0, 1)
     return range(first, first + count)
 
@@ -25,8 +25,8 @@ class TensorNorms(Tensors):
 
     def __init__(self, held: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
-        self._pieces = {one.parameter: one.pieces for one in held}
-        here = {(piece.tensor, piece.whole) for one in held for piece in one.pieces}
+        self._pieces = {one.parameter: one.shards for one in held}
+        here = {(piece.tensor, piece.full_shape) for one in held for piece in one.shards}
         everywhere = sorted({one for found in ranks.all_gather(sorted(here)) for one in found})
         firsts: dict[str, int] = {}
         self._count = 0
@@ -36,10 +36,10 @@ class TensorNorms(Tensors):
         self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._shares: dict[nn.Parameter, torch.Tensor] = {}
         for one in held:
-            own = [(piece, number) for piece in one.pieces for number in numbers_of(piece)]
+            own = [(piece, number) for piece in one.shards for number in numbers_of(piece)]
             places = [firsts[piece.tensor] + number for piece, number in own]
             # Each element is summed by as many ranks as hold it.
-            shares = [1 / (one.replicas * piece.copies) for piece, _ in own]
+            shares = [1 / (one.num_replicas * piece.num_copies) for piece, _ in own]
             self._places[one.parameter] = torch.tensor(
                 places, dtype=torch.int64, device=ranks.device
             )
@@ -53,7 +53,7 @@ class TensorNorms(Tensors):
 
     def _parts(self, parameter: nn.Parameter, here: torch.Tensor) -> Iterator[torch.Tensor]:
         for piece in self._pieces[parameter]:
-            yield piece.of(here).view(len(numbers_of(piece)), -1)
+            yield piece.view(here).view(len(numbers_of(piece)), -1)
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]

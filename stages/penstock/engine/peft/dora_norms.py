@@ -34,7 +34,7 @@ def norms_for(
     mine = {
         factor.hf_module
         for one in held
-        for piece in one.pieces
+        for piece in one.shards
         if (factor := parse_factor(piece.tensor)) and factor.side == MAGNITUDE
     }
     wanted = sorted(set[str]().union(*ranks.all_gather(mine)))

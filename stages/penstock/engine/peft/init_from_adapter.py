@@ -50,11 +50,11 @@ class AdapterStart:
         """Load biases that were trained with the adapter."""
         with torch.no_grad():
             for one in held:
-                for piece in one.pieces:
+                for piece in one.shards:
                     is_bias = piece.tensor.endswith(".bias")
                     if is_bias and self._folder.replacement(piece.tensor):
                         whole = self._folder.replacing(piece.tensor)
-                        copy_shard(whole, piece, piece.of(local(one.parameter)))
+                        copy_shard(whole, piece, piece.view(local(one.parameter)))
 
     def _of_layer(self, factor: Factor) -> torch.Tensor | None:
         if factor.side == MAGNITUDE:

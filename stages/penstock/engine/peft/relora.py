@@ -72,11 +72,11 @@ class ReLoRA:
         if self.requantizer:
             self.requantizer.require_finite(steps)
         for one in self._factors():
-            for piece in one.pieces:
+            for piece in one.shards:
                 start = initial_lora(
-                    piece.tensor, piece.whole, self.seed, merges=steps // self.interval
+                    piece.tensor, piece.full_shape, self.seed, merges=steps // self.interval
                 )
-                copy_shard(start, piece, piece.of(local(one.parameter)))
+                copy_shard(start, piece, piece.view(local(one.parameter)))
             if self.states == "forgotten":
                 self.optimizer.state.pop(one.parameter, None)
 

@@ -52,6 +52,6 @@ def fp32_params(
     exact |= {
         id(one.parameter)
         for one in held
-        if any(names.is_exact(piece.tensor) for piece in one.pieces)
+        if any(names.is_exact(piece.tensor) for piece in one.shards)
     }
     return frozenset(exact)

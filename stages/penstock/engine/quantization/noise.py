@@ -22,7 +22,7 @@ from penstock_kernels.quant import QuantizedTensor
 
 @dataclass(frozen=True)
 class QuantNoise:
-    """Adds noise to one matrix: the hook `QuantizedMatrix.change`."""
+    """Adds noise to one matrix: the hook `QuantizedMatrix.transform`."""
 
     alpha: float
     """The factor of the quantization step size."""
@@ -36,7 +36,7 @@ class QuantNoise:
         noise = current_noise()
         if noise is None:
             return None
-        runs = [RowKeys(one.rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]
+        runs = [RowKeys(one.num_rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]
         return lambda weight: add_noise_(weight, value, self.alpha, runs, self.first_column)
 
 
@@ -49,4 +49,4 @@ def add_noise(model: Decoder, pieces: Mapping[str, tuple[TensorShard, ...]], alp
         if isinstance(module, QuantizedMatrix):
             codes = pieces[f"{name}.codes"]
             in_a_byte = 2 if module.format.codes == "levels" else 1
-            module.change = QuantNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)
+            module.transform = QuantNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)

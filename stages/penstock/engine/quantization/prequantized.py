@@ -180,12 +180,12 @@ class PrequantizedFormat:
     @property
     def publisher(self) -> Publisher:
         """The library whose tensor layout it uses."""
-        return self.declared.publisher
+        return self.declared.quant_method
 
     @property
-    def untouched(self) -> tuple[str, ...]:
+    def ignored_modules(self) -> tuple[str, ...]:
         """Modules that the publisher left unquantized."""
-        return self.declared.untouched
+        return self.declared.ignored_modules
 
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized, whatever the config says."""
@@ -233,11 +233,11 @@ def published_in(
     declared = declared_in(hf_config, read_json(beside) if beside and beside.is_file() else None)
     if declared is None:
         return None
-    if folder and declared.publisher == "bitsandbytes":
+    if folder and declared.quant_method == "bitsandbytes":
         with SafetensorsFolder(folder) as tensors:
-            declared = replace(declared, group=group_in(tensors))
+            declared = replace(declared, group_size=group_in(tensors))
     try:
-        format = format_named(declared.format, declared.group)
+        format = format_named(declared.format, declared.group_size)
     except ValueError as error:
         raise CapabilityError(f"quantization_config: {error}.\n  {INSTEAD}.") from error
-    return PrequantizedFormat(replace(declared, group=format.group), format)
+    return PrequantizedFormat(replace(declared, group_size=format.group), format)

@@ -152,7 +152,7 @@ class MergeIntoQuantized:
             return
         flat = {leaf: local(raw.detach()).flatten(0, -2) for leaf, raw in parameters.items()}
         value = QuantizedTensor.of_bytes(weight.format, weight.columns, flat)
-        codes, scales = (self._held[id(parameters[leaf])].pieces for leaf in LEAVES[:2])
+        codes, scales = (self._held[id(parameters[leaf])].shards for leaf in LEAVES[:2])
         in_order = sorted(products, key=lambda one: one[0])
         starts = [start for start, _ in in_order]
         for piece, of_scales in zip(codes, scales, strict=True):
@@ -164,7 +164,7 @@ class MergeIntoQuantized:
                 matrix=piece.tensor.removesuffix(f".{LEAVES[0]}"),
                 first=piece.offsets[0],
                 columns=_entries_of_columns(weight, of_scales),
-                value=value.narrow(-2, piece.start, piece.rows),
+                value=value.narrow(-2, piece.start, piece.num_rows),
                 product=in_order[number][1],
                 start=row - starts[number],
             )
@@ -193,7 +193,7 @@ class MergeIntoQuantized:
             for some in rows.blocks():
                 tables[rows.matrix].raise_by(some, some.merged(self._ranks.device))
         if self._group is not None:
-            with self._ranks.pulse.waiting():
+            with self._ranks.heartbeat.waiting():
                 dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
         if not bool(flat.isfinite().all()):
             self._broken |= {

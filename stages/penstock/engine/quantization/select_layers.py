@@ -49,7 +49,7 @@ def select_formats(
         linear, of_experts = _pair(quantizing.format or DEFAULT, quantizing.group)
     excluded = quantizing.excluded
     if excluded is None:
-        excluded = published.untouched if published else ()
+        excluded = published.ignored_modules if published else ()
     else:
         require_known(FIELD, excluded, names)
     found: dict[str, Format] = {}

@@ -15,7 +15,7 @@ def validate_prequantized(
 
     `quantizing` is None for a run without QLoRA.
     """
-    kind = f"{declared.format} ({declared.publisher})"
+    kind = f"{declared.format} ({declared.quant_method})"
     if quantizing is None:
         raise ConfigError(
             f"the model is published quantized, in {kind}, and only adapters beside such weights "
@@ -33,9 +33,9 @@ def validate_prequantized(
             f"which is used {instead.format('quant_format')}"
         )
     # bitsandbytes stores the block size with each matrix.
-    is_said = declared.group is not None or declared.publisher != "bitsandbytes"
-    if is_said and quantizing.group not in (None, declared.group):
-        has = f"groups of {declared.group}" if declared.group else "a scale for each row"
+    is_said = declared.group_size is not None or declared.quant_method != "bitsandbytes"
+    if is_said and quantizing.group not in (None, declared.group_size):
+        has = f"groups of {declared.group_size}" if declared.group_size else "a scale for each row"
         raise ConfigError(
             f"lora.quant_group_size is {quantizing.group}, and the model is published in {kind} "
             f"with {has}, which is used {instead.format('quant_group_size')}"

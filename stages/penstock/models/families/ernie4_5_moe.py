@@ -59,11 +59,11 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         layers=layers,
         num_experts=count,
         experts_per_token=config_get(hf, "moe_k", 6),
-        width=width,
-        shared_width=width * config_get(hf, "moe_num_shared_experts", 2),
+        intermediate_size=width,
+        shared_intermediate_size=width * config_get(hf, "moe_num_shared_experts", 2),
         selection_bias=(1, count),
-        exact_router=True,
-        balance=aux_loss_coef(hf),
+        fp32_router=True,
+        aux_loss_coef=aux_loss_coef(hf),
         names=NAMES,
     )
 

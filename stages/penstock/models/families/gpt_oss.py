@@ -53,9 +53,9 @@ def read(hf: HfConfig) -> DecoderConfig:
             layers=tuple(range(num_layers)),
             num_experts=config_get(hf, "num_local_experts", config_get(hf, "num_experts", 128)),
             experts_per_token=config_get(hf, "num_experts_per_tok", 4),
-            width=config_require(hf, "intermediate_size"),
+            intermediate_size=config_require(hf, "intermediate_size"),
             router_bias=True,
-            balance=aux_loss_coef(hf),
+            aux_loss_coef=aux_loss_coef(hf),
             clamped=ClampedGate(
                 alpha=config_get(hf, "swiglu_alpha", 1.702),
                 limit=config_get(hf, "swiglu_limit", 7.0),

@@ -17,10 +17,10 @@ FIRST_ROW = 2
 """First used row of the position table; rows before it are for padding."""
 
 NAMES = TensorNames(
-    trunk="model.decoder",
+    backbone="model.decoder",
     norm="final_layer_norm",
     attention_norm="self_attn_layer_norm",
-    network_norm="final_layer_norm",
+    mlp_norm="final_layer_norm",
     o_proj="self_attn.out_proj",
     up_proj="fc1",
     down_proj="fc2",

@@ -43,9 +43,9 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         layers=layers,
         num_experts=count,
         experts_per_token=config_get(hf, "num_experts_per_tok", 8),
-        width=config_get(hf, "moe_intermediate_size", 768),
-        normalized=bool(config_get(hf, "norm_topk_prob", False)),
-        balance=aux_loss_coef(hf),
+        intermediate_size=config_get(hf, "moe_intermediate_size", 768),
+        norm_topk_prob=bool(config_get(hf, "norm_topk_prob", False)),
+        aux_loss_coef=aux_loss_coef(hf),
     )
 
 

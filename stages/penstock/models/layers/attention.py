@@ -87,15 +87,15 @@ class SelfAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.merge_qkv = merge_qkv
         self.rope_pairs: RotaryPairs = config.rope_pairs
-        self.parts = list(config.qkv_parts.values())
+        self.qkv_sizes = list(config.qkv_features.values())
         width, bias = config.hidden_size, config.qkv_bias
         if merge_qkv:
-            self.qkv_proj = nn.Linear(width, sum(self.parts), bias=bias)
+            self.qkv_proj = nn.Linear(width, sum(self.qkv_sizes), bias=bias)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
-                nn.Linear(width, features, bias=bias) for features in self.parts
+                nn.Linear(width, features, bias=bias) for features in self.qkv_sizes
             )
-        self.o_proj = nn.Linear(self.parts[0], width, bias=config.o_bias)
+        self.o_proj = nn.Linear(self.qkv_sizes[0], width, bias=config.o_bias)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm, self.k_norm = (
@@ -104,9 +104,9 @@ class SelfAttention(nn.Module):
             )
         self.attend = attend
         self.run_core: Callable[..., torch.Tensor] = call
-        self.drop = drop
+        self.dropout = drop
         self.rope = operations.rope
-        self.turns = config.learned_positions is None
+        self.use_rope = config.learned_positions is None
 
     def forward(
         self,
@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
         q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
         if self.qk_norm:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        if self.turns:
+        if self.use_rope:
             q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
         return self.o_proj(y_TNH.flatten(1))
@@ -136,11 +136,11 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
         given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
-        if self.training and self.drop is not None and self.drop.drops:
-            return eager(*given, drop=self.drop.left_of)
+        if self.training and self.dropout is not None and self.dropout.is_enabled:
+            return eager(*given, drop=self.dropout.drop_probs)
         return self.attend(*given)
 
     def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.merge_qkv:
-            return self.qkv_proj(x_TD).split(self.parts, dim=-1)
+            return self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
         return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)

@@ -51,7 +51,7 @@ class Block(nn.Module):
         )
         self.post_attention_layernorm = build_norm(config, operations)
         drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
-        if sparse := config.experts_of(layer):
+        if sparse := config.layer_experts(layer):
             gate = operations.gates[config.activation]
             self.mlp = MoE(config, sparse, operations=experts, router=router, gate=gate)
         else:

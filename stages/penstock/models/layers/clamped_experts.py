@@ -40,7 +40,7 @@ class ClampedExperts(Experts):
         _, inner, width = self.down_proj.shape
         return {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
 
-    def gated(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
         both_R2F = self._product(x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E)
         both_R2F = self._adapted("gate_up_proj", both_R2F, x_RD, counts_E)

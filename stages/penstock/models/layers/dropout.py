@@ -30,12 +30,12 @@ class DropoutRNG:
     seed: int
     step: int
     """Optimizer step, from 0."""
-    places_T: torch.Tensor  # noqa: N815 - T names the dimension
+    token_indices_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Index in the data of each token of the pass, int64."""
 
-    def of(self, which: torch.Tensor | slice) -> "DropoutRNG":
+    def select(self, which: torch.Tensor | slice) -> "DropoutRNG":
         """The RNG of a subset of the pass's tokens."""
-        return replace(self, places_T=self.places_T[which])
+        return replace(self, token_indices_T=self.token_indices_T[which])
 
     def key(self, site: str) -> int:
         """The 64-bit key of a site, from seed, step and site name."""
@@ -123,7 +123,7 @@ class Dropout(OpModule):
         """The rate after `warmup_steps` is `share * rate`."""
         super().__init__()
         self.site = site
-        self.drops = rate > 0
+        self.is_enabled = rate > 0
         """Whether the rate is nonzero anywhere. Compiled code may depend on this but not on the
         rate, which differs by layer and step."""
         self._rate, self._warmup_steps = rate * share, warmup_steps
@@ -132,9 +132,9 @@ class Dropout(OpModule):
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         """Apply dropout to [T, F]; what is kept is divided by the keep probability."""
-        if not (self.training and self.drops):
+        if not (self.training and self.is_enabled):
             return x_TF
-        number = self.known_number()
+        number = self.traced_op_id()
         if number is not None:
             places_T, rate, key = _draws_of(x_TF.detach(), number)
             return dropout(x_TF, places_T, rate, key, self.first_feature)
@@ -142,7 +142,7 @@ class Dropout(OpModule):
         rate = self.rate_in(noise.step) if noise else 0.0
         if noise is None or not rate:
             return x_TF
-        places_T = self.places_here(noise.places_T)
+        places_T = self.places_here(noise.token_indices_T)
         return dropout(x_TF, places_T, rate, noise.key(self.site), self.first_feature)
 
     def rate_in(self, step: int) -> float:
@@ -162,7 +162,7 @@ class WeightDropout(Dropout):
     N heads, L tokens of a document.
     """
 
-    def left_of(self, weights_NLL: torch.Tensor, first: int) -> torch.Tensor:
+    def drop_probs(self, weights_NLL: torch.Tensor, first: int) -> torch.Tensor:
         """Apply dropout to the probabilities [N, L, L] of the document that starts at token
         `first`."""
         noise = current_noise()
@@ -170,7 +170,7 @@ class WeightDropout(Dropout):
         if noise is None or not rate:
             return weights_NLL
         heads, length = weights_NLL.shape[:2]
-        places_L = noise.places_T[first : first + length]
+        places_L = noise.token_indices_T[first : first + length]
         # A feature is a (head, key) pair; features of earlier heads are on other ranks.
         weights_LF = weights_NLL.transpose(0, 1).flatten(1)
         key, first_feature = noise.key(self.site), self.first_feature * length
@@ -192,7 +192,7 @@ def _draws(
     if noise is None:
         return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
     # A copy, because compiled code may reuse the buffer of an operator's output.
-    places_T = site.places_here(noise.places_T).clone()
+    places_T = site.places_here(noise.token_indices_T).clone()
     return places_T, *on_host(site.rate_in(noise.step), noise.key(site.site))
 
 

@@ -62,7 +62,7 @@ def select_expert_ops(implementation: Implementation) -> ExpertOperations:
 
 
 class RunExperts(Protocol):
-    """Calls `gated` and `down` of experts in this order."""
+    """Calls `gate_up` and `down` of experts in this order."""
 
     def __call__(
         self, experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /
@@ -70,8 +70,8 @@ class RunExperts(Protocol):
 
 
 def call_experts(experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor, /) -> torch.Tensor:
-    """Call `gated` and `down` directly."""
-    return experts.down(experts.gated(x_RD, counts_E), counts_E)
+    """Call `gate_up` and `down` directly."""
+    return experts.down(experts.gate_up(x_RD, counts_E), counts_E)
 
 
 class Experts(nn.Module):
@@ -88,7 +88,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = config.num_experts
-        self._add_parameters(config.num_experts, config.width, hidden_size)
+        self._add_parameters(config.num_experts, config.intermediate_size, hidden_size)
         self.operations = operations
         self.run: RunExperts = call_experts
         self.adapter: nn.Module | None = None
@@ -112,7 +112,7 @@ class Experts(nn.Module):
         of each."""
         return self.run(self, x_RD, counts_E)
 
-    def gated(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
         gate_RF, up_RF = self._multiplied(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return self.operations.activate(

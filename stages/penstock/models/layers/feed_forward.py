@@ -31,12 +31,12 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
         self.gate = gate
-        self.drop = drop
+        self.dropout = drop
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
         y_TF = self.gate(self.gate_proj(x_TD), self.up_proj(x_TD))
-        return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))
+        return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))
 
 
 class PlainFeedForward(nn.Module):
@@ -56,9 +56,9 @@ class PlainFeedForward(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=bias)
         self.down_proj = nn.Linear(inner, width, bias=bias)
         self.activation = activation
-        self.drop = drop
+        self.dropout = drop
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
         y_TF = self.activation(self.up_proj(x_TD))
-        return self.down_proj(y_TF if self.drop is None else self.drop(y_TF))
+        return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))

@@ -15,23 +15,23 @@ from torch import nn
 class OpModule(nn.Module):
     """A module that custom operators can look up at run time."""
 
-    number: torch.Tensor | None
-    """int64 [], on the CPU; None before `give_number`."""
+    op_id: torch.Tensor | None
+    """int64 [], on the CPU; None before `register_op`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = None
+        self.op_id = None
 
-    def give_number(self) -> None:
+    def register_op(self) -> None:
         """Register the module. The registry holds a weak reference."""
         number = next(_NUMBERS)
         _KNOWN[number] = self
-        self.number = torch.tensor(number, device="cpu")
+        self.op_id = torch.tensor(number, device="cpu")
 
-    def known_number(self) -> torch.Tensor | None:
+    def traced_op_id(self) -> torch.Tensor | None:
         """The number while torch.compile traces, otherwise None: eager code accesses the module
         directly."""
-        return self.number if torch.compiler.is_compiling() else None
+        return self.op_id if torch.compiler.is_compiling() else None
 
 
 def numbered(number: torch.Tensor) -> OpModule:

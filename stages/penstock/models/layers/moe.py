@@ -76,8 +76,8 @@ class MoE(nn.Module):
         form = ClampedExperts if experts.clamped else Experts
         self.experts = form(experts, width, operations=operations)
         self.shared_experts = (
-            FeedForward(width, experts.shared_width, bias=config.mlp_bias, gate=gate)
-            if experts.shared_width
+            FeedForward(width, experts.shared_intermediate_size, bias=config.mlp_bias, gate=gate)
+            if experts.shared_intermediate_size
             else None
         )
         self.dispatch: Dispatch = dispatch_here

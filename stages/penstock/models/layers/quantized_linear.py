@@ -27,7 +27,7 @@ class QuantizedMatrix(Dequantizes):
 
     They are uint8 so that casting a model does not change the scales. N is their last dimension but
     one, so they are sharded by rows or experts like any other parameter. A caller that shards
-    columns must set `columns` as well. `change` is a hook that modifies the weights in training.
+    columns must set `columns` as well. `transform` is a hook that modifies the weights in training.
     """
 
     codes: nn.Parameter
@@ -38,7 +38,7 @@ class QuantizedMatrix(Dequantizes):
         super().__init__()
         *rows, self.columns = shape
         self.format = format
-        self.change: Change | None = None
+        self.transform: Change | None = None
         for name, width in format.widths(self.columns).items():
             raw = torch.empty(*rows, width, dtype=torch.uint8, device=device)
             self.register_parameter(name, nn.Parameter(raw, requires_grad=False))
@@ -61,7 +61,7 @@ class QuantizedMatrix(Dequantizes):
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`x W^T`, in the autocast dtype if autocast is enabled, otherwise in x's dtype."""
         x = as_autocast(x)
-        number = self.known_number()
+        number = self.traced_op_id()
         if number is not None:
             y_TN = programs.linear(x.flatten(0, -2), number, self._tensors, self.columns)
             return y_TN.unflatten(0, x.shape[:-1])
@@ -73,7 +73,7 @@ class QuantizedMatrix(Dequantizes):
     ) -> torch.Tensor:
         """Grouped GEMM, [R, N]. Rows are sorted by expert; `counts_E` is the number of rows of
         each."""
-        number = self.known_number()
+        number = self.traced_op_id()
         if number is not None:
             tensors, columns = self._tensors, self.columns
             return programs.group_linear(x_RK, counts_E, number, tensors, columns, multiply)
@@ -84,8 +84,8 @@ class QuantizedMatrix(Dequantizes):
         """The weight of the current pass, dequantized from these tensors into new memory."""
         named = {name: one for name, one in zip(LEAVES, tensors, strict=True) if one is not None}
         value = QuantizedTensor.of_bytes(self.format, self.columns, named)
-        change, weight = self._change_of(value), dequantize(value, dtype)
-        return weight if change is None else change(weight)
+        transform, weight = self._change_of(value), dequantize(value, dtype)
+        return weight if transform is None else transform(weight)
 
     @property
     def _tensors(self) -> Tensors:
@@ -93,7 +93,7 @@ class QuantizedMatrix(Dequantizes):
         return self.codes, self.scales, self.global_scales if has_global else None
 
     def _change_of(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        return self.change(value) if self.change and self.training else None
+        return self.transform(value) if self.transform and self.training else None
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""

@@ -62,13 +62,13 @@ class Router(OpModule):
             logits_TE,
             config.experts_per_token,
             scoring=config.scoring,
-            normalized=config.normalized,
+            normalized=config.norm_topk_prob,
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
             scale=config.scale,
         )
-        number = self.known_number()
+        number = self.traced_op_id()
         if number is not None:
             scores = self._scores(logits_TE)
             return choice_TK, _Told.apply(weights_TK, *scores, choice_TK, number)
@@ -85,9 +85,9 @@ class Router(OpModule):
         with torch.set_grad_enabled(torch.is_grad_enabled() and watch.has_aux_loss):
             seen = self._seen(watch, *self._scores(logits_TE), choice_TK)
             pull = watch.observe(self, seen)
-            return None if pull is None else pull.of(seen)
+            return None if pull is None else pull.inner_product(seen)
 
-    def pulls(
+    def aux_loss_grads(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
@@ -201,7 +201,7 @@ def _told(
     pass, where another observer may be current."""
     router = numbered(number)
     assert isinstance(router, Router)
-    return weights.clone(), *router.pulls(shares, squares, choice)
+    return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
 
 
 def _told_fake(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:

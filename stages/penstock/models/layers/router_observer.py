@@ -42,7 +42,7 @@ class AuxLossGradient:
     squares: float
     """With respect to the squares of each row."""
 
-    def of(self, seen: RouterStats) -> torch.Tensor:
+    def inner_product(self, seen: RouterStats) -> torch.Tensor:
         """Inner product with the statistics: a scalar with this gradient."""
         return (self.shares_RE * seen.shares_RE).sum() + self.squares * seen.squares_R.sum()
 

@@ -21,7 +21,7 @@ from penstock.rows.collate import MicroBatch, PadTo, collate
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
 from penstock.server.worker.datums import Sample
-from penstock.server.worker.errors import RefusedError
+from penstock.server.worker.errors import CommandError
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BatchDispatcher:
         Raises RefusedError unless the rows contain every sample exactly once.
         """
         if sorted(number for row in rows for number in row) != list(range(len(samples))):
-            raise RefusedError("internal", f"rows do not hold each of {len(samples)} samples once")
+            raise CommandError("internal", f"rows do not hold each of {len(samples)} samples once")
         mine = [list(row) for row in rows[self.replica :: self.num_replicas]]
         mine += [[] for _ in range(self._count(len(rows)) - len(mine))]
         places = [0, *accumulate(len(sample.tokens) for sample in samples)]

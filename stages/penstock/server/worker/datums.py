@@ -24,7 +24,7 @@ from penstock.server.protocol.losses import (
 )
 from penstock.server.protocol.types import Array, Datum
 from penstock.server.protocol.worker_commands import ForwardBackwardCommand
-from penstock.server.worker.errors import RefusedError
+from penstock.server.worker.errors import CommandError
 
 Numbers = npt.NDArray[np.float32]
 
@@ -57,7 +57,7 @@ def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
     an invalid value."""
     known = PARAMS[order.loss]
     if strange := sorted(order.params.keys() - known.keys()):
-        raise RefusedError(
+        raise CommandError(
             "invalid",
             f"{order.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
             "  Leave it out.",
@@ -65,13 +65,13 @@ def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
     params = {**known, **order.params}
     low, high = (params.get(name, 0.0) for name in CLIPS)
     if low > high:
-        raise RefusedError(
+        raise CommandError(
             "invalid",
             f"{CLIPS[0]} is {low:g}, and {CLIPS[1]} {high:g}.\n  Give the lower of them first.",
         )
     bound = params.get("eps_clip_c", 0.0)
     if bound and bound <= 1:
-        raise RefusedError(
+        raise CommandError(
             "invalid", f"eps_clip_c is {bound:g}.\n  Give one above 1, or 0 for no bound."
         )
     return PolicyLoss(order.loss, params)
@@ -133,8 +133,8 @@ def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[i
     raise _refused(number, f"has {count} tokens, and {TARGETS} of shape {targets.shape}")
 
 
-def _refused(number: int, fault: str) -> RefusedError:
-    return RefusedError("invalid", f"sample {number} {fault}.\n  Send it as the loss takes it.")
+def _refused(number: int, fault: str) -> CommandError:
+    return CommandError("invalid", f"sample {number} {fault}.\n  Send it as the loss takes it.")
 
 
 def build_outputs(

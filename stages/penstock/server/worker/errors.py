@@ -14,7 +14,7 @@ from penstock.server.protocol.codec import Code
 from penstock.server.weight_sync.errors import SyncError
 
 
-class RefusedError(PenstockError):
+class CommandError(PenstockError):
     """A rejected command, with the reason."""
 
     def __init__(self, code: Code, error: str) -> None:
@@ -36,7 +36,7 @@ CODES: tuple[tuple[type[PenstockError], Code], ...] = (
 
 def error_code(error: PenstockError) -> Code:
     """The error code of an exception."""
-    if isinstance(error, RefusedError | SyncError):
+    if isinstance(error, CommandError | SyncError):
         return error.code
     for kind, code in CODES:
         if isinstance(error, kind):

@@ -30,10 +30,9 @@ from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import require_whole_sampler, sampler_in
 from penstock.engine.multi_lora.rank_padding import padded, rank_dim
 from penstock.engine.peft.init_from_adapter import AdapterStart
-from penstock.server.protocol.results import Sampled
-from penstock.server.protocol.types import Array
-from penstock.server.protocol.types import Sequence as Drawn
-from penstock.server.protocol.worker_commands import Generate, Generated
+from penstock.server.protocol.results import SampleResult
+from penstock.server.protocol.types import Array, SampledSequence
+from penstock.server.protocol.worker_commands import GenerateCommand, GenerateResult
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ KEPT = 4
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedAdapter:
     """A loaded adapter."""
 
     weights: Sequence[torch.Tensor]
@@ -51,19 +50,19 @@ class Loaded:
 
 
 @dataclass
-class Sampling:
+class GenerationHandler:
     """Runs generation on these ranks. Every rank makes the same calls."""
 
     residents: ModelPool
     decode: Decode
     ends: tuple[int, ...] = ()
     """End-of-sequence tokens."""
-    kept: OrderedDict[tuple[str, int], Loaded] = field(
-        default_factory=OrderedDict[tuple[str, int], Loaded]
+    kept: OrderedDict[tuple[str, int], LoadedAdapter] = field(
+        default_factory=OrderedDict[tuple[str, int], LoadedAdapter]
     )
     """LRU cache by folder and modification time."""
 
-    def generate(self, order: Generate) -> Generated:
+    def generate(self, order: GenerateCommand) -> GenerateResult:
         """Generate completions for all prompts of an order.
 
         Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
@@ -72,9 +71,9 @@ class Sampling:
         prompts = [self._prompt(order, number) for number in range(len(order.prompts))]
         self._fill(Path(order.adapter) if order.adapter else None)
         found = self.residents.substrate.built.generator.generate(prompts, self.decode)
-        return Generated(sampled=tuple(map(_sampled, found)))
+        return GenerateResult(results=tuple(map(_sampled, found)))
 
-    def _prompt(self, order: Generate, number: int) -> Prompt:
+    def _prompt(self, order: GenerateCommand, number: int) -> Prompt:
         said = order.settings[number]
         ends = () if said.ignore_eos else self.ends
         return Prompt(
@@ -90,8 +89,8 @@ class Sampling:
             ),
             count=order.counts[number],
             scored=order.prompt_logprobs[number] if order.prompt_logprobs else False,
-            prompt_top_k=order.topk[number] if order.topk else 0,
-            top_k=order.topk_drawn[number] if order.topk_drawn else 0,
+            prompt_top_k=order.topk_prompt_logprobs[number] if order.topk_prompt_logprobs else 0,
+            top_k=order.topk_sample_logprobs[number] if order.topk_sample_logprobs else 0,
         )
 
     def _fill(self, folder: Path | None) -> None:
@@ -109,7 +108,7 @@ class Sampling:
         else:
             residents.load_adapter(loaded.weights, loaded.scale)
 
-    def _found(self, folder: Path) -> tuple[int, Loaded | None]:
+    def _found(self, folder: Path) -> tuple[int, LoadedAdapter | None]:
         """The modification time of the folder, and its adapter; None: a full model.
 
         Raises ArtifactError on all ranks alike: the folder may be deleted concurrently, which only
@@ -170,7 +169,7 @@ class Sampling:
                 "  Serve with the lora_target_modules that it was saved with."
             )
 
-    def _loaded(self, folder: Path, time: int) -> Loaded:
+    def _loaded(self, folder: Path, time: int) -> LoadedAdapter:
         key = str(folder), time
         if key not in self.kept:
             self.kept[key] = self._read(folder)
@@ -180,31 +179,31 @@ class Sampling:
         return self.kept[key]
 
     @torch.no_grad()
-    def _read(self, folder: Path) -> Loaded:
+    def _read(self, folder: Path) -> LoadedAdapter:
         said, substrate = sampler_in(folder), self.residents.substrate
         rank, layers = int(said["rank"]), list(said["layers"])
         begun = AdapterStart(folder, layers, substrate.names)
         weights: list[torch.Tensor] = []
         for one in substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
-            for piece in one.pieces:
+            for piece in one.shards:
                 factor = parse_factor(piece.tensor)
                 assert factor is not None, f"{piece.tensor} is no part of an adapter"
                 if factor.hf_module not in layers:
                     continue
-                shape = list(piece.whole)
+                shape = list(piece.full_shape)
                 shape[rank_dim(factor, len(shape))] = rank
-                whole = padded(piece.tensor, begun(piece.tensor, tuple(shape)), piece.whole)
-                copy_shard(whole, piece, piece.of(here))
+                whole = padded(piece.tensor, begun(piece.tensor, tuple(shape)), piece.full_shape)
+                copy_shard(whole, piece, piece.view(here))
             weights.append(here)
-        return Loaded(weights, lora_scaling(rank, said["alpha"], "rank"))
+        return LoadedAdapter(weights, lora_scaling(rank, said["alpha"], "rank"))
 
 
-def _sampled(found: GenerationOutput) -> Sampled:
+def _sampled(found: GenerationOutput) -> SampleResult:
     """As a message."""
     log_probs_T = found.log_probs_T
     tokens, log_probs = _ranked(found.top_k_logprobs)
-    return Sampled(
+    return SampleResult(
         sequences=tuple(map(_drawn, found.answers)),
         prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
         topk_prompt_tokens=tokens,
@@ -212,9 +211,9 @@ def _sampled(found: GenerationOutput) -> Sampled:
     )
 
 
-def _drawn(answer: Completion) -> Drawn:
+def _drawn(answer: Completion) -> SampledSequence:
     tokens, log_probs = _ranked(answer.top_k_logprobs)
-    return Drawn(
+    return SampledSequence(
         stop_reason=answer.ended,
         tokens=Array.of(answer.tokens, "int32"),
         logprobs=Array.of(answer.log_probs, "float32"),

@@ -11,22 +11,26 @@ from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.model_pool import KINDS, LoraSpec, ModelPool
 from penstock.engine.multi_lora.model_store import ModelStore
 from penstock.engine.multi_lora.optim_step import AdamParams, step
-from penstock.server.protocol.results import Done, Passed, Stepped, Synced
-from penstock.server.protocol.types import Array, Lora
+from penstock.server.protocol.requests import OptimStep, ZeroGrad
+from penstock.server.protocol.results import (
+    Done,
+    ForwardBackwardResult,
+    OptimStepResult,
+    SyncWeightsResult,
+)
+from penstock.server.protocol.types import Array, LoraConfig
 from penstock.server.protocol.worker_commands import (
-    Close,
-    Export,
+    CheckpointSizes,
+    CreateModelCommand,
+    ExportCommand,
     ForwardBackwardCommand,
-    Generate,
-    Generated,
-    Load,
-    Open,
-    Opened,
-    OptimStepCommand,
-    Order,
-    Save,
+    GenerateCommand,
+    GenerateResult,
+    LoadCheckpointCommand,
+    SaveCheckpointCommand,
+    UnloadModelCommand,
     WeightSyncCommand,
-    ZeroGradCommand,
+    WorkerOperation,
 )
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK
 from penstock.server.weight_sync.sender import RankModelView, push
@@ -37,10 +41,17 @@ from penstock.server.worker.datums import (
     build_samples,
     told_numbers,
 )
-from penstock.server.worker.errors import RefusedError
-from penstock.server.worker.generate import Sampling
+from penstock.server.worker.errors import CommandError
+from penstock.server.worker.generate import GenerationHandler
 
-Result = Done | Opened | Passed | Stepped | Generated | Synced
+Result = (
+    Done
+    | CheckpointSizes
+    | ForwardBackwardResult
+    | OptimStepResult
+    | GenerateResult
+    | SyncWeightsResult
+)
 
 
 @dataclass(frozen=True)
@@ -51,28 +62,28 @@ class CommandHandlers:
     resting: ModelStore
     losses: PolicyForwardBackward
     dealing: BatchDispatcher
-    sampling: Sampling
+    sampling: GenerationHandler
     begin_from: Path | None = None
     """A checkpoint from which every new model is initialized."""
 
     allowed_hosts: tuple[str, ...] = LOOPBACK
     """Allowed hosts of weight sync."""
 
-    def do(self, order: Order) -> Result:
+    def do(self, order: WorkerOperation) -> Result:
         """Run a command. Collective.
 
         Raises PenstockError if it fails; nothing has then changed, except as the error says.
         """
         act: Callable[[Any], Result] = {
-            Open: self._open,
-            Close: self._close,
+            CreateModelCommand: self._open,
+            UnloadModelCommand: self._close,
             ForwardBackwardCommand: self._rows,
-            OptimStepCommand: self._update,
-            ZeroGradCommand: self._forget,
-            Save: self._save,
-            Load: self._load,
-            Export: self._export,
-            Generate: self.sampling.generate,
+            OptimStep: self._update,
+            ZeroGrad: self._forget,
+            SaveCheckpointCommand: self._save,
+            LoadCheckpointCommand: self._load,
+            ExportCommand: self._export,
+            GenerateCommand: self.sampling.generate,
             WeightSyncCommand: self._push,
         }[type(order)]
         try:
@@ -80,7 +91,7 @@ class CommandHandlers:
         finally:
             self.residents.zero_grad()
 
-    def _open(self, order: Open) -> Opened:
+    def _open(self, order: CreateModelCommand) -> CheckpointSizes:
         asked, optimizer = order.optimizer_config, dict[str, Any]()
         if asked.kind is not None:
             optimizer["optimizer"] = asked.kind
@@ -96,21 +107,21 @@ class CommandHandlers:
         except BaseException:
             self.residents.close(order.model)
             raise
-        return Opened(state_bytes=sizes.state, export_bytes=sizes.export)
+        return CheckpointSizes(state_bytes=sizes.state, export_bytes=sizes.export)
 
-    def _adapter(self, lora: Lora | None) -> LoraSpec | None:
+    def _adapter(self, lora: LoraConfig | None) -> LoraSpec | None:
         """The requested LoRA config, completed from the server config."""
         substrate = self.residents.substrate
         said = substrate.run.lora
         if not said.enable_lora:
             if lora is not None:
-                raise RefusedError(
+                raise CommandError(
                     "invalid",
                     f"an adapter of rank {lora.rank} is asked for, and this server trains all "
                     "weights.\n  Create the model without lora_config, or serve with enable_lora.",
                 )
             return None
-        lora = lora or Lora(rank=said.lora_rank)
+        lora = lora or LoraConfig(rank=said.lora_rank)
         there = self.residents.kinds
         asked = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
         if asked["unembed"] and substrate.has_tied_head:
@@ -125,19 +136,19 @@ class CommandHandlers:
             ),
         )
 
-    def _close(self, order: Close) -> Done:
+    def _close(self, order: UnloadModelCommand) -> Done:
         self.residents.close(order.model)
         return Done()
 
-    def _rows(self, order: ForwardBackwardCommand) -> Passed:
+    def _rows(self, order: ForwardBackwardCommand) -> ForwardBackwardResult:
         resident, loss = self.residents.get(order.model), build_client_loss(order)
         substrate = self.residents.substrate
         samples = build_samples(order, substrate.built.vocab_size)
-        if not order.forward_only and resident.per not in (None, order.per):
-            raise RefusedError(
+        if not order.forward_only and resident.per not in (None, order.loss_reduction):
+            raise CommandError(
                 "invalid",
-                f"gradients that were gathered are of losses per {resident.per}, and those of this "
-                f"pass would be per {order.per}.\n  Step before, or drop what was gathered.",
+                f"the accumulated gradients are of losses per {resident.per}, and those of this pass"
+                f" would be per {order.loss_reduction}.\n  Step first, or drop the gradients.",
             )
         began = time.monotonic()
         batches = self.dealing.deal(samples, order.rows)
@@ -149,10 +160,10 @@ class CommandHandlers:
             logp = self.losses.forward(batches, num_tokens)
         else:
             logp, told = self.losses.forward_backward(batches, loss, num_tokens)
-            self.residents.accumulate_grads(resident, num_trained, order.per)
+            self.residents.accumulate_grads(resident, num_trained, order.loss_reduction)
             more = told_numbers(told) | self.residents.grad_norms(resident)
         outputs, total = build_outputs(samples, loss, logp.cpu())
-        return Passed(
+        return ForwardBackwardResult(
             outputs=tuple(
                 {name: Array.of(its, "float32") for name, its in each.items()} for each in outputs
             ),
@@ -166,7 +177,7 @@ class CommandHandlers:
             },
         )
 
-    def _update(self, order: OptimStepCommand) -> Stepped:
+    def _update(self, order: OptimStep) -> OptimStepResult:
         adam = order.adam
         numbers = AdamParams(
             learning_rate=adam.learning_rate,
@@ -176,33 +187,33 @@ class CommandHandlers:
             weight_decay=adam.weight_decay,
             grad_clip_norm=adam.grad_clip_norm,
         )
-        return Stepped(metrics=step(self.residents, order.model, numbers))
+        return OptimStepResult(metrics=step(self.residents, order.model, numbers))
 
-    def _forget(self, order: ZeroGradCommand) -> Done:
+    def _forget(self, order: ZeroGrad) -> Done:
         self.residents.get(order.model).zero_grad()
         return Done()
 
-    def _save(self, order: Save) -> Done:
-        self.resting.save(order.model, Path(order.folder), order.facts)
+    def _save(self, order: SaveCheckpointCommand) -> Done:
+        self.resting.save(order.model, Path(order.folder), order.metadata)
         return Done()
 
-    def _load(self, order: Load) -> Done:
+    def _load(self, order: LoadCheckpointCommand) -> Done:
         folder = Path(order.folder)
         if not folder.is_dir():
-            raise RefusedError("not_found", f"there is no checkpoint {folder.name}.\n  Save first.")
+            raise CommandError("not_found", f"there is no checkpoint {folder.name}.\n  Save first.")
         self.resting.load(order.model, folder, optimizer=order.optimizer)
         return Done()
 
-    def _export(self, order: Export) -> Done:
+    def _export(self, order: ExportCommand) -> Done:
         self.resting.export(order.model, Path(order.folder), order.dtype)
         return Done()
 
-    def _push(self, order: WeightSyncCommand) -> Synced | Done:
+    def _push(self, order: WeightSyncCommand) -> SyncWeightsResult | Done:
         """Only rank 0 has a result."""
         resident = self.residents.activate(order.model)
         substrate, adapter = self.residents.substrate, resident.adapter
         live = RankModelView(
-            held=substrate.built.engine.layout.held,
+            held=substrate.built.engine.layout.params,
             names=substrate.names,
             roles=substrate.family.roles,
             adapting=LoraArgs(adapter.alpha) if adapter else None,

@@ -17,15 +17,15 @@ from penstock.engine.distributed.broadcast import ControlBroadcast
 from penstock.server.protocol.codec import Code, Codec, FrameError, PeerLostError, error_category
 from penstock.server.protocol.worker_commands import (
     Command,
-    Fault,
+    CommandFailure,
     FromWorkers,
     Hello,
-    Order,
     Ready,
     Reply,
     Shutdown,
     ToWorkers,
     WeightSyncCommand,
+    WorkerOperation,
 )
 from penstock.server.worker.errors import error_code
 from penstock.server.worker.handlers import Result
@@ -36,7 +36,7 @@ IDLE_SECONDS = 5.0
 log = logging.getLogger("penstock.server.worker")
 
 
-class BrokenError(RuntimeError):
+class UnrecoverableError(RuntimeError):
     """An unexpected error: the ranks must be restarted."""
 
 
@@ -63,19 +63,19 @@ class ChannelEnd(Protocol):
 class CommandHandler(Protocol):
     """Runs commands on this rank, as `CommandHandlers` does."""
 
-    def do(self, order: Order) -> Result:
+    def do(self, order: WorkerOperation) -> Result:
         """Raises PenstockError if the command fails."""
         ...
 
 
-class _Wrong(msgspec.Struct, frozen=True):
+class _RankError(msgspec.Struct, frozen=True):
     """The error of a command on one rank."""
 
     error: str
     code: Code
 
 
-_WRONG = Codec[_Wrong](_Wrong)
+_WRONG = Codec[_RankError](_RankError)
 _COMMANDS = Codec[ToWorkers](ToWorkers)
 
 
@@ -106,14 +106,14 @@ def serve(
         running.id = ""
         _tell(end, outcome.said)
         if outcome.broke:
-            raise BrokenError(outcome.broke)
+            raise UnrecoverableError(outcome.broke)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a command, the same on all ranks except for rank 0's result."""
 
-    said: Reply | Fault
+    said: Reply | CommandFailure
     broke: str = ""
     """Why the ranks cannot continue; empty: they can."""
 
@@ -123,20 +123,20 @@ def carry_out(
 ) -> Outcome:
     """Run it on this rank, and agree on the outcome with the other ranks."""
     result: Result | None = None
-    wrong: _Wrong | None = None
+    wrong: _RankError | None = None
     try:
-        result = operations.do(command.order)
+        result = operations.do(command.operation)
     except PenstockError as error:
-        wrong = _Wrong(str(error), error_code(error))
+        wrong = _RankError(str(error), error_code(error))
     except Exception as error:
         # No agreement: other ranks may be blocked elsewhere until this rank exits.
-        log.exception("%s failed", type(command.order).__name__)
+        log.exception("%s failed", type(command.operation).__name__)
         why = f"{type(error).__name__}: {error}"
         told = (
             f"the workers failed: {why}\n  They are started again, with every model as it was "
             "saved last."
         )
-        return Outcome(_fault(command.id, _Wrong(told, "internal"), ends=True), why)
+        return Outcome(_fault(command.id, _RankError(told, "internal"), ends=True), why)
     found = announcing.all_gather_errors(None if wrong is None else _WRONG.encode(wrong))
     faults = [_WRONG.decode(frame) for frame in found if frame is not None]
     if faults:
@@ -145,13 +145,13 @@ def carry_out(
     return Outcome(Reply(id=command.id, result=result))
 
 
-def _fault(number: str, wrong: _Wrong, *, ends: bool = False) -> Fault:
-    return Fault(
+def _fault(number: str, wrong: _RankError, *, ends: bool = False) -> CommandFailure:
+    return CommandFailure(
         id=number,
         error=wrong.error,
         category=error_category(wrong.code),
         code=wrong.code,
-        ends=ends,
+        needs_restart=ends,
     )
 
 
@@ -173,15 +173,15 @@ def _announced(message: ToWorkers | None) -> bytes:
     them, and the broadcast may be unencrypted."""
     if message is None:
         return b""
-    if isinstance(message, Command) and isinstance(message.order, WeightSyncCommand):
-        message = replace(message, order=replace(message.order, api_keys=()))
+    if isinstance(message, Command) and isinstance(message.operation, WeightSyncCommand):
+        message = replace(message, order=replace(message.operation, api_keys=()))
     return _COMMANDS.encode(message)
 
 
-def _tell(end: ChannelEnd | None, said: Reply | Fault) -> None:
+def _tell(end: ChannelEnd | None, said: Reply | CommandFailure) -> None:
     if end is None:
         return
     try:
         end.send(said)
     except FrameError as error:
-        end.send(Fault(id=said.id, error=str(error), category="user", code="invalid"))
+        end.send(CommandFailure(id=said.id, error=str(error), category="user", code="invalid"))

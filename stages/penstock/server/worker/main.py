@@ -29,13 +29,13 @@ from penstock.models.foundation import check_foundation, laid_over
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.codec import Channel
-from penstock.server.protocol.results import Served
+from penstock.server.protocol.results import ServedModel
 from penstock.server.protocol.threaded_channel import ThreadedEnd
-from penstock.server.protocol.worker_commands import Beat, FromWorkers, Ready, ToWorkers
+from penstock.server.protocol.worker_commands import FromWorkers, Ready, ToWorkers, WorkerHeartbeat
 from penstock.server.protocol.zmq_channel import listening
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, allowed_hosts
 from penstock.server.worker.batching import BatchDispatcher
-from penstock.server.worker.generate import Sampling
+from penstock.server.worker.generate import GenerationHandler
 from penstock.server.worker.handlers import CommandHandlers
 from penstock.server.worker.loop import CurrentCommand, serve
 from penstock.server.worker.self_test import self_test
@@ -65,7 +65,9 @@ def operations_on(
             replica=layout.mesh.index("replicate", "shard"),
             pin_memory=ranks.device.type == "cuda",
         ),
-        Sampling(residents, partial(_decoded, reading), stop_token_ids(substrate, reading)),
+        GenerationHandler(
+            residents, partial(_decoded, reading), stop_token_ids(substrate, reading)
+        ),
         begin_from,
         tuple(allowed_hosts),
     )
@@ -143,12 +145,14 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
             served=served_by(job.config, job.tokenizer, substrate),
             models=tuple(held),
             steps={name: resident.step for name, resident in held.items()},
-            gathering=tuple(name for name, resident in held.items() if resident.per is not None),
+            models_with_gradients=tuple(
+                name for name, resident in held.items() if resident.per is not None
+            ),
             replicas=substrate.built.degrees.num_replicas,
         )
 
     end: ThreadedEnd[FromWorkers, ToWorkers] = ThreadedEnd(
-        begin, lambda: Beat(instance=instance, running=running.id)
+        begin, lambda: WorkerHeartbeat(instance=instance, running=running.id)
     )
     try:
         serve(operations, announcing, end, ready, running)
@@ -156,10 +160,10 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
         end.close()
 
 
-def served_by(config: ServerConfig, tokenizer: str, substrate: SharedBase) -> Served:
+def served_by(config: ServerConfig, tokenizer: str, substrate: SharedBase) -> ServedModel:
     """The model as reported to clients."""
     decoder, lora = substrate.built.config, substrate.run.lora
-    return Served(
+    return ServedModel(
         base_model=config.base_names[0],
         tokenizer=config.tokenizer_path or config.config_path or config.model_path or tokenizer,
         arch=substrate.family.model_type,

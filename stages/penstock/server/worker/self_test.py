@@ -6,14 +6,14 @@ import math
 import numpy as np
 
 from penstock.core.errors import StageError
-from penstock.server.protocol.results import Passed, Stepped
-from penstock.server.protocol.types import Adam, Array, Datum
+from penstock.server.protocol.requests import OptimStep
+from penstock.server.protocol.results import ForwardBackwardResult, OptimStepResult
+from penstock.server.protocol.types import AdamParams, Array, Datum
 from penstock.server.protocol.worker_commands import (
-    Close,
+    CheckpointSizes,
+    CreateModelCommand,
     ForwardBackwardCommand,
-    Open,
-    Opened,
-    OptimStepCommand,
+    UnloadModelCommand,
 )
 from penstock.server.worker.handlers import CommandHandlers
 
@@ -43,17 +43,20 @@ def self_test(operations: CommandHandlers) -> None:
         loss="cross_entropy",
         params={},
         forward_only=False,
-        per="token",
+        loss_reduction="token",
     )
-    opened = operations.do(Open(model=NAME, lora=None))
-    assert isinstance(opened, Opened)
+    opened = operations.do(CreateModelCommand(model=NAME, lora=None))
+    assert isinstance(opened, CheckpointSizes)
     try:
-        found = [operations.do(rows), operations.do(OptimStepCommand(model=NAME, adam=Adam()))]
+        found = [
+            operations.do(rows),
+            operations.do(OptimStep(model=NAME, adam=AdamParams())),
+        ]
         found.append(operations.do(rows))
     finally:
-        operations.do(Close(model=NAME))
+        operations.do(UnloadModelCommand(model=NAME))
     for told in found:
-        assert isinstance(told, Passed | Stepped)
+        assert isinstance(told, ForwardBackwardResult | OptimStepResult)
         for name, value in told.metrics.items():
             if not math.isfinite(value):
                 raise StageError(

@@ -16,76 +16,90 @@ from penstock.core.errors import ConfigError
 class EarlyStopping:
     """Receives every evaluation of a run, in order."""
 
-    by: SaveBestConfig
+    save_best: SaveBestConfig
     """How the best checkpoint is chosen."""
-    until: EarlyStoppingConfig
+    early_stopping: EarlyStoppingConfig
     """When to stop early."""
     best: Mapping[str, Any] | None = None
     """The evaluation record of the best checkpoint."""
-    _reached: float | None = None
+    _best_value: float | None = None
     """The best value that early stopping has seen."""
-    _waited: int = 0
+    _num_bad_evals: int = 0
     """Evaluations since then without improvement."""
 
     @classmethod
-    def of(cls, train: TrainConfig) -> "EarlyStopping":
+    def from_config(cls, train: TrainConfig) -> "EarlyStopping":
         """Build from the config."""
         return cls(train.save_best, train.early_stopping)
 
-    def require(self, names: Collection[str]) -> None:
+    def require_metrics(self, names: Collection[str]) -> None:
         """Raise ConfigError for a metric that is not in `names`, the metrics of evaluations."""
-        asked = {"save_best": self.by.metric}
-        if self.until.patience:
-            asked["early_stopping"] = self.until.metric
-        for setting, metric in asked.items():
+        metric_fields = {"save_best": self.save_best.metric}
+        if self.early_stopping.patience:
+            metric_fields["early_stopping"] = self.early_stopping.metric
+        for setting, metric in metric_fields.items():
             if metric is not None and metric not in names:
-                told = ", ".join(sorted(names)) or "nothing: no row is held out"
+                available = (
+                    ", ".join(sorted(names)) or "no metric, because there is no evaluation data"
+                )
                 raise ConfigError(
-                    f"train.{setting}.metric is {metric}, which no evaluation of this run tells.\n"
-                    f"  Evaluations tell {told}."
+                    f"train.{setting}.metric is {metric}, which no evaluation of this run reports.\n"
+                    f"  Evaluations report {available}."
                 )
 
     def is_best(self, record: Mapping[str, Any]) -> bool:
         """Whether this evaluation is better than the best so far."""
-        metric = self.by.metric
+        metric = self.save_best.metric
         if metric is None or (value := record.get(metric)) is None:
             return False
-        sign = metric_sign(metric, self.by.mode)
+        sign = metric_sign(metric, self.save_best.mode)
         if self.best is None:
             return not math.isnan(value)
         return sign * value > sign * self.best[metric]
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Update the early-stopping state with an evaluation."""
-        if not self.until.patience or (value := record.get(self.until.metric)) is None:
+        if (
+            not self.early_stopping.patience
+            or (value := record.get(self.early_stopping.metric)) is None
+        ):
             return
-        value *= metric_sign(self.until.metric)
-        bar = -math.inf if self._reached is None else self._reached + self.until.min_delta
-        if value > bar:
-            self._reached, self._waited = value, 0
+        value *= metric_sign(self.early_stopping.metric)
+        threshold = (
+            -math.inf
+            if self._best_value is None
+            else self._best_value + self.early_stopping.min_delta
+        )
+        if value > threshold:
+            self._best_value, self._num_bad_evals = value, 0
         else:
-            self._waited += 1
+            self._num_bad_evals += 1
 
     @property
     def should_stop(self) -> bool:
         """Whether the number of evaluations without improvement exceeds the patience."""
-        return bool(self.until.patience) and self._waited >= self.until.patience
+        return (
+            bool(self.early_stopping.patience)
+            and self._num_bad_evals >= self.early_stopping.patience
+        )
 
-    def as_json(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint; empty if disabled."""
-        if self.by.metric is None and not self.until.patience:
+        if self.save_best.metric is None and not self.early_stopping.patience:
             return {}
         best = dict(self.best) if self.best else None
-        return {"judged": {"best": best, "reached": self._reached, "waited": self._waited}}
+        return {
+            "judged": {"best": best, "reached": self._best_value, "waited": self._num_bad_evals}
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `as_json`, if present."""
-        if judged := state.get("judged"):
-            self.best = judged["best"]
-            self._reached, self._waited = judged["reached"], judged["waited"]
+        if saved := state.get("judged"):
+            self.best = saved["best"]
+            self._best_value, self._num_bad_evals = saved["reached"], saved["waited"]
 
 
-def needed_by(state: Mapping[str, Any]) -> list[int]:
-    """The step of the best checkpoint as of this `state.json`, if it is another checkpoint."""
+def required_steps(state: Mapping[str, Any]) -> list[int]:
+    """Steps of other checkpoints that a checkpoint with this `state.json` needs: the best one."""
     best = (state.get("judged") or {}).get("best")
     return [best["step"]] if best and best["step"] != state["step"] else []

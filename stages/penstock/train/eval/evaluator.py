@@ -21,7 +21,7 @@ from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Groups, LoaderConfig, read
 from penstock.train.eval.preference_metrics import PreferenceMetrics
-from penstock.train.eval.reference_model import References
+from penstock.train.eval.reference_model import RefLogprobs
 from penstock.train.eval.token_metrics import LOSS, TokenMetrics
 from penstock.train.launch.job import Job
 
@@ -56,30 +56,30 @@ class Evaluator:
         built: BuiltModel,
         ranks: ProcessInfo,
         train: TrainConfig,
-        reading: LoaderConfig,
+        loader_config: LoaderConfig,
         *,
         rows_per_batch: int,
-        teller: EvalMetric | None = None,
+        metric: EvalMetric | None = None,
     ) -> None:
         """`rows_per_batch` is the batch size for settings that count batches. The default metric is
         the token loss."""
         self._rows, self._built, self._ranks = rows, built, ranks
         # Micro-batches are computed one by one, so they need no common length.
-        self._reading = replace(reading, pad_to="own")
-        self._size = train.eval_micro_batch_size or train.micro_batch_size
+        self._loader_config = replace(loader_config, pad_to="own")
+        self._micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
         self._rows_per_batch = rows_per_batch
-        self._chosen = chosen_rows(len(rows), train.eval_max_batches, rows_per_batch)
+        self._row_ids = select_eval_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = built.pairs_per_token * rows.lengths() + rows.squares()
-        self._teller = teller or TokenMetrics(rows, built, ranks)
+        self._metric = metric or TokenMetrics(rows, built, ranks)
 
     def __len__(self) -> int:
         """Number of evaluation rows."""
-        return len(self._chosen)
+        return len(self._row_ids)
 
     @property
     def names(self) -> list[str]:
         """The keys of `evaluate`."""
-        return self._teller.names
+        return self._metric.names
 
     def sanity_check(self, batches: int, is_asked_to_stop: Callable[[], object]) -> None:
         """Evaluate `batches` batches of the most expensive rows without logging, as a memory and
@@ -87,52 +87,52 @@ class Evaluator:
 
         Raises StageError if the loss is not finite. Collective.
         """
-        found = self.evaluate(is_asked_to_stop, most_rows=batches * self._rows_per_batch)
+        found = self.evaluate(is_asked_to_stop, max_rows=batches * self._rows_per_batch)
         if found and not math.isfinite(found[LOSS]):
             raise StageError(
-                f"before the first step the loss of {batches} batch(es) of held-out rows is "
-                f"{found[LOSS]}, so every evaluation would be broken.\n"
-                "  Look at the weights of model.model_path and at the held-out rows; "
-                "train.eval_sanity_batches: 0 trains without this look at them."
+                f"before the first step the loss of {batches} batch(es) of evaluation rows is "
+                f"{found[LOSS]}, so every evaluation would be invalid.\n"
+                "  Check the weights of model.model_path and the evaluation data; "
+                "train.eval_sanity_batches: 0 disables this check."
             )
 
     def evaluate(
-        self, is_asked_to_stop: Callable[[], object], *, most_rows: int | None = None
+        self, is_asked_to_stop: Callable[[], object], *, max_rows: int | None = None
     ) -> dict[str, float] | None:
         """Return the metrics over the rows, by name.
 
-        None if any rank is asked to stop before the end. Evaluates at most `most_rows`, the most
+        None if any rank is asked to stop before the end. Evaluates at most `max_rows`, the most
         expensive ones; by default all. Collective; all ranks get the same result.
         """
-        self._teller.reset()
+        self._metric.reset()
         # Sort by cost, so that replicas compute rows of similar cost at the same time.
-        by_cost = np.argsort(-self._costs[self._chosen], kind="stable")
-        dearest_first = self._chosen[by_cost][:most_rows]
-        at_once = self._built.degrees.num_replicas * self._size
-        for start in range(0, len(dearest_first), at_once):
+        by_cost = np.argsort(-self._costs[self._row_ids], kind="stable")
+        by_cost_rows = self._row_ids[by_cost][:max_rows]
+        rows_per_round = self._built.degrees.num_replicas * self._micro_batch_size
+        for start in range(0, len(by_cost_rows), rows_per_round):
             if self._ranks.any_rank(bool(is_asked_to_stop())):
                 return None
-            self._ranks.pulse.set_phase("evaluating")
-            mine = self._mine(dearest_first[start : start + at_once])
-            self._teller.update(read(self._rows, mine, self._reading))
-        return self._teller.compute()
+            self._ranks.heartbeat.set_phase("evaluating")
+            micro_batches = self._local_micro_batches(by_cost_rows[start : start + rows_per_round])
+            self._metric.update(read(self._rows, micro_batches, self._loader_config))
+        return self._metric.compute()
 
-    def _mine(self, rows: Integers) -> Groups:
+    def _local_micro_batches(self, rows: Integers) -> Groups:
         """The rows that this rank's replica evaluates."""
         return assign_micro_batches(
             rows.tolist(),
             self._costs[rows].tolist(),
             num_replicas=self._built.degrees.num_replicas,
-            size=self._size,
+            size=self._micro_batch_size,
             count=1,
         )[self._built.engine.layout.mesh.index("replicate", "shard")]
 
 
-def held_out_rows(
+def build_evaluator(
     job: Job,
     built: BuiltModel,
     ranks: ProcessInfo,
-    reading: LoaderConfig,
+    loader_config: LoaderConfig,
     rows_per_batch: int,
 ) -> Evaluator | None:
     """Build the evaluator of a run; None if there is no held-out data, or no evaluation is
@@ -141,31 +141,33 @@ def held_out_rows(
     Raises ConfigError if evaluation is configured and there is no held-out data.
     """
     train = job.config.train
-    folder = job.packed / "data" / "validation"
+    folder = job.packed_dir / "data" / "validation"
     found = None
     if folder.is_dir():
         rows = PackedRows(folder)
         preferences = built.engine.preferences
         # Fixed reference log-probs even if the training reference moves, so that evaluations are
         # comparable.
-        references = References(job.scores) if job.scores else None
-        teller = PreferenceMetrics(preferences, references) if preferences else None
+        references = RefLogprobs(job.ref_logprobs) if job.ref_logprobs else None
+        metric = PreferenceMetrics(preferences, references) if preferences else None
         size = train.eval_rows_per_batch or rows_per_batch
-        found = Evaluator(rows, built, ranks, train, reading, rows_per_batch=size, teller=teller)
-    asking = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
-    asked = [name for name in asking if getattr(train, name)]
+        found = Evaluator(
+            rows, built, ranks, train, loader_config, rows_per_batch=size, metric=metric
+        )
+    eval_fields = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
+    enabled = [name for name in eval_fields if getattr(train, name)]
     # Zero batches is a valid setting, except for a run that only evaluates.
-    if asked and (found is None or (train.eval_only and not found)):
+    if enabled and (found is None or (train.eval_only and not found)):
         raise ConfigError(
-            f"train.{asked[0]} is {shown(getattr(train, asked[0]))}, "
-            "and there is no row to evaluate on.\n"
-            "  Write data.test_datasets or data.val_set_size, and leave out "
+            f"train.{enabled[0]} is {shown(getattr(train, enabled[0]))}, "
+            "and there is no evaluation data.\n"
+            "  Write data.test_datasets or data.val_set_size, and remove "
             "train.eval_max_batches: 0."
         )
     return found or None
 
 
-def chosen_rows(num_rows: int, limit: int | float | None, rows_per_batch: int) -> Integers:
+def select_eval_rows(num_rows: int, limit: int | float | None, rows_per_batch: int) -> Integers:
     """The rows that `train.eval_max_batches` selects, spread over all held-out data."""
     count = num_rows
     if isinstance(limit, float):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from penstock.engine.losses.preference import AnswerLogProbs, Preferences
 from penstock.losses.preference_metrics import MARGINS, NAMES, RIGHT
 from penstock.rows.collate import MicroBatch
-from penstock.train.eval.reference_model import References
+from penstock.train.eval.reference_model import RefLogprobs
 
 PREFIX = "eval_"
 
@@ -13,7 +13,7 @@ PREFIX = "eval_"
 class PreferenceMetrics:
     """The training loss and its metrics on held-out completions."""
 
-    def __init__(self, preferences: Preferences, references: References | None) -> None:
+    def __init__(self, preferences: Preferences, references: RefLogprobs | None) -> None:
         self._preferences, self._references = preferences, references
         self._seen: list[AnswerLogProbs] = []
 
@@ -31,7 +31,7 @@ class PreferenceMetrics:
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
-        references = self._references.of(batches) if self._references else ()
+        references = self._references.lookup(batches) if self._references else ()
         self._seen += self._preferences.forward_only(batches, references)
 
     def compute(self) -> dict[str, float]:

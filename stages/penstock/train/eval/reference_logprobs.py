@@ -16,35 +16,37 @@ from penstock.rows.ref_logprobs import Scores
 from penstock.rows.shared_prefix import PER_SAMPLE
 from penstock.train.dataloader import LoaderConfig
 
-ROUNDS = 8
+MICRO_BATCHES_PER_CHUNK = 8
 """Micro-batches per replica and forward call."""
 
 
-class Scored(NamedTuple):
+class SampleLogprobs(NamedTuple):
     """Samples and their log-probs, the same on all ranks."""
 
     samples: list[bytes]
-    scores: Scores
+    logprobs: Scores
     """Summed log-probs of their completions, [D, A]."""
 
 
-class Scoring:
+class LogprobScorer:
     """Computes sequence log-probs of rows under any parallel layout."""
 
     def __init__(self, run: RunConfig, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._built, self._ranks = built, ranks
-        self._multiple = LoaderConfig.of(run, ranks.device).pad_to_multiple_of
-        self._size = run.train.micro_batch_size
+        self._pad_to_multiple_of = LoaderConfig.of(run, ranks.device).pad_to_multiple_of
+        self._micro_batch_size = run.train.micro_batch_size
         self._replicas = built.degrees.num_replicas
 
-    def chunks(self, rows: Iterable[Row]) -> Iterator[Scored]:
+    def iter_chunks(self, rows: Iterable[Row]) -> Iterator[SampleLogprobs]:
         """Yield the log-probs chunk by chunk. Collective; all ranks pass the same rows."""
-        left = iter(rows)
-        while chunk := list(islice(left, self._size * self._replicas * ROUNDS)):
-            yield self._score(chunk)
+        remaining = iter(rows)
+        while chunk := list(
+            islice(remaining, self._micro_batch_size * self._replicas * MICRO_BATCHES_PER_CHUNK)
+        ):
+            yield self._compute(chunk)
 
-    def _score(self, rows: list[Row]) -> Scored:
-        self._ranks.pulse.set_phase("scoring")
+    def _compute(self, rows: list[Row]) -> SampleLogprobs:
+        self._ranks.heartbeat.set_phase("scoring")
         # A sample that occurs twice is computed twice and has two entries, because the replicas'
         # tables are summed.
         samples: list[bytes] = []
@@ -54,27 +56,27 @@ class Scoring:
             samples += _samples(row)
         shape = (len(samples), PER_SAMPLE)
         table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
-        groups = self._mine(rows)
-        laid = collate(groups, pad_to_multiple_of=self._multiple)
-        found = self._built.answers.gather(laid.micro_batches())
+        groups = self._local_micro_batches(rows)
+        collated = collate(groups, pad_to_multiple_of=self._pad_to_multiple_of)
+        found = self._built.answers.gather(collated.micro_batches())
         for group, scores_DA in zip(groups, found, strict=True):
             its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
             table[its] = scores_DA
-        place = {sample: index for index, sample in enumerate(samples)}
+        index_of = {sample: index for index, sample in enumerate(samples)}
         scores = self._ranks.all_reduce_sum(table).cpu().numpy()
-        return Scored(list(place), scores[list(place.values())])
+        return SampleLogprobs(list(index_of), scores[list(index_of.values())])
 
-    def _mine(self, rows: list[Row]) -> list[list[Row]]:
+    def _local_micro_batches(self, rows: list[Row]) -> list[list[Row]]:
         """The micro-batches of this rank's replica."""
-        dealt = assign_micro_batches(
+        assigned = assign_micro_batches(
             range(len(rows)),
             [len(row.input_ids) for row in rows],
             num_replicas=self._replicas,
-            size=self._size,
-            count=-(-len(rows) // (self._size * self._replicas)),
+            size=self._micro_batch_size,
+            count=-(-len(rows) // (self._micro_batch_size * self._replicas)),
         )
-        mine = dealt[self._built.engine.layout.mesh.index("replicate", "shard")]
-        return [[rows[number] for number in group] for group in mine]
+        local = assigned[self._built.engine.layout.mesh.index("replicate", "shard")]
+        return [[rows[number] for number in group] for group in local]
 
 
 def _samples(row: Row) -> tuple[bytes, ...]:

@@ -18,25 +18,25 @@ from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.batches import Cursor, StepSampler
 from penstock.rows.collate import MicroBatch
-from penstock.rows.filter_rows import each_once
+from penstock.rows.filter_rows import iter_new_samples
 from penstock.rows.reader import PackedRows, Row
-from penstock.rows.ref_logprobs import FILES, AnswerScores, keep_scores
-from penstock.train.eval.reference_logprobs import Scoring
+from penstock.rows.ref_logprobs import FILES, RefLogprobs, write_shared_scores
+from penstock.train.eval.reference_logprobs import LogprobScorer
 from penstock.train.launch.job import Job
 
 
-class References:
+class RefLogprobs:
     """Reference log-probs of the initial model, computed by the stage `reference`."""
 
     def __init__(self, folder: Path) -> None:
         """Read the log-probs. Raises ArtifactError for an unreadable file."""
-        self._scores = AnswerScores(folder)
+        self._scores = RefLogprobs(folder)
 
-    def begin(self, step: int, cursor: Cursor) -> None:
+    def on_step_start(self, step: int, cursor: Cursor) -> None:
         """Prepare for step `step` (from 0), whose rows begin at `cursor`. Collective."""
         del step, cursor
 
-    def of(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def lookup(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Reference log-probs of each micro-batch's completions, fp64 [D, A]. Raises ArtifactError
         for a sample without log-probs."""
         return [
@@ -45,13 +45,13 @@ class References:
         ]
 
 
-FOLDER = "references"
+REFERENCES_FOLDER = "references"
 
-KEPT = 2
+NUM_KEPT = 2
 """Number of updates whose log-probs are kept: a checkpoint may be older than the last update."""
 
 
-class SyncedRefModel(References):
+class SyncedRefModel(RefLogprobs):
     """Reference log-probs that are updated; before the first update, those of the initial model."""
 
     def __init__(
@@ -62,60 +62,62 @@ class SyncedRefModel(References):
         rows: PackedRows,
         batches: StepSampler,
     ) -> None:
-        assert job.scores is not None
-        super().__init__(job.scores)
-        self._every = job.config.preference.ref_update_steps
-        self._scoring, self._ranks = Scoring(job.config, built, ranks), ranks
+        assert job.ref_logprobs is not None
+        super().__init__(job.ref_logprobs)
+        self._update_steps = job.config.preference.ref_update_steps
+        self._scorer, self._ranks = LogprobScorer(job.config, built, ranks), ranks
         self._rows, self._batches = rows, batches
-        self._root = job.output_dir / FOLDER
-        self._moved = 0
+        self._root = job.output_dir / REFERENCES_FOLDER
+        self._last_update = 0
         """The step of the last update."""
 
-    def begin(self, step: int, cursor: Cursor) -> None:
-        """Update if due, or load the last update of a resumed run.
+    def on_step_start(self, step: int, cursor: Cursor) -> None:
+        """Update the reference if this step is due, or load the last update of a resumed run.
 
         Raises ArtifactError if its files are missing.
         """
-        last = step - step % self._every
-        if last == self._moved:
+        last = step - step % self._update_steps
+        if last == self._last_update:
             return
         folder = self._root / f"step_{last}"
         if last == step:
-            self._move(folder, cursor)
+            self._update(folder, cursor)
         elif self._ranks.any_rank(not any(folder.glob(FILES))):
             raise ArtifactError(
-                f"{folder} does not say what the model of step {last} made of answers, which this "
-                f"run compares with (preference.ref_update_steps: {self._every}).\n"
+                f"{folder} has no reference log-probs of the model of step {last}, which this run "
+                f"needs (preference.ref_update_steps: {self._update_steps}).\n"
                 "  Start from the weights alone, with train.init_checkpoint_path."
             )
-        self._scores, self._moved = AnswerScores(folder), last
+        self._scores, self._last_update = RefLogprobs(folder), last
 
-    def _move(self, folder: Path, cursor: Cursor) -> None:
-        found = list(self._scoring.chunks(self._ahead(cursor)))
+    def _update(self, folder: Path, cursor: Cursor) -> None:
+        found = list(self._scorer.iter_chunks(self._rows_until_next_update(cursor)))
         if self._ranks.is_main_process:
             remove(folder)
             samples = [sample for scored in found for sample in scored.samples]
-            keep_scores(folder, samples, np.concatenate([scored.scores for scored in found]))
-            moves = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
-            for old in moves[:-KEPT]:
+            write_shared_scores(
+                folder, samples, np.concatenate([scored.logprobs for scored in found])
+            )
+            updates = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
+            for old in updates[:-NUM_KEPT]:
                 remove(old)
         self._ranks.barrier()
 
-    def _ahead(self, cursor: Cursor) -> Iterator[Row]:
+    def _rows_until_next_update(self, cursor: Cursor) -> Iterator[Row]:
         """The rows with the samples of all steps until the next update, without duplicates."""
         numbers: set[int] = set()
-        for _ in range(self._every):
+        for _ in range(self._update_steps):
             numbers.update(self._batches.rows(cursor).tolist())
             cursor = self._batches.advance(cursor)
-        return each_once((self._rows.row(number) for number in sorted(numbers)), ())
+        return iter_new_samples((self._rows.row(number) for number in sorted(numbers)), ())
 
 
 def build_ref_model(
     job: Job, built: BuiltModel, ranks: ProcessInfo, rows: PackedRows, batches: StepSampler
-) -> References | None:
+) -> RefLogprobs | None:
     """Build the reference log-probs of training; None if the loss needs none."""
-    if job.scores is None:
+    if job.ref_logprobs is None:
         return None
     if job.config.preference.ref_update_steps > 0:
         return SyncedRefModel(job, built, ranks, rows, batches)
-    return References(job.scores)
+    return RefLogprobs(job.ref_logprobs)

@@ -33,38 +33,38 @@ class TokenMetrics:
 
     def reset(self) -> None:
         """Reset the accumulated values."""
-        self._num_kinds = len(self._sources.labels) if self._sources else 1
-        self._found = torch.zeros(
-            self._num_kinds, 3, dtype=torch.float64, device=self._ranks.device
+        self._num_sources = len(self._sources.labels) if self._sources else 1
+        self._counts = torch.zeros(
+            self._num_sources, 3, dtype=torch.float64, device=self._ranks.device
         )
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
-        kinds = [*map(self._kinds, batches)]
-        self._found += self._built.onlooker.counts(batches, kinds, self._num_kinds)
+        source_ids = [*map(self._source_ids, batches)]
+        self._counts += self._built.onlooker.counts(batches, source_ids, self._num_sources)
 
     def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
-        counts: list[list[float]] = self._ranks.all_reduce_sum(self._found).tolist()
+        counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
         loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
         mean = loss / max(1, tokens)
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}
         if self._sources:
-            of_each = zip(self._sources.labels, counts, strict=True)
-            record |= {f"{LOSS}/{label}": its[0] / its[1] for label, its in of_each if its[1]}
+            by_source = zip(self._sources.labels, counts, strict=True)
+            record |= {f"{LOSS}/{label}": its[0] / its[1] for label, its in by_source if its[1]}
         return record
 
-    def _kinds(self, batch: MicroBatch) -> torch.Tensor:
+    def _source_ids(self, batch: MicroBatch) -> torch.Tensor:
         """Data set index of each token [T]; padding has labels of none."""
-        kinds = np.zeros(sum(batch.lengths), dtype=np.int64)
+        source_ids = np.zeros(sum(batch.lengths), dtype=np.int64)
         start = 0
         for number, size in batch.rows if self._sources else ():
             lengths = self._rows.row(number).lengths
             first = self._first_documents[number]
             its = self._sources.of_documents[first : first + len(lengths)] if self._sources else 0
-            kinds[start : start + size] = np.repeat(its, lengths)
+            source_ids[start : start + size] = np.repeat(its, lengths)
             start += size
-        return torch.from_numpy(kinds)
+        return torch.from_numpy(source_ids)
 
 
 def perplexity(loss: float) -> float:

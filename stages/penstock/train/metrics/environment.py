@@ -15,11 +15,11 @@ from penstock.core.files import write_json
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.sizing import Finding
-from penstock.train.launch.job import SURROUNDINGS, Job
+from penstock.train.launch.job import ENVIRONMENT, Job
 from penstock.version import __version__
 
 
-def keep_surroundings(
+def write_environment(
     job: Job,
     built: BuiltModel,
     ranks: ProcessInfo,
@@ -46,7 +46,7 @@ def keep_surroundings(
             **({"cuda": torch.version.cuda} if ranks.device.type == "cuda" else {}),
         },
     }
-    write_json(job.output_dir / SURROUNDINGS, record)
+    write_json(job.output_dir / ENVIRONMENT, record)
 
 
 def device_name(device: torch.device) -> str:

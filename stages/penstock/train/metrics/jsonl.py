@@ -22,7 +22,7 @@ class MetricsLog:
             part.write_text("".join(_line(record) for record in kept))
         self._file = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._file, 0, os.SEEK_END)
-        self._waiting = b""
+        self._buffer = b""
         self.fault: OSError | None = None
         """Why the last record is not yet in the file; None if it is."""
 
@@ -31,28 +31,28 @@ class MetricsLog:
 
         A full disk does not stop the run: the record is buffered and written with the next one.
         """
-        self._waiting += _line(record).encode()
+        self._buffer += _line(record).encode()
         self._write()
 
     def close(self) -> None:
         """Close the file, with the records that could be written."""
-        if self._waiting:
+        if self._buffer:
             self._write()
         os.close(self._file)
 
     def _write(self) -> None:
         """Write the whole buffer or nothing: a partial line would corrupt the next record."""
         try:
-            written = os.pwrite(self._file, self._waiting, self._end)
-            if written < len(self._waiting):
+            written = os.pwrite(self._file, self._buffer, self._end)
+            if written < len(self._buffer):
                 # Retry the rest: the next call returns the reason for a partial write.
-                written += os.pwrite(self._file, self._waiting[written:], self._end + written)
+                written += os.pwrite(self._file, self._buffer[written:], self._end + written)
         except OSError as error:
             self.fault = error
             os.ftruncate(self._file, self._end)
             return
         self._end += written
-        self._waiting = self._waiting[written:]
+        self._buffer = self._buffer[written:]
         self.fault = None
 
 

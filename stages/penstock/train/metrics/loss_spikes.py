@@ -12,17 +12,17 @@ from penstock.engine.non_finite import named, packed_row_numbers
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 
-REMEMBERED = 100
+WINDOW_STEPS = 100
 """Window size in steps."""
-ENOUGH = 20
+MIN_STEPS = 20
 """Minimum number of steps before detection starts."""
-DEVIATIONS_PER_DISTANCE = 1.4826
+STD_PER_MAD = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation
 (MAD)."""
-LEAST = 0.02
+MIN_RELATIVE_STD = 0.02
 """Lower bound of the standard deviation as a fraction of the median, so that small changes of a
 flat loss are not spikes."""
-LEAST_OF_START = 0.01
+MIN_STD_OF_INITIAL_LOSS = 0.01
 """Lower bound as a fraction of the median of the first losses: near zero, on memorized data, the
 loss of single rows is many times the median without significance."""
 
@@ -32,7 +32,7 @@ class Spike:
     """A loss spike."""
 
     loss: float
-    usual: float
+    median: float
     deviations: float
     """Distance above the median, in standard deviations."""
 
@@ -41,14 +41,14 @@ class Spike:
         return asdict(self)
 
 
-class Traced(NamedTuple):
+class SpikeWarning(NamedTuple):
     """A spike and a description of its cause."""
 
     spike: Spike
     text: str
 
 
-class LossWatch:
+class LossSpikeDetector:
     """Receives the loss of every step; the same on every rank.
 
     Uses medians, so that one spike neither hides the next one nor makes later losses look low, and
@@ -58,28 +58,32 @@ class LossWatch:
     def __init__(self, threshold: float) -> None:
         """`threshold` in standard deviations; 0 disables detection."""
         self._threshold = threshold
-        self._seen: deque[float] = deque(maxlen=REMEMBERED)
-        self._start: float | None = None
-        self._is_up = False
+        self._recent_losses: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._initial_median: float | None = None
+        self._is_spiking = False
 
     def update(self, loss: float) -> Spike | None:
         """The spike that starts with this loss; None if the loss is normal, or as high as the
         previous one."""
-        seen = self._seen
+        losses = self._recent_losses
         found: Spike | None = None
-        if self._threshold and len(seen) >= ENOUGH:
-            usual = median(seen)
-            distance = median(abs(one - usual) for one in seen)
-            self._start = abs(usual) if self._start is None else self._start
-            least = max(LEAST * abs(usual), LEAST_OF_START * self._start, 1e-12)
-            deviation = max(DEVIATIONS_PER_DISTANCE * distance, least)
+        if self._threshold and len(losses) >= MIN_STEPS:
+            usual = median(losses)
+            distance = median(abs(one - usual) for one in losses)
+            self._initial_median = (
+                abs(usual) if self._initial_median is None else self._initial_median
+            )
+            min_deviation = max(
+                MIN_RELATIVE_STD * abs(usual), MIN_STD_OF_INITIAL_LOSS * self._initial_median, 1e-12
+            )
+            deviation = max(STD_PER_MAD * distance, min_deviation)
             above = (loss - usual) / deviation
             if above >= self._threshold:
                 found = Spike(loss, usual, above)
         if math.isfinite(loss):
-            seen.append(loss)
-        begins, self._is_up = not self._is_up, found is not None
-        return found if begins else None
+            losses.append(loss)
+        is_first, self._is_spiking = not self._is_spiking, found is not None
+        return found if is_first else None
 
 
 @dataclass(frozen=True)
@@ -89,39 +93,39 @@ class RankLoss:
     rank: int
     rows: tuple[int, ...]
     """Packed rows of the complete micro-batches that this rank shares."""
-    share: float
+    loss: float
     """This rank's part of the step's loss."""
-    trained: int
+    trained_tokens: int
     """Trained tokens of these rows."""
 
 
-def highest_loss_rank(portions: Sequence[RankLoss]) -> tuple[list[int], tuple[int, ...], float]:
+def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple[int, ...], float]:
     """The ranks whose rows have the highest mean loss, these rows, and that mean relative to the
     step's mean. Ranks that share rows are grouped."""
-    together: dict[tuple[int, ...], list[RankLoss]] = {}
-    for each in portions:
-        together.setdefault(each.rows, []).append(each)
-    total = math.fsum(each.share for each in portions)
-    trained = sum(several[0].trained for several in together.values())
+    by_rows: dict[tuple[int, ...], list[RankLoss]] = {}
+    for each in rank_losses:
+        by_rows.setdefault(each.rows, []).append(each)
+    total = math.fsum(each.loss for each in rank_losses)
+    trained = sum(several[0].trained_tokens for several in by_rows.values())
 
     def mean(several: Sequence[RankLoss]) -> float:
-        return math.fsum(each.share for each in several) / max(1, several[0].trained)
+        return math.fsum(each.loss for each in several) / max(1, several[0].trained_tokens)
 
-    rows, most = max(together.items(), key=lambda each: mean(each[1]))
+    rows, most = max(by_rows.items(), key=lambda each: mean(each[1]))
     whole = total / max(1, trained)
     return [each.rank for each in most], rows, mean(most) / whole if whole else 1.0
 
 
-class SpikeWatch:
+class LossSpikeMonitor:
     """Receives every step on every rank, and locates the origin of a spike."""
 
     def __init__(self, threshold: float, ranks: ProcessInfo) -> None:
-        """`threshold` as in `LossWatch`."""
-        self._losses, self._ranks = LossWatch(threshold), ranks
+        """`threshold` as in `LossSpikeDetector`."""
+        self._detector, self._ranks = LossSpikeDetector(threshold), ranks
 
-    def update(self, result: StepResult, batches: Sequence[MicroBatch]) -> Traced | None:
+    def update(self, result: StepResult, batches: Sequence[MicroBatch]) -> SpikeWarning | None:
         """The warning after a step over this rank's `batches`; the same on all ranks."""
-        spike = self._losses.update(result.loss)
+        spike = self._detector.update(result.loss)
         if spike is None:
             return None
         trained = sum(batch.num_trained for batch in batches)
@@ -129,8 +133,8 @@ class SpikeWatch:
         ranks, rows, times = highest_loss_rank(self._ranks.all_gather(mine))
         text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
-            f"{spike.usual:.4g}, the median of the steps before it; highest on rank(s) "
+            f"{spike.median:.4g}, the median of the steps before it; highest on rank(s) "
             f"{', '.join(map(str, ranks))}, {times:.2f} times the mean, with packed row(s) "
             f"{named(rows)}"
         )
-        return Traced(spike, text)
+        return SpikeWarning(spike, text)

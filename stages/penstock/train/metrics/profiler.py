@@ -18,13 +18,13 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.files import atomic_write, remove
 from penstock.engine.distributed.ranks import ProcessInfo
 
-MOST_ALLOCATIONS = 200_000
+MAX_MEMORY_EVENTS = 200_000
 """Maximum number of allocations in a memory snapshot; the newest are kept."""
 
 log = logging.getLogger("penstock.train")
 
 
-class Profile:
+class StepProfiler:
     """Profiles one rank from step `profile_start_step` to `profile_end_step`.
 
     A run resumed at a later step records nothing.
@@ -33,19 +33,19 @@ class Profile:
     def __init__(self, train: TrainConfig, ranks: ProcessInfo, run: str) -> None:
         """`run` is the prefix of its file names, so that several runs can share a folder."""
         self.train, self.ranks, self.run = train, ranks, run
-        self.left = train.enable_profiling and (
+        self.pending = train.enable_profiling and (
             ranks.is_main_process or not train.profile_rank0_only
         )
         """Whether there is still something to record."""
         self.folder = Path(train.profile_trace_dir)
         self._profile: profile | None = None
-        self._first = 0
+        self._first_step = 0
 
     @contextmanager
     def step(self, done: int) -> Generator[None]:
         """Context manager around the step after `done` completed steps."""
-        if self.left and self._profile is None and done >= self.train.profile_start_step:
-            self._begin(done)
+        if self.pending and self._profile is None and done >= self.train.profile_start_step:
+            self._start(done)
         if self._profile is None:
             yield
             return
@@ -59,13 +59,13 @@ class Profile:
         if self._profile is not None:
             self._finish(done)
 
-    def _begin(self, done: int) -> None:
-        self.left = False
+    def _start(self, done: int) -> None:
+        self.pending = False
         if done >= self.train.profile_end_step:
             return
         train = self.train
         activities = [ProfilerActivity.CPU]
-        if self._on_cuda:
+        if self._is_cuda:
             activities.append(ProfilerActivity.CUDA)
         recorder = profile(
             activities=activities,
@@ -76,18 +76,18 @@ class Profile:
         try:
             recorder.start()
             if self._records_memory:
-                torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+                torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         except RuntimeError as error:
-            log.warning("nothing is profiled: %s", error)
+            log.warning("the profiler did not start: %s", error)
             return
-        self._profile, self._first = recorder, done + 1
+        self._profile, self._first_step = recorder, done + 1
 
     def _finish(self, done: int) -> None:
         recorder = self._profile
         assert recorder is not None
         self._profile = None
-        self.ranks.pulse.set_phase("writing a profile")
-        name = f"{self.run}.steps_{self._first}-{done}.rank_{self.ranks.rank}"
+        self.ranks.heartbeat.set_phase("writing a profile")
+        name = f"{self.run}.steps_{self._first_step}-{done}.rank_{self.ranks.rank}"
         try:
             recorder.stop()
             with atomic_write(self.folder / f"{name}.pt.trace.json.gz") as part:
@@ -97,17 +97,19 @@ class Profile:
                     torch.cuda.memory._dump_snapshot(str(part))
                 torch.cuda.memory._record_memory_history(enabled=None)
         except (OSError, RuntimeError) as error:
-            log.warning("the profile of steps %d to %d is lost: %s", self._first, done, error)
+            log.warning(
+                "no profile of steps %d to %d was written: %s", self._first_step, done, error
+            )
             return
-        log.info("steps %d to %d are profiled in %s", self._first, done, self.folder / name)
+        log.info("profile of steps %d to %d: %s", self._first_step, done, self.folder / name)
 
     @property
-    def _on_cuda(self) -> bool:
+    def _is_cuda(self) -> bool:
         return self.ranks.device.type == "cuda"
 
     @property
     def _records_memory(self) -> bool:
-        return self._on_cuda and self.train.profile_profile_memory
+        return self._is_cuda and self.train.profile_profile_memory
 
 
 def _export(recorder: profile, target: Path) -> None:

@@ -30,37 +30,37 @@ class Progress(Protocol):
         """Close the display."""
 
 
-def progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
+def build_progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
     """The display of `train.log_format`; shows every `every`-th step and the last one."""
     if style == "progress_bar":
-        return _Bar(total, done, every)
-    return _Lines(total, done, every, _as_json if style == "json" else _as_words)
+        return _ProgressBar(total, done, every)
+    return _LogLines(total, done, every, _format_json if style == "json" else _format_fields)
 
 
-class _Line(tqdm):
+class _TqdmBar(tqdm):
     """A tqdm bar that is not redrawn on close, which would repeat it in a log."""
 
-    drawn = ""
+    last_text = ""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         text = str(self) if msg is None else msg
-        if text != self.drawn:
-            self.drawn = text
+        if text != self.last_text:
+            self.last_text = text
             super().display(text, pos)
 
     def clear(self, nolock: bool = False) -> None:
-        self.drawn = ""
+        self.last_text = ""
         super().clear(nolock)
 
 
-class _Bar:
+class _ProgressBar:
     """A progress bar on one line, cut to the terminal width. The launcher may have to pass the
     width: a longer line would wrap on each update."""
 
     def __init__(self, total: int, done: int, every: int) -> None:
-        self._every, self._pace, self._total = every, _Pace(done, total), total
+        self._every, self._eta, self._total = every, _EtaEstimator(done, total), total
         width = env.num_columns()
-        self._bar = _Line(
+        self._bar = _TqdmBar(
             total=total,
             initial=done,
             desc="train",
@@ -72,12 +72,12 @@ class _Bar:
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            if told := _evaluated(record):
-                self.say(f"train: step {record['step']}: {told}")
+            if fields := _format_evaluation(record):
+                self.say(f"train: step {record['step']}: {fields}")
             return
-        left = self._pace.eta(record["step"])
+        left = self._eta.eta(record["step"])
         if record["step"] % self._every == 0 or record["step"] == self._total:
-            self._bar.set_postfix_str("  ".join(_in_brief(record, left)), refresh=False)
+            self._bar.set_postfix_str("  ".join(_bar_fields(record, left)), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
     def say(self, line: str) -> None:
@@ -87,23 +87,23 @@ class _Bar:
         self._bar.close()
 
 
-class _Lines:
+class _LogLines:
     """One line per record."""
 
     def __init__(
-        self, total: int, done: int, every: int, line_of: Callable[[Mapping[str, Any]], str]
+        self, total: int, done: int, every: int, format_record: Callable[[Mapping[str, Any]], str]
     ) -> None:
-        self._total, self._every, self._line_of = total, every, line_of
-        self._pace = _Pace(done, total)
+        self._total, self._every, self._format_record = total, every, format_record
+        self._eta = _EtaEstimator(done, total)
 
     def show(self, record: Mapping[str, Any]) -> None:
         more: dict[str, Any] = {"total_steps": self._total}
         if "loss" in record:
             step = record["step"]
-            more["eta_seconds"] = round(self._pace.eta(step), 1)
+            more["eta_seconds"] = round(self._eta.eta(step), 1)
             if step % self._every and step != self._total:
                 return
-        sys.stderr.write(f"{self._line_of({**record, **more})}\n")
+        sys.stderr.write(f"{self._format_record({**record, **more})}\n")
         sys.stderr.flush()
 
     def say(self, line: str) -> None:
@@ -114,22 +114,22 @@ class _Lines:
         sys.stderr.flush()
 
 
-class _Pace:
+class _EtaEstimator:
     """The ETA, extrapolated from recent steps."""
 
     def __init__(self, done: int, total: int) -> None:
         self._total = total
-        self._seen: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=RECENT)
+        self._recent: deque[tuple[int, float]] = deque([(done, time.monotonic())], maxlen=RECENT)
 
     def eta(self, step: int) -> float:
         """Remaining seconds after `step` steps."""
         now = time.monotonic()
-        first, then = self._seen[0]
-        self._seen.append((step, now))
+        first, then = self._recent[0]
+        self._recent.append((step, now))
         return max(0, self._total - step) * (now - then) / max(1, step - first)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Format as H:MM:SS, with days if necessary."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -139,35 +139,35 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
 
 
-def _in_brief(record: Mapping[str, Any], left: float) -> list[str]:
+def _bar_fields(record: Mapping[str, Any], left: float) -> list[str]:
     """The most important values first; narrow terminals cut off the rest."""
-    told = [f"loss {record['loss']:.4f}", f"{clock(left)} left", f"lr {record['lr']:.2e}"]
+    fields = [f"loss {record['loss']:.4f}", f"ETA {format_clock(left)}", f"lr {record['lr']:.2e}"]
     if "grad_norm" in record:
-        told.append(f"norm {record['grad_norm']:.2f}")
-    told.append(f"{record['tokens_per_second']:,.0f} tok/s")
+        fields.append(f"norm {record['grad_norm']:.2f}")
+    fields.append(f"{record['tokens_per_second']:,.0f} tok/s")
     if record.get("mfu") is not None:
-        told.append(f"MFU {record['mfu']:.1%}")
+        fields.append(f"MFU {record['mfu']:.1%}")
     if "memory_gib" in record:
-        told.append(f"{record['memory_gib']:.1f} GiB")
-    return told
+        fields.append(f"{record['memory_gib']:.1f} GiB")
+    return fields
 
 
-def _evaluated(record: Mapping[str, Any]) -> str:
+def _format_evaluation(record: Mapping[str, Any]) -> str:
     names = [name for name in record if name.startswith("eval_") and "/" not in name]
-    return ", ".join(f"{name} {_short(record[name])}" for name in names)
+    return ", ".join(f"{name} {_format_value(record[name])}" for name in names)
 
 
-def _as_words(record: Mapping[str, Any]) -> str:
+def _format_fields(record: Mapping[str, Any]) -> str:
     # Per-layer values are only for plots.
     plain = {name: value for name, value in record.items() if not isinstance(value, dict | list)}
-    return " ".join(f"{name}={_short(value)}" for name, value in plain.items())
+    return " ".join(f"{name}={_format_value(value)}" for name, value in plain.items())
 
 
-def _as_json(record: Mapping[str, Any]) -> str:
+def _format_json(record: Mapping[str, Any]) -> str:
     return json.dumps(dict(record))
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "n/a"
     if isinstance(value, str):

@@ -13,12 +13,12 @@ from typing import Any
 from penstock.core.os_errors import describe_os_error
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.metrics.jsonl import MetricsLog
-from penstock.train.metrics.progress import progress
-from penstock.train.trackers.registry import KNOWN, wanted
+from penstock.train.metrics.progress import build_progress
+from penstock.train.trackers.registry import TRACKERS, select_trackers
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between checks that these processes are alive."""
 
 log = logging.getLogger("penstock.train")
@@ -34,33 +34,35 @@ class MetricsRecorder:
         self.ending: Ending = "stopped"
         """The run outcome passed to these processes at the end."""
         self._metrics = MetricsLog(job.output_dir / METRICS, done)
-        self._display = progress(train.log_format, total, done, train.log_interval)
-        self._trackers = TrackerSupervisor(self.say)
-        self._looked = time.monotonic()
-        self._report_after = self._looked + train.report_interval if train.report_interval else None
-        self._is_behind = False
-        names, notes = wanted(train)
+        self._display = build_progress(train.log_format, total, done, train.log_interval)
+        self._trackers = TrackerSupervisor(self.log_message)
+        self._last_poll = time.monotonic()
+        self._report_after = (
+            self._last_poll + train.report_interval if train.report_interval else None
+        )
+        self._has_unwritten = False
+        names, notes = select_trackers(train)
         for note in notes:
-            self.say(note)
+            self.log_message(note)
         for name in names:
-            self._start(KNOWN[name].title, "penstock.train.trackers", name)
+            self._start_process(TRACKERS[name].title, "penstock.train.trackers", name)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write a step record, with its `loss`, or an evaluation record."""
-        self._keep({**record, "time": round(time.time(), 3)})
+        self._append({**record, "time": round(time.time(), 3)})
         self._display.show(record)
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
+        if now - self._last_poll >= POLL_SECONDS:
+            self._last_poll = now
             self._trackers.poll()
             self._start_live_report(now)
 
     def warn(self, step: int, text: str, **details: Any) -> None:
         """Log a warning at step `step` (from 1); `details` are stored for the report."""
-        self._keep({"step": step, "warning": text, **details, "time": round(time.time(), 3)})
-        self.say(f"step {step}: {text}")
+        self._append({"step": step, "warning": text, **details, "time": round(time.time(), 3)})
+        self.log_message(f"step {step}: {text}")
 
-    def say(self, line: str) -> None:
+    def log_message(self, line: str) -> None:
         """Print and log a message."""
         log.warning(line)
         self._display.say(f"train: {line}")
@@ -71,16 +73,15 @@ class MetricsRecorder:
         self._metrics.close()
         self._trackers.close(self.ending)
 
-    def _keep(self, record: Mapping[str, Any]) -> None:
+    def _append(self, record: Mapping[str, Any]) -> None:
         self._metrics.append(dict(record))
         fault = self._metrics.fault
-        if fault and not self._is_behind:
-            self.say(
-                f"metrics.jsonl: {describe_os_error(fault)}. Training goes on; what is told "
-                "meanwhile is "
-                "written as soon as it can be"
+        if fault and not self._has_unwritten:
+            self.log_message(
+                f"metrics.jsonl: {describe_os_error(fault)}. Training continues; records are "
+                "buffered until they can be written"
             )
-        self._is_behind = fault is not None
+        self._has_unwritten = fault is not None
 
     def _start_live_report(self, now: float) -> None:
         """Start the live report once the run has lasted long enough to justify a process."""
@@ -88,9 +89,9 @@ class MetricsRecorder:
             return
         self._report_after = None
         every = f"{self._job.config.train.report_interval:g}"
-        self._start("the report", "penstock.train.report", every)
+        self._start_process("the report", "penstock.train.report", every)
 
-    def _start(self, title: str, module: str, word: str) -> None:
+    def _start_process(self, title: str, module: str, argument: str) -> None:
         folder = self._job.output_dir
-        file = folder / LOGS / f"{module.rpartition('.')[2]}_{word}.log"
-        self._trackers.start(title, [module, word, str(folder)], file)
+        file = folder / LOGS / f"{module.rpartition('.')[2]}_{argument}.log"
+        self._trackers.start(title, [module, argument, str(folder)], file)

@@ -19,8 +19,8 @@ from penstock.models.flops import Work, step_flops
 from penstock.rows.batches import Integers
 from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
-from penstock.train.metrics.loss_spikes import SpikeWatch
-from penstock.train.metrics.phase_timer import Phases
+from penstock.train.metrics.loss_spikes import LossSpikeMonitor
+from penstock.train.metrics.phase_timer import PhaseTimer
 
 READING_ROWS = "reading rows"
 """The first phase of a step."""
@@ -60,17 +60,17 @@ class StepMetrics:
         self._config, self._learning = built.config, built.learning
         self._lengths, self._squares = rows.lengths(), rows.squares()
         self._ranks, self._warn = ranks, warn
-        self._spikes = SpikeWatch(train.log_loss_spikes, ranks)
-        self._phases = Phases(ranks.device) if ranks.is_main_process else None
-        self._peak = device_peak_flops(ranks.device, mfu_precision(train))
-        self._recovers = False
-        self._tells_recovery = train.log_recovery_timing
+        self._spikes = LossSpikeMonitor(train.log_loss_spikes, ranks)
+        self._phases = PhaseTimer(ranks.device) if ranks.is_main_process else None
+        self._peak_flops = device_peak_flops(ranks.device, mfu_precision(train))
+        self._is_first_after_resume = False
+        self._log_recovery = train.log_recovery_timing
         if self._phases:
-            ranks.pulse.listen(self._phases.on_phase)
+            ranks.heartbeat.listen(self._phases.on_phase)
 
     def on_resume(self) -> None:
         """The next step is the first one after resuming."""
-        self._recovers = self._tells_recovery
+        self._is_first_after_resume = self._log_recovery
 
     def step_fields(
         self, result: StepResult, batches: Sequence[MicroBatch], rows: Integers, seconds: float
@@ -85,50 +85,50 @@ class StepMetrics:
             self._warn(traced.text, spike=traced.spike.as_json())
         if not self._phases:
             return {}
-        operations = self._operations(rows, result.trained_tokens)
-        per_second = operations / seconds / self._ranks.world_size
+        flops = self._step_flops(rows, result.trained_tokens)
+        per_second = flops / seconds / self._ranks.world_size
         return {
             "tflops": round(per_second / 1e12, 5),
-            "mfu": round(per_second / self._peak, 5) if self._peak else None,
+            "mfu": round(per_second / self._peak_flops, 5) if self._peak_flops else None,
             "phases": self._phases.pop_seconds(),
-            **self._recovery(),
+            **self._recovery_fields(),
         }
 
-    def _recovery(self) -> dict[str, Any]:
-        if not self._recovers:
+    def _recovery_fields(self) -> dict[str, Any]:
+        if not self._is_first_after_resume:
             return {}
-        self._recovers = False
-        return {"recovery_seconds": recovery_times(self._ranks.pulse.beginnings, time.time())}
+        self._is_first_after_resume = False
+        return {"recovery_seconds": recovery_times(self._ranks.heartbeat.beginnings, time.time())}
 
     def peak_memory(self) -> int:
         """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
         with the rank in one number, so that one max-reduction gives both."""
         world = self._ranks.world_size
-        return self._memory() * world + world - 1 - self._ranks.rank
+        return self._peak_memory_bytes() * world + world - 1 - self._ranks.rank
 
-    def memory_fields(self, most: int) -> dict[str, Any]:
-        """The memory fields of a record from the highest `memory_here`, and its rank if there are
+    def memory_fields(self, encoded_peak: int) -> dict[str, Any]:
+        """The memory fields of a record from the highest `peak_memory`, and its rank if there are
         several."""
         world = self._ranks.world_size
-        used, behind = divmod(most, world)
-        whose = {"memory_rank": world - 1 - behind} if world > 1 else {}
-        return {"memory_gib": round(used / GIB, 4), **whose}
+        used, reversed_rank = divmod(encoded_peak, world)
+        rank_field = {"memory_rank": world - 1 - reversed_rank} if world > 1 else {}
+        return {"memory_gib": round(used / GIB, 4), **rank_field}
 
     def close(self) -> None:
         """Stop the timers."""
-        self._ranks.pulse.listen(None)
+        self._ranks.heartbeat.listen(None)
 
-    def _operations(self, rows: Integers, trained_tokens: int) -> float:
+    def _step_flops(self, rows: Integers, trained_tokens: int) -> float:
         tokens, squares = int(self._lengths[rows].sum()), int(self._squares[rows].sum())
-        work = Work.of_sums(self._config, tokens, squares, logits=trained_tokens)
+        work = Work.from_totals(self._config, tokens, squares, logits=trained_tokens)
         return step_flops(self._config, work, learning=self._learning)
 
-    def _memory(self) -> int:
+    def _peak_memory_bytes(self) -> int:
         if self._ranks.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._ranks.device)
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
             return peak
-        return peak_resident()
+        return peak_resident_memory()
 
 
 def mfu_precision(train: TrainConfig) -> Precision:
@@ -144,11 +144,11 @@ def device_peak_flops(device: torch.device, precision: Precision) -> float | Non
     return peak_flops(torch.cuda.get_device_name(device), precision)
 
 
-def peak_resident() -> int:
+def peak_resident_memory() -> int:
     """Peak resident memory of this process in bytes."""
     if sys.platform.startswith("linux"):
         # VmHWM covers only this program: getrusage includes the process that started it.
-        fields = _status(Path("/proc/self/status"))
+        fields = _parse_proc_status(Path("/proc/self/status"))
         if "VmHWM" in fields:
             return int(fields["VmHWM"].split()[0]) * 1024
     import resource  # noqa: PLC0415 - exists on Unix, including systems without /proc
@@ -157,6 +157,6 @@ def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _status(file: Path) -> Mapping[str, str]:
+def _parse_proc_status(file: Path) -> Mapping[str, str]:
     lines = file.read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
