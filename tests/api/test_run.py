@@ -236,7 +236,7 @@ from penstock.pack import spread
 from penstock.prepare import workers
 
 print("begins")
-workers.WORTH_A_PROCESS = spread.WORTH_A_PROCESS = 1
+workers.MIN_BYTES_PER_PROCESS = spread.MIN_TOKENS_PER_PROCESS = 1
 run = ps.load(sys.argv[1], "data.dataset_num_proc=2", "data.num_dataset_shards_to_save=2")
 again = {"path": sys.argv[2], "type": "chat"}
 run = ps.load(run.config, {"data.datasets.1": again})

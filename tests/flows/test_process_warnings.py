@@ -22,7 +22,7 @@ def test_a_warning_of_preparing_processes_is_once_in_the_log_of_the_task(
     import finetune
     from penstock.prepare import workers
 
-    monkeypatch.setattr(workers, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(workers, "MIN_BYTES_PER_PROCESS", 1)
     # Shows answers differently once others follow, of which each process warns.
     tokenizer_of("qwen3").save_pretrained(tmp_path / "mine")
     paths = [

@@ -29,7 +29,7 @@ TWO_RANKS = {"nproc_per_node": 2, "env": {"OMP_NUM_THREADS": "1"}}
 def test_a_run_with_workers_and_two_ranks_listens_on_loopback_and_survives_every_payload(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("penstock.prepare.workers.WORTH_A_PROCESS", 1)
+    monkeypatch.setattr("penstock.prepare.workers.MIN_BYTES_PER_PROCESS", 1)
     names = [str(write_chats(tmp_path / f"{n}.jsonl", 20, salt=f" {n}")) for n in range(3)]
     config = write_run(
         tmp_path,

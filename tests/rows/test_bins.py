@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.bin_plan import alone, join, sequential
+from penstock.rows.bin_plan import join, one_per_row, sequential
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=200)
 
@@ -36,6 +36,6 @@ def test_sequential_keeps_the_order_and_overflows_only_with_a_sample_too_long(le
 
 @given(st.lists(st.integers(0, 5), max_size=5))
 def test_rows_that_are_joined_stay_as_they_were(sizes):
-    parts = [alone(size) for size in sizes]
+    parts = [one_per_row(size) for size in sizes]
     assert join(parts).tolist() == [row for part in parts for row in part.tolist()]
     assert join(parts).sizes().tolist() == [1] * sum(sizes)

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.rows.sample_order import DatasetMixer, drawn, draws_until, epoch_orders, quotas
+from penstock.rows.sample_order import (
+    DatasetMixer,
+    draws_until,
+    epoch_orders,
+    quotas,
+    samples_per_dataset,
+)
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=5)
 DRAWN = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 9)), min_size=1, max_size=5)
@@ -79,8 +85,10 @@ def test_every_random_epoch_draws_each_source_by_its_share_from_where_the_last_o
         shuffle_merged_datasets=merged,
     )
     found = [by_source(sizes, epoch) for epoch in epoch_orders(sizes, mixing)]
-    assert [[len(its) for its in epoch] for epoch in found] == [drawn(sizes, mixing)] * epochs
-    assert sum(drawn(sizes, mixing)) == total
+    assert [[len(its) for its in epoch] for epoch in found] == [
+        samples_per_dataset(sizes, mixing)
+    ] * epochs
+    assert sum(samples_per_dataset(sizes, mixing)) == total
     for of, size in enumerate(sizes):
         counts = Counter(sample for epoch in found for sample in epoch[of])
         times = [counts[sample] for sample in range(size)]
@@ -89,7 +97,7 @@ def test_every_random_epoch_draws_each_source_by_its_share_from_where_the_last_o
 
 def test_a_random_epoch_has_as_many_samples_as_there_are_unless_it_is_written():
     sizes, mixing = drawing("random", [(10, 1.0), (30, 1.0)])
-    assert drawn(sizes, mixing) == [20, 20]
+    assert samples_per_dataset(sizes, mixing) == [20, 20]
 
 
 def test_each_pass_over_a_drawn_source_is_shuffled_anew_or_never():
@@ -122,7 +130,7 @@ def test_interleaving_stops_at_the_first_or_at_the_last_source_that_runs_out(par
         sizes, mixing = drawing(strategy, parts, seed, shuffle_merged_datasets=merged)
         [epoch] = epoch_orders(sizes, mixing)
         found = by_source(sizes, epoch)
-        assert [len(its) for its in found] == drawn(sizes, mixing)
+        assert [len(its) for its in found] == samples_per_dataset(sizes, mixing)
         exhausted = [set(its) == set(range(size)) for its, size in zip(found, sizes, strict=True)]
         repeated = [len(set(its)) < len(its) for its in found]
         if strategy == "interleave_under":
@@ -144,7 +152,12 @@ def test_interleaved_sources_come_in_turns_as_often_as_their_weights_say():
 def test_a_source_without_weight_is_never_drawn():
     for strategy in ("random", "interleave_under", "interleave_over"):
         sizes, mixing = drawing(strategy, [(9, 1.0), (0, 0.0), (9, 2.0), (4, 0.0)])
-        assert [count > 0 for count in drawn(sizes, mixing)] == [True, False, True, False]
+        assert [count > 0 for count in samples_per_dataset(sizes, mixing)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
 
 
 def test_the_orders_of_reference_runs_do_not_move():

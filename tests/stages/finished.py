@@ -11,8 +11,8 @@ from penstock.config.schema.dataset import FormatName, Kind
 from penstock.core.cache.record import digest_json
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
-from penstock.prepare.slices import Finished, Role, Slice
-from penstock.rows.schema import PREPARED_OF, histogram
+from penstock.prepare.slices import Role, Slice, TokenizedSlice
+from penstock.rows.schema import PREPARED_SCHEMAS, histogram
 
 TYPES: dict[Kind, FormatName] = {"sft": "tokenized", "preference": "preference", "kto": "kto"}
 
@@ -30,10 +30,10 @@ def finished(
     dataset: int = 0,
     kind: Kind = "sft",
     name: str = "",
-) -> Finished:
+) -> TokenizedSlice:
     """A slice of these samples, all of whose tokens are trained; of a pair, both sides are one
     list with None between them, and of judged answers the first token says whether it is good."""
-    columns = {column: [] for column in PREPARED_OF[kind].names}
+    columns = {column: [] for column in PREPARED_SCHEMAS[kind].names}
     for row, tokens in enumerate(samples):
         for column, value in _record(list(tokens), kind).items():
             columns[column].append(value)
@@ -42,7 +42,7 @@ def finished(
     key = digest_json([role, dataset, name, [list(tokens) for tokens in samples]])[:16]
     path = folder / f"{key}.arrow"
     path.parent.mkdir(parents=True, exist_ok=True)
-    schema = PREPARED_OF[kind]
+    schema = PREPARED_SCHEMAS[kind]
     if not path.exists():
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
             for start in range(0, len(samples), 7):  # several batches, the last one shorter

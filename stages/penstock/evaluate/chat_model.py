@@ -144,9 +144,9 @@ def end_tokens(
 ) -> tuple[int, ...]:
     """EOS token ids from the tokenizer, config.json and generation_config.json."""
     file = folder / "generation_config.json"
-    said: list[Mapping[str, Any]] = [hf_config, read_json(file) if file.is_file() else {}]
+    configs: list[Mapping[str, Any]] = [hf_config, read_json(file) if file.is_file() else {}]
     found: list[Any] = [tokenizer.eos_token_id]
-    for each in said:
+    for each in configs:
         ends = each.get("eos_token_id")
         found += ends if isinstance(ends, list) else [ends]
     return tuple(sorted({end for end in found if isinstance(end, int)}))

@@ -79,7 +79,7 @@ def exact_match(
     Raises StageError if no row has a question, CapabilityError if a package needed to load the
     folder is not installed.
     """
-    rows = _chosen_rows(prepared.path / "data" / "validation", limit, seed)
+    rows = _sample_rows(prepared.path / "data" / "validation", limit, seed)
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
     found = [first_question(ids, labels) for ids, labels in rows]
     questions = [question for question in found if question is not None]
@@ -92,10 +92,10 @@ def exact_match(
             f"({len(found)} rows looked at).\n  Set data.val_set_size or data.test_datasets."
         )
     model = _load_model(hf_folder)
-    ends = _end_tokens(model, tokenizer)
-    asking = _Asking(model, ends, tokenizer.pad_token_id or 0, room=2 if answer else 1)
+    ends = _eos_token_ids(model, tokenizer)
+    asking = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if answer else 1)
     samples = [
-        _judged(question, given, ends, tokenizer, answer)
+        _score_completion(question, given, ends, tokenizer, answer)
         for question, given in zip(questions, asking.answers(questions, batch_size), strict=True)
     ]
     return Report(
@@ -112,7 +112,7 @@ def last_match(answer: re.Pattern[str], text: str) -> str | None:
     return found[-1].strip() if found and found[-1] is not None else None
 
 
-def _judged(
+def _score_completion(
     question: Question,
     given: tuple[int, ...],
     ends: frozenset[int],
@@ -143,7 +143,7 @@ def first_question(input_ids: Sequence[int], labels: Sequence[int]) -> Question 
     return Question(tuple(input_ids[:start]), tuple(input_ids[start:end]))
 
 
-def _chosen_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], list[int]]]:
+def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], list[int]]]:
     files = sorted(folder.glob("*.arrow"))
     if not files:
         raise StageError(
@@ -167,14 +167,14 @@ def _load_model(folder: Path) -> Any:
     return model.to(device).eval()
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     named = model.generation_config.eos_token_id
     ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     return frozenset(end for end in ends if end is not None)
 
 
 @dataclass(frozen=True)
-class _Asking:
+class _GreedyDecoder:
     """Batched greedy decoding with a model."""
 
     model: Any

@@ -15,7 +15,7 @@ def read_base_model(folder: Path) -> str | None:
     Raises CapabilityError if a package needed to load it is not installed.
     """
     if not (folder / ADAPTER).is_file():
-        _require_what_decodes(folder)
+        _require_quantization_support(folder)
         return None
     if find_spec("peft") is None:
         raise CapabilityError(
@@ -27,7 +27,7 @@ def read_base_model(folder: Path) -> str | None:
     return str(beside) if beside.is_dir() else named
 
 
-def _require_what_decodes(folder: Path) -> None:
+def _require_quantization_support(folder: Path) -> None:
     quantized = read_json(folder / "config.json").get("quantization_config")
     if quantized and find_spec("compressed_tensors") is None:
         raise CapabilityError(

@@ -90,12 +90,12 @@ def model_arguments(hf_folder: Path) -> dict[str, Any]:
 def parse_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     """Extract the numeric metrics from the harness's results."""
     found: list[Score] = []
-    for task, told in results.items():
-        for name, value in told.items():
+    for task, metrics in results.items():
+        for name, value in metrics.items():
             metric, _, of = name.partition(",")
             if not of or metric.endswith(STDERR) or not isinstance(value, int | float):
                 continue
-            error = told.get(f"{metric}{STDERR},{of}")
+            error = metrics.get(f"{metric}{STDERR},{of}")
             known = float(error) if isinstance(error, int | float) else None
             found.append(Score(task, name, float(value), known))
     return found

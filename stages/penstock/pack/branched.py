@@ -27,7 +27,7 @@ DIGEST = pa.binary(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
-class Branched:
+class PreferenceSamples:
     """The samples of a split, one document each where prompts are shared, else one per answer."""
 
     samples: PreparedSamples
@@ -39,19 +39,19 @@ class Branched:
         return self.settings.share_prompts
 
     @property
-    def documents(self) -> int:
+    def documents_per_sample(self) -> int:
         """Of each sample."""
         return 1 if self.share_prompts else PER_SAMPLE
 
-    def sizes(self) -> Indices:
+    def sample_lengths(self) -> Indices:
         """Tokens of every sample in a row."""
-        return self._shared + self._branches.sum(axis=1)
+        return self._shared_lengths + self._branch_lengths.sum(axis=1)
 
-    def documents_of(self, chosen: Indices, sizes: Indices) -> Indices:
+    def document_lengths(self, chosen: Indices, sizes: Indices) -> Indices:
         """Tokens of every document of the chosen samples, which have these sizes."""
-        return sizes if self.share_prompts else self._branches[chosen].ravel()
+        return sizes if self.share_prompts else self._branch_lengths[chosen].ravel()
 
-    def fill(
+    def write_tokens(
         self,
         chosen: Indices,
         ends: Indices,
@@ -64,13 +64,13 @@ class Branched:
         assert begins is None
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
-            shared, cause = int(self._shared[sample]), int(self._causes[sample])
+            shared, cause = int(self._shared_lengths[sample]), int(self._prompt_ends[sample])
             at = start + shared
-            ids[start:at] = self._own(0, sample)[0][:shared]
+            ids[start:at] = self._side_tokens(0, sample)[0][:shared]
             labels[start:at] = IGNORED
             for branch in range(PER_SAMPLE):
-                own, _ = self._own(branch, sample)
-                answer, targets = self._answer(branch, sample)
+                own, _ = self._side_tokens(branch, sample)
+                answer, targets = self._completion(branch, sample)
                 first = at + cause - shared
                 end = first + len(answer)
                 ids[at : first + 1] = own[shared : cause + 1]
@@ -79,50 +79,54 @@ class Branched:
                 labels[first:end] = targets
                 at = end
 
-    def further(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
+    def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """How rows branch, and what is in them: rows begin at the samples `rows`; the last entry
         ends the last."""
-        prompts = np.repeat(self._shared[chosen], self.documents)
+        prompts = np.repeat(self._shared_lengths[chosen], self.documents_per_sample)
         digests = pa.array([self.digest(sample) for sample in chosen.tolist()], DIGEST)
         found = [
-            _lists(rows * self.documents, pa.array(prompts.astype(np.int32))),
-            _lists(rows * PER_SAMPLE, pa.array(self._branches[chosen].ravel().astype(np.int32))),
-            _lists(rows, digests),
+            _list_array(rows * self.documents_per_sample, pa.array(prompts.astype(np.int32))),
+            _list_array(
+                rows * PER_SAMPLE, pa.array(self._branch_lengths[chosen].ravel().astype(np.int32))
+            ),
+            _list_array(rows, digests),
         ]
-        if self._is_judged:
-            found.append(_lists(rows, pa.array(self._desirable[chosen])))
+        if self._is_kto:
+            found.append(_list_array(rows, pa.array(self._desirable[chosen])))
         if self.samples.is_scored:
-            found.append(_lists(rows, pa.array(self._score_gaps[chosen])))
+            found.append(_list_array(rows, pa.array(self._score_gaps[chosen])))
         return found
 
     def facts(self, chosen: Indices) -> dict[str, int]:
         """How many samples the chosen ones are, and the tokens that their branches share."""
-        return {"samples": len(chosen), "shared_tokens": int(self._shared[chosen].sum())}
+        return {"samples": len(chosen), "shared_tokens": int(self._shared_lengths[chosen].sum())}
 
     def digest(self, sample: int) -> bytes:
         """What names the sample by the tokens and labels of its branches."""
         digest = blake2b(digest_size=DIGEST_BYTES)
-        digest.update(np.append(self._causes[sample], self._counts[sample]).tobytes())
+        digest.update(
+            np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
+        )
         for branch in range(PER_SAMPLE):
-            own, _ = self._own(branch, sample)
-            for part in (own[: self._causes[sample] + 1], *self._answer(branch, sample)):
+            own, _ = self._side_tokens(branch, sample)
+            for part in (own[: self._prompt_ends[sample] + 1], *self._completion(branch, sample)):
                 digest.update(part.tobytes())
         return digest.digest()
 
-    def _own(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
+    def _side_tokens(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
         """The side of a sample that a branch has its prompt from: ids and unshifted labels."""
         return self.samples.tokens(self._sides[branch], sample)
 
-    def _answer(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
+    def _completion(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
         """A branch's targets, and their labels."""
-        of = int(self._others[sample]) if self._is_judged and branch else sample
-        first = int(self._causes[of]) + 1
-        last = first + int(self._counts[sample, branch])
-        ids, labels = self._own(branch, of)
+        of = int(self._kl_partners[sample]) if self._is_kto and branch else sample
+        first = int(self._prompt_ends[of]) + 1
+        last = first + int(self._completion_lengths[sample, branch])
+        ids, labels = self._side_tokens(branch, of)
         return ids[first:last], labels[first:last]
 
     @property
-    def _is_judged(self) -> bool:
+    def _is_kto(self) -> bool:
         return self.samples.kind == "kto"
 
     @property
@@ -131,39 +135,39 @@ class Branched:
         return first, (others or [first])[0]
 
     @cached_property
-    def _causes(self) -> Indices:
+    def _prompt_ends(self) -> Indices:
         """The place of the token in each sample that both answers follow: the prompt's last one."""
-        heads = np.min([self.samples.heads(side) for side in self._sides], axis=0)
+        heads = np.min([self.samples.prompt_lengths(side) for side in self._sides], axis=0)
         causes = np.maximum(heads - 1, 0)
-        if not self._is_judged:
+        if not self._is_kto:
             for sample, cause in enumerate(causes.tolist()):
-                one, other = (self._own(side, sample)[0][: cause + 1] for side in (0, 1))
+                one, other = (self._side_tokens(side, sample)[0][: cause + 1] for side in (0, 1))
                 # Where both prompts were cut away, what is left need not begin alike.
                 if not np.array_equal(one, other):
                     causes[sample] = 0
         return causes
 
     @cached_property
-    def _shared(self) -> Indices:
-        return self._causes if self.share_prompts else np.zeros_like(self._causes)
+    def _shared_lengths(self) -> Indices:
+        return self._prompt_ends if self.share_prompts else np.zeros_like(self._prompt_ends)
 
     @cached_property
-    def _counts(self) -> Indices:
+    def _completion_lengths(self) -> Indices:
         """Tokens of every sample's two answers, [samples, 2]."""
-        lengths = [self.samples.lengths_of(side) for side in self._sides]
-        counts = np.stack(lengths, axis=1) - self._causes[:, None] - 1
-        if self._is_judged and len(counts):
-            counts[:, 1] = counts[self._others, 0]
+        lengths = [self.samples.side_lengths(side) for side in self._sides]
+        counts = np.stack(lengths, axis=1) - self._prompt_ends[:, None] - 1
+        if self._is_kto and len(counts):
+            counts[:, 1] = counts[self._kl_partners, 0]
             if self.settings.kl_max_len is not None:
                 # A sample of a data set without a limit may be longer, and so may its pair.
                 longest = np.maximum(lengths[0], self.settings.kl_max_len)
-                counts[:, 1] = np.minimum(counts[:, 1], longest - self._causes - 1)
+                counts[:, 1] = np.minimum(counts[:, 1], longest - self._prompt_ends - 1)
         return counts
 
     @cached_property
-    def _branches(self) -> Indices:
+    def _branch_lengths(self) -> Indices:
         """Tokens of every sample's two branches, [samples, 2]."""
-        return (self._causes - self._shared)[:, None] + self._counts
+        return (self._prompt_ends - self._shared_lengths)[:, None] + self._completion_lengths
 
     @cached_property
     def _desirable(self) -> npt.NDArray[np.bool_]:
@@ -174,7 +178,7 @@ class Branched:
         return self.samples.score_gaps()
 
     @cached_property
-    def _others(self) -> Indices:
+    def _kl_partners(self) -> Indices:
         """Of every judged sample the one whose answer stands beside its own."""
         count = len(self.samples)
         if count < PER_SAMPLE:
@@ -183,15 +187,15 @@ class Branched:
                 "answer of another one.\n  Add samples, or raise data.val_set_size."
             )
         if self.settings.kl_pairing == "rotate":
-            return _rotated(count, self.settings.kl_rotation_size or count)
+            return _rotate(count, self.settings.kl_rotation_size or count)
         prompts = [
-            self._own(0, sample)[0][: cause + 1].tobytes()
-            for sample, cause in enumerate(self._causes.tolist())
+            self._side_tokens(0, sample)[0][: cause + 1].tobytes()
+            for sample, cause in enumerate(self._prompt_ends.tolist())
         ]
-        return _of_other_prompts(prompts)
+        return _pair_with_other_prompts(prompts)
 
 
-def _rotated(count: int, size: int) -> Indices:
+def _rotate(count: int, size: int) -> Indices:
     """For each sample the one before it; for the first of a group of `size` the group's last."""
     others = np.arange(count) - 1
     firsts = np.arange(0, count, size)
@@ -199,7 +203,7 @@ def _rotated(count: int, size: int) -> Indices:
     return others
 
 
-def _of_other_prompts(prompts: Sequence[bytes]) -> Indices:
+def _pair_with_other_prompts(prompts: Sequence[bytes]) -> Indices:
     """For each sample the nearest one before it, round the start, that has another prompt."""
     count = len(prompts)
     others = np.arange(count) - 1
@@ -213,5 +217,5 @@ def _of_other_prompts(prompts: Sequence[bytes]) -> Indices:
     return others % count
 
 
-def _lists(starts: Indices, values: pa.Array) -> pa.Array:
+def _list_array(starts: Indices, values: pa.Array) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), values)

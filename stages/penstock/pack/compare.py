@@ -5,18 +5,26 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.pack.layout import METHODS, Form, Layout, Method, lay_out, packing_method, sample_form
+from penstock.pack.layout import (
+    METHODS,
+    Layout,
+    Method,
+    RowSamples,
+    build_row_samples,
+    packing_method,
+    plan_rows,
+)
 from penstock.pack.settings import PackSettings
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import SPLITS
 
-USUAL: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
+DEFAULT_METHODS: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
 """What is always compared."""
 
 
 @dataclass(frozen=True)
-class Figures:
+class PackingStats:
     """One way to pack one split."""
 
     split: str
@@ -32,23 +40,23 @@ class Figures:
     """No way needs fewer rows than this."""
 
 
-def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> list[Figures]:
+def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> list[PackingStats]:
     """Every method on every split that has samples. Raises what the pack stage raises."""
-    found: list[Figures] = []
+    found: list[PackingStats] = []
     for split in SPLITS:
         samples = PreparedSamples(prepared, split)
         if not len(samples):
             continue
         chosen = packing_method(split, settings)
-        form = sample_form(samples, settings)
-        bound = _bound(form, settings.sample_packing_sequence_len, chosen)
-        for method in _compared(form, settings.sample_packing_sequence_len, chosen):
-            layout = lay_out(form, settings, method)
-            totals = _totals(layout)
+        form = build_row_samples(samples, settings)
+        bound = _lower_bound(form, settings.sample_packing_sequence_len, chosen)
+        for method in _methods_to_compare(form, settings.sample_packing_sequence_len, chosen):
+            layout = plan_rows(form, settings, method)
+            totals = _row_lengths(layout)
             tokens = int(totals.sum())
             computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
             found.append(
-                Figures(
+                PackingStats(
                     split=split,
                     method=method,
                     chosen=method == chosen,
@@ -61,24 +69,24 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
     return found
 
 
-def _compared(form: Form, capacity: int, chosen: Method) -> list[Method]:
+def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list[Method]:
     """The methods that are usual, and the chosen one; alone, where only it can cut samples that are
     longer than a row."""
-    is_longer = bool((form.sizes() > capacity).any())
+    is_longer = bool((form.sample_lengths() > capacity).any())
     if chosen == "wrapped" and is_longer:
         return [chosen]
-    return [method for method in METHODS if method in (*USUAL, chosen)]
+    return [method for method in METHODS if method in (*DEFAULT_METHODS, chosen)]
 
 
-def _totals(layout: Layout) -> np.ndarray:
+def _row_lengths(layout: Layout) -> np.ndarray:
     """The tokens of every row."""
     return np.add.reduceat(layout.sizes, layout.bins.ends - layout.bins.sizes())
 
 
-def _bound(form: Form, capacity: int, chosen: Method) -> int:
+def _lower_bound(form: RowSamples, capacity: int, chosen: Method) -> int:
     if chosen == "wrapped":
-        sizes = form.sizes()
+        sizes = form.sample_lengths()
         return sum(-(-int(sizes[epoch].sum()) // capacity) for epoch in form.samples.epochs())
-    sizes = np.minimum(form.sizes(), capacity)
+    sizes = np.minimum(form.sample_lengths(), capacity)
     histograms = (np.bincount(sizes[e], minlength=capacity + 1) for e in form.samples.epochs())
     return sum(fewest_rows(counts, capacity) for counts in histograms)

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 
 from penstock.core.errors import StageError
-from penstock.pack.branched import Branched
-from penstock.pack.plain import Plain
+from penstock.pack.branched import PreferenceSamples
+from penstock.pack.plain import SFTSamples
 from penstock.pack.settings import PackSettings
-from penstock.rows.bin_plan import Indices, PackingPlan, alone, join, sequential
+from penstock.rows.bin_plan import Indices, PackingPlan, join, one_per_row, sequential
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.packing.multipack import multipack
 from penstock.rows.packing.wrapped import wrapped
@@ -19,7 +19,7 @@ from penstock.rows.sample_order import rows_generator
 Method = Literal["sequential", "multipack", "greedy", "wrapped", "unpacked"]
 METHODS: tuple[Method, ...] = ("sequential", "multipack", "greedy", "wrapped", "unpacked")
 
-Form = Plain | Branched
+RowSamples = SFTSamples | PreferenceSamples
 """What samples are in a row."""
 
 
@@ -37,9 +37,9 @@ class Layout:
     """`wrapped`: the first token of every piece in its sample."""
 
 
-def sample_form(samples: PreparedSamples, settings: PackSettings) -> Form:
+def build_row_samples(samples: PreparedSamples, settings: PackSettings) -> RowSamples:
     """What the samples are in a row."""
-    return Plain(samples) if samples.kind == "sft" else Branched(samples, settings)
+    return SFTSamples(samples) if samples.kind == "sft" else PreferenceSamples(samples, settings)
 
 
 def packing_method(split: str, settings: PackSettings) -> Method:
@@ -49,24 +49,24 @@ def packing_method(split: str, settings: PackSettings) -> Method:
     return settings.sample_packing_method
 
 
-def lay_out(form: Form, settings: PackSettings, method: Method) -> Layout:
+def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layout:
     """Plan the rows of every epoch by itself.
 
     Raises StageError when a sample is longer than a row.
     """
-    sizes = form.sizes()
+    sizes = form.sample_lengths()
     if method == "wrapped":
-        return _wrapped(form, sizes, settings.sample_packing_sequence_len)
-    _refuse_longer(form, sizes, settings.sample_packing_sequence_len)
+        return _plan_wrapped_rows(form, sizes, settings.sample_packing_sequence_len)
+    _require_fits(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[PackingPlan] = []
     for number, order in enumerate(form.samples.epochs()):
-        bins = _bins(sizes[order], settings, method, number)
+        bins = _pack_epoch(sizes[order], settings, method, number)
         epochs.append(PackingPlan(order[bins.samples], bins.ends))
     bins = join(epochs)
     return Layout(bins, [len(bins) for bins in epochs], sizes[bins.samples])
 
 
-def _wrapped(form: Form, sizes: Indices, capacity: int) -> Layout:
+def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> Layout:
     """Every epoch's samples as one stream, cut into rows."""
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
@@ -82,10 +82,12 @@ def _wrapped(form: Form, sizes: Indices, capacity: int) -> Layout:
     )
 
 
-def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) -> PackingPlan:
+def _pack_epoch(
+    lengths: Indices, settings: PackSettings, method: Method, epoch: int
+) -> PackingPlan:
     capacity = settings.sample_packing_sequence_len
     if method == "unpacked":
-        return alone(len(lengths))
+        return one_per_row(len(lengths))
     if method == "sequential":
         return sequential(lengths, capacity)
     if method == "greedy":
@@ -94,7 +96,7 @@ def _bins(lengths: Indices, settings: PackSettings, method: Method, epoch: int) 
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
 
 
-def _refuse_longer(form: Form, sizes: Indices, capacity: int) -> None:
+def _require_fits(form: RowSamples, sizes: Indices, capacity: int) -> None:
     too_long = sizes > capacity
     if not too_long.any():
         return
@@ -104,7 +106,7 @@ def _refuse_longer(form: Form, sizes: Indices, capacity: int) -> None:
     names = " and ".join(f"data.{section}.{number}.max_seq_len" for number in of)
     # Either side of a sample with two answers has so many tokens at most, and one token is theirs.
     both, limit = "", capacity
-    if isinstance(form, Branched):
+    if isinstance(form, PreferenceSamples):
         both, limit = ", with both answers,", capacity // 2 + 1
     raise StageError(
         f"{too_long.sum()} of {len(sizes)} {samples.split} samples are longer{both} than a row of "

@@ -14,22 +14,22 @@ from penstock.rows.schema import IGNORED
 
 
 @dataclass(frozen=True)
-class Plain:
+class SFTSamples:
     """The samples of a split, one document each."""
 
     samples: PreparedSamples
-    documents: ClassVar[int] = 1
+    documents_per_sample: ClassVar[int] = 1
 
-    def sizes(self) -> Indices:
+    def sample_lengths(self) -> Indices:
         """Tokens of every sample."""
         return self.samples.lengths()
 
-    def documents_of(self, chosen: Indices, sizes: Indices) -> Indices:
+    def document_lengths(self, chosen: Indices, sizes: Indices) -> Indices:
         """Tokens of every document of the chosen samples, which have these sizes."""
         del chosen
         return sizes
 
-    def fill(
+    def write_tokens(
         self,
         chosen: Indices,
         ends: Indices,
@@ -68,7 +68,7 @@ class Plain:
                 # The one shift: a target stands at its cause.
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
 
-    def further(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
+    def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """Columns of theirs alone: there are none."""
         del chosen, rows
         return []

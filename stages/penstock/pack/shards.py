@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.files import atomic_write
-from penstock.pack.layout import Form
+from penstock.pack.layout import RowSamples
 from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema
@@ -19,16 +19,16 @@ BATCH_TOKENS = 4 << 20
 
 
 @dataclass(frozen=True)
-class Written:
+class ShardStats:
     """What is known of a file once its tokens have been seen."""
 
     trained_tokens: int
     max_token_id: int
 
 
-def write(
-    form: Form, bins: PackingPlan, sizes: Indices, target: Path, begins: Indices | None = None
-) -> Written:
+def write_shard(
+    form: RowSamples, bins: PackingPlan, sizes: Indices, target: Path, begins: Indices | None = None
+) -> ShardStats:
     """Publish a file of these rows. `bins.samples` have `sizes`, or are pieces of samples that have
     these sizes and begin at the tokens `begins`."""
     ends = np.cumsum(sizes)
@@ -40,28 +40,28 @@ def write(
     with (
         atomic_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
-        pa.ipc.new_file(sink, _schema_of(form)) as writer,
+        pa.ipc.new_file(sink, _schema(form)) as writer,
     ):
         for low, high, first, last in batches:
             chosen = bins.samples[first:last]
             here = np.cumsum(sizes[first:last])
             used = int(here[-1])
             its = None if begins is None else begins[first:last]
-            form.fill(chosen, here, ids, labels, its)
+            form.write_tokens(chosen, here, ids, labels, its)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used]))
             trained += int(np.count_nonzero(labels[:used] != IGNORED))
             largest = max(largest, int(ids[:used].max()))
-    return Written(trained, largest)
+    return ShardStats(trained, largest)
 
 
-def read(shard: Path) -> Written:
+def read_shard_stats(shard: Path) -> ShardStats:
     """What `write` said when it wrote this file."""
     trained = largest = 0
     for batch in map_batches(shard):
         trained += int(np.count_nonzero(flat(batch.column("labels"))[0] != IGNORED))
         largest = max(largest, int(flat(batch.column("input_ids"))[0].max(initial=0)))
-    return Written(trained, largest)
+    return ShardStats(trained, largest)
 
 
 def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:
@@ -74,20 +74,20 @@ def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int,
 
 
 def _batch(
-    form: Form, chosen: Indices, rows: Indices, ends: Indices, ids: Tokens, labels: Tokens
+    form: RowSamples, chosen: Indices, rows: Indices, ends: Indices, ids: Tokens, labels: Tokens
 ) -> pa.RecordBatch:
     """A record batch of rows that begin at the samples `rows`; the last entry ends the last."""
     tokens = pa.array(np.concatenate([[0], ends])[rows].astype(np.int32))
-    documents = pa.array((rows * form.documents).astype(np.int32))
-    lengths = form.documents_of(chosen, np.diff(ends, prepend=0))
+    documents = pa.array((rows * form.documents_per_sample).astype(np.int32))
+    lengths = form.document_lengths(chosen, np.diff(ends, prepend=0))
     columns = [
         pa.ListArray.from_arrays(tokens, pa.array(ids)),
         pa.ListArray.from_arrays(tokens, pa.array(labels)),
         pa.ListArray.from_arrays(documents, pa.array(lengths.astype(np.int32))),
-        *form.further(chosen, rows),
+        *form.extra_columns(chosen, rows),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=_schema_of(form))
+    return pa.RecordBatch.from_arrays(columns, schema=_schema(form))
 
 
-def _schema_of(form: Form) -> pa.Schema:
+def _schema(form: RowSamples) -> pa.Schema:
     return packed_schema(form.samples.kind, is_scored=form.samples.is_scored)

@@ -13,9 +13,9 @@ from penstock.core import env
 from penstock.core.errors import StageError
 from penstock.core.process.die_with_parent import end_with_starter
 from penstock.core.process.main_module import without_main_module
-from penstock.pack.layout import Form, Layout, sample_form
+from penstock.pack.layout import Layout, RowSamples, build_row_samples
 from penstock.pack.settings import PackSettings
-from penstock.pack.shards import Written, read, write
+from penstock.pack.shards import ShardStats, read_shard_stats, write_shard
 from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.prepared import PreparedSamples
 
@@ -26,7 +26,7 @@ SHARD_BYTES = 256 << 20
 
 BYTES_PER_TOKEN = 8
 
-WORTH_A_PROCESS = 16 << 20
+MIN_TOKENS_PER_PROCESS = 16 << 20
 """Tokens below which a process takes longer to start than to write them."""
 
 
@@ -39,7 +39,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardPlan:
     """One file to be, and what goes into it."""
 
     prepared: Path
@@ -55,13 +55,13 @@ class Shard:
 
 def plan_shards(
     prepared: Path, split: str, layout: Layout, folder: Path, settings: PackSettings
-) -> list[Shard]:
+) -> list[ShardPlan]:
     """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
     and never more than rows."""
     bins, sizes, begins = layout.bins, layout.sizes, layout.begins
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
-    found: list[Shard] = []
+    found: list[ShardPlan] = []
     for index in range(count):
         low, high = (len(bins) * at // count for at in (index, index + 1))
         first = int(bins.ends[low - 1]) if low else 0
@@ -69,40 +69,42 @@ def plan_shards(
         rows = PackingPlan(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
         its = None if begins is None else begins[first:last]
-        shard = Shard(prepared, split, target, rows, sizes[first:last], its, settings)
+        shard = ShardPlan(prepared, split, target, rows, sizes[first:last], its, settings)
         found.append(shard)
     return found
 
 
-def write_all(shards: Sequence[Shard], workers: Workers) -> list[Written]:
+def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardStats]:
     """Write the files that are not there, and say of all of them what they hold.
 
     Raises the first error in the order of the files.
     """
     missing = [shard for shard in shards if not shard.target.exists()]
     tokens = sum(int(shard.sizes.sum()) for shard in missing)
-    count = min(workers.count, len(missing), max(1, tokens // WORTH_A_PROCESS))
+    count = min(workers.count, len(missing), max(1, tokens // MIN_TOKENS_PER_PROCESS))
     if count > 1:
         written = _in_processes(missing, count, workers.start_method)
     else:
         written = _in_this_process(missing)
     new = {shard.target: one for shard, one in zip(missing, written, strict=True)}
-    return [new.get(shard.target) or read(shard.target) for shard in shards]
+    return [new.get(shard.target) or read_shard_stats(shard.target) for shard in shards]
 
 
-def _in_this_process(shards: Sequence[Shard]) -> list[Written]:
+def _in_this_process(shards: Sequence[ShardPlan]) -> list[ShardStats]:
     if not shards:
         return []
     first = shards[0]
-    form = _form(first.prepared, first.split, first.settings)
-    return [write(form, one.bins, one.sizes, one.target, one.begins) for one in shards]
+    form = _build_form(first.prepared, first.split, first.settings)
+    return [write_shard(form, one.bins, one.sizes, one.target, one.begins) for one in shards]
 
 
-def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod) -> list[Written]:
-    pool = ProcessPoolExecutor(count, get_context(start_method), _begin)
+def _in_processes(
+    shards: Sequence[ShardPlan], count: int, start_method: StartMethod
+) -> list[ShardStats]:
+    pool = ProcessPoolExecutor(count, get_context(start_method), _init_worker)
     try:
         with without_main_module():
-            futures = [pool.submit(_write_one, shard) for shard in shards]
+            futures = [pool.submit(_write_in_worker, shard) for shard in shards]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -118,21 +120,21 @@ def _in_processes(shards: Sequence[Shard], count: int, start_method: StartMethod
     return [future.result() for future in futures]
 
 
-def _begin() -> None:
+def _init_worker() -> None:
     """A process's first act: it ends with the one that started it, and needs no secrets."""
     end_with_starter()
     env.forget_secrets()
 
 
-def _write_one(shard: Shard) -> Written:
+def _write_in_worker(shard: ShardPlan) -> ShardStats:
     settings: Any = shard.settings  # frozen, so it has a hash, which its type does not say
-    form = _form_in_this_worker(shard.prepared, shard.split, settings)
-    return write(form, shard.bins, shard.sizes, shard.target, shard.begins)
+    form = _build_form_once(shard.prepared, shard.split, settings)
+    return write_shard(form, shard.bins, shard.sizes, shard.target, shard.begins)
 
 
-def _form(prepared: Path, split: str, settings: PackSettings) -> Form:
-    return sample_form(PreparedSamples(prepared, split), settings)
+def _build_form(prepared: Path, split: str, settings: PackSettings) -> RowSamples:
+    return build_row_samples(PreparedSamples(prepared, split), settings)
 
 
-_form_in_this_worker = lru_cache(maxsize=1)(_form)
+_build_form_once = lru_cache(maxsize=1)(_build_form)
 """Mapped once for all files that one worker writes; it lives no longer than the run."""

@@ -75,22 +75,22 @@ class Pack(Stage):
     def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
         """Write the files of a split and count what they hold; `fill` is the share of the rows'
         capacity that holds tokens, and `shared_tokens` are those that stand for two."""
-        from penstock.pack.layout import lay_out, packing_method, sample_form
-        from penstock.pack.spread import Workers, plan_shards, write_all
+        from penstock.pack.layout import build_row_samples, packing_method, plan_rows
+        from penstock.pack.spread import Workers, plan_shards, write_shards
         from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import histogram
         from penstock.rows.sources import Sources
 
         samples = PreparedSamples(self.prepared.path, split)
-        form = sample_form(samples, settings)
-        layout = lay_out(form, settings, packing_method(split, settings))
+        form = build_row_samples(samples, settings)
+        layout = plan_rows(form, settings, packing_method(split, settings))
         folder = out / "data" / split
         shards = plan_shards(self.prepared.path, split, layout, folder, settings)
-        written = write_all(shards, Workers(self.num_proc, self.start_method))
+        written = write_shards(shards, Workers(self.num_proc, self.start_method))
         if split == "validation" and len(labels := samples.labels()) > 1:
-            datasets = samples.datasets()[layout.bins.samples].repeat(form.documents)
-            Sources.of(datasets, labels).write(folder)
-        documents = form.documents_of(layout.bins.samples, layout.sizes)
+            datasets = samples.datasets()[layout.bins.samples].repeat(form.documents_per_sample)
+            Sources.from_datasets(datasets, labels).write(folder)
+        documents = form.document_lengths(layout.bins.samples, layout.sizes)
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * settings.sample_packing_sequence_len
         return {

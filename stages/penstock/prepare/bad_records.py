@@ -20,19 +20,19 @@ Reason = Literal[
     "too_long",
 ]
 
-DROPPED = ("empty", "no_trained_tokens", "same_answers", "too_long")
+DROP_REASONS = ("empty", "no_trained_tokens", "same_answers", "too_long")
 """Reasons that leave a record out without blaming the data for it."""
 
-SAMPLES_KEPT = 30
-OF_A_CAUSE = 3
+MAX_EXAMPLES = 30
+EXAMPLES_PER_CAUSE = 3
 """Records that are named of each cause."""
-CAUSES_KEPT = 50
+MAX_CAUSES = 50
 """Causes that are told apart; the rest count as one."""
-CAUSES_LISTED = 10
+MAX_CAUSES_SHOWN = 10
 OTHER = "other causes"
 
 
-class BadRow(Exception):  # noqa: N818 - a fact about a record; it never leaves this package
+class BadRecord(Exception):  # noqa: N818 - a fact about a record; it never leaves this package
     """The record cannot become a sample."""
 
     def __init__(self, reason: Reason, why: str) -> None:
@@ -42,53 +42,53 @@ class BadRow(Exception):  # noqa: N818 - a fact about a record; it never leaves 
         super().__init__(self.why)
 
 
-def column(record: Mapping[str, Any], name: str) -> Any:
-    """The record's value. Raises BadRow that names the columns there are, the nearest first."""
+def get_column(record: Mapping[str, Any], name: str) -> Any:
+    """The record's value. Raises BadRecord that names the columns there are, the nearest first."""
     if name in record:
         return record[name]
     near = difflib.get_close_matches(name, list(record), n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise BadRow("missing_column", f"no column {name!r}; it has {', '.join(record)}{hint}")
+    raise BadRecord("missing_column", f"no column {name!r}; it has {', '.join(record)}{hint}")
 
 
-def text(record: Mapping[str, Any], name: str) -> str:
+def get_text(record: Mapping[str, Any], name: str) -> str:
     """The record's value, which must be a string."""
-    return checked_text(name, column(record, name))
+    return check_text(name, get_column(record, name))
 
 
-def number(record: Mapping[str, Any], name: str) -> float:
+def get_number(record: Mapping[str, Any], name: str) -> float:
     """The record's value, which must be a number and not without end."""
-    value = column(record, name)
+    value = get_column(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRow("wrong_type", f"{name} is {json_type_name(value)} where a number is meant")
+        raise BadRecord("wrong_type", f"{name} is {json_type_name(value)} where a number is meant")
     try:
         found = float(value)
     except OverflowError:  # a whole number may have any number of digits
         found = math.inf if value > 0 else -math.inf
     if not math.isfinite(found):
-        raise BadRow("bad_value", f"{name} is {found}")
+        raise BadRecord("bad_value", f"{name} is {found}")
     return found
 
 
-def checked_text(where: str, value: Any) -> str:
+def check_text(where: str, value: Any) -> str:
     """`value`, found at `where`, which must be a string that UTF-8 can hold."""
     if not isinstance(value, str):
-        raise BadRow("wrong_type", f"{where} is {json_type_name(value)} where a string is meant")
+        raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where a string is meant")
     if value.isascii():
         return value
     try:
         value.encode()
     except UnicodeEncodeError as error:
         why = f"{where} is not text: half of a surrogate pair at character {error.start + 1}"
-        raise BadRow("bad_value", why) from None
+        raise BadRecord("bad_value", why) from None
     return value
 
 
-def optional_text(record: Mapping[str, Any], name: str | None) -> str:
+def get_optional_text(record: Mapping[str, Any], name: str | None) -> str:
     """The record's value where a column is named; empty where it is not, or holds null."""
-    if name is None or column(record, name) is None:
+    if name is None or get_column(record, name) is None:
         return ""
-    return text(record, name)
+    return get_text(record, name)
 
 
 def json_type_name(value: Any) -> str:
@@ -99,7 +99,7 @@ def json_type_name(value: Any) -> str:
     )
 
 
-def sized(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """What a value is, with its length or itself where that is short."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
@@ -142,16 +142,18 @@ class Tally:
     @property
     def bad(self) -> int:
         """Records that are unusable, those left out for other reasons not counted."""
-        return sum(count for reason, count in self.left_out.items() if reason not in DROPPED)
+        return sum(count for reason, count in self.left_out.items() if reason not in DROP_REASONS)
 
-    def leave_out(self, file: str, line: int, fault: BadRow, record: int | None = None) -> None:
+    def drop_record(
+        self, file: str, line: int, fault: BadRecord, record: int | None = None
+    ) -> None:
         """Count a record that gives no sample. `record`: its number, where no line names it."""
         self.left_out[fault.reason] += 1
         cause = normalize_reason(fault.reason, fault.why)
-        if cause not in self.causes and len(self.causes) >= CAUSES_KEPT:
+        if cause not in self.causes and len(self.causes) >= MAX_CAUSES:
             cause = OTHER
         self.causes[cause] += 1
-        if self.causes[cause] <= OF_A_CAUSE and len(self.samples) < SAMPLES_KEPT:
+        if self.causes[cause] <= EXAMPLES_PER_CAUSE and len(self.samples) < MAX_EXAMPLES:
             numbered = {} if record is None else {"record": record}
             where = {"file": file, "line": line, **numbered}
             self.samples.append({**where, "reason": fault.reason, "why": fault.why})
@@ -163,7 +165,7 @@ class Tally:
         return {**counts, **by_key, "samples": self.samples}
 
     @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> "Tally":
+    def from_json(cls, value: Mapping[str, Any]) -> "Tally":
         """A tally as it was written."""
         counters = {name: Counter(value.get(name, {})) for name in _COUNTERS}
         return cls(**{**value, **counters})
@@ -176,7 +178,7 @@ class Tally:
             for name in (*_COUNTS, *_COUNTERS):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.samples += tally.samples
-        total.samples = _first_of_each(total.samples)
+        total.samples = _first_examples(total.samples)
         return total
 
 
@@ -185,13 +187,13 @@ def normalize_reason(reason: str, why: str) -> str:
     return f"{reason}: {re.sub(_NUMBER, '#', why)}"
 
 
-def _first_of_each(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     seen: Counter[str] = Counter()
     kept: list[dict[str, Any]] = []
     for sample in samples:
         cause = normalize_reason(sample["reason"], sample["why"])
         seen[cause] += 1
-        if seen[cause] <= OF_A_CAUSE and len(kept) < SAMPLES_KEPT:
+        if seen[cause] <= EXAMPLES_PER_CAUSE and len(kept) < MAX_EXAMPLES:
             kept.append(sample)
     return kept
 
@@ -201,7 +203,7 @@ _COUNTERS = ("lengths", "left_out", "causes", "unread")
 _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in (*_COUNTERS, "samples"))
 
 
-def listed(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> str:
+def format_causes(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> str:
     """One line for each cause, the most frequent first: how often, why, and records as examples."""
     by_cause: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
@@ -213,11 +215,11 @@ def listed(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> s
             lines.append(f"    {record_location(first)}: {first['why']}")
             continue
         more = ", …" if count > len(its) else ""
-        lines.append(f"    {count} x {first['why']} ({_places(its)}{more})")
-    return "\n".join(lines[:CAUSES_LISTED])
+        lines.append(f"    {count} x {first['why']} ({_format_locations(its)}{more})")
+    return "\n".join(lines[:MAX_CAUSES_SHOWN])
 
 
-def _places(samples: Sequence[Mapping[str, Any]]) -> str:
+def _format_locations(samples: Sequence[Mapping[str, Any]]) -> str:
     """`file:1, file:4`, or `file, records 1, 4`."""
     if "record" in samples[0] and len({sample["file"] for sample in samples}) == 1:
         numbers = ", ".join(str(sample.get("record")) for sample in samples)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config.schema.dataset import DatasetConfig, FormatName
-from penstock.core.cache.digests import derived
+from penstock.core.cache.digests import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError
 
-LOOKED_AT = 20
+INFER_RECORDS = 20
 """Records that are looked at: a column may be null in the first."""
 
 VERSION = 4
@@ -22,7 +22,7 @@ VERSION = 4
 
 
 @dataclass(frozen=True)
-class Inferred:
+class InferredType:
     """A format, and the columns to read where they have other names than usual."""
 
     type: FormatName
@@ -30,7 +30,7 @@ class Inferred:
     columns: str = ""
     """The columns that the format was inferred from."""
 
-    def values(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings of a data set that say the same."""
         return {"type": self.type, **self.fields}
 
@@ -41,7 +41,7 @@ class Inferred:
 
 def infer_dataset_type(
     dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
-) -> Inferred | None:
+) -> InferredType | None:
     """The format of a source by its first records; None where there is no record to look at, or
     the hub cannot be reached, which preparing reports better.
 
@@ -49,7 +49,7 @@ def infer_dataset_type(
     where several formats or none fit.
     """
     named = _named_fields(dataset)
-    asked = digest_json([VERSION, source.key, dataset.ds_type, named, objective, LOOKED_AT])
+    asked = digest_json([VERSION, source.key, dataset.ds_type, named, objective, INFER_RECORDS])
 
     def infer() -> Any:
         from penstock.prepare.infer_type import infer_format, read_first  # noqa: PLC0415
@@ -61,7 +61,7 @@ def infer_dataset_type(
         return [found.type, dict(found.fields), found.columns]
 
     try:
-        return Inferred(*derived(asked, infer))
+        return InferredType(*cached_value(asked, infer))
     except (StageError, CapabilityError, FileNotFoundError):
         return None
 

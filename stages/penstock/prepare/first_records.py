@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
-from penstock.prepare.bad_records import DROPPED, BadRow
+from penstock.prepare.bad_records import DROP_REASONS, BadRecord
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.infer_type import infer_format
 from penstock.prepare.settings import DatasetSettings
@@ -37,16 +37,16 @@ def first_samples(
     columns: tuple[str, ...] | None = None,
 ) -> FirstSamples:
     """Records as the prepare stage encodes them. Raises what its encoder raises."""
-    values: list[dict[str, Any] | BadRow] = list(records)
+    values: list[dict[str, Any] | BadRecord] = list(records)
     found = Encoder(settings, tokenizer, columns)(values)
     faults = list(found.faults.values())
     return FirstSamples(
         records=len(records),
         samples=len(found.records),
         tokens=int(sum(side.lengths.sum() for side in found.sides)),
-        trained_tokens=int(sum(side.trained().sum() for side in found.sides)),
+        trained_tokens=int(sum(side.count_trained().sum() for side in found.sides)),
         longest=max((int(side.lengths.max(initial=0)) for side in found.sides), default=0),
-        bad=sum(fault.reason not in DROPPED for fault in faults),
+        bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         hint=_hint(records, settings) if faults else "",
     )

@@ -10,18 +10,18 @@ from typing import Any, cast
 from penstock.config.schema.dataset import FormatName
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.prepare.bad_records import BadRow
-from penstock.prepare.dataset_type import LOOKED_AT, Inferred
-from penstock.prepare.formats.json_values import unpacked
-from penstock.prepare.formats.kto import verdict_of
-from penstock.prepare.readers.file_splits import Piece, split_source
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.dataset_type import INFER_RECORDS, InferredType
+from penstock.prepare.formats.json_values import parse_json_text
+from penstock.prepare.formats.kto import parse_kto_label
+from penstock.prepare.readers.file_splits import FileSplit, split_source
 from penstock.prepare.readers.records import Value
-from penstock.prepare.readers.registry import chunks
+from penstock.prepare.readers.registry import read_chunks
 
-LISTS_OF_MESSAGES = ("messages", "conversations")
+MESSAGE_COLUMNS = ("messages", "conversations")
 """Columns that hold conversations."""
 
-FIRST: Mapping[str, set[FormatName]] = {
+PREFERRED_TYPES: Mapping[str, set[FormatName]] = {
     "preference": {"preference", "preference_turns", "kto"},
     "pretrain": {"text"},
 }
@@ -39,18 +39,20 @@ def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[
 
     Raises what reading raises, and StageError where faults are all that is there.
     """
-    values = list(islice(_values(source, ds_type, token), LOOKED_AT))
-    records = [value for value in values if not isinstance(value, BadRow)]
+    values = list(islice(_iter_source(source, ds_type, token), INFER_RECORDS))
+    records = [value for value in values if not isinstance(value, BadRecord)]
     if values and not records:
-        first = next(value for value in values if isinstance(value, BadRow))
+        first = next(value for value in values if isinstance(value, BadRecord))
         raise StageError(f"none of the first {len(values)} records can be read: {first.why}")
     return records
 
 
-def looks_like(pieces: Sequence[Piece]) -> Inferred | None:
+def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:
     """The format that the first records of some pieces have; None where none or several fit."""
-    found = islice((value for piece in pieces[:1] for value in _of_piece(piece, None)), LOOKED_AT)
-    records = [value for value in found if not isinstance(value, BadRow)]
+    found = islice(
+        (value for piece in pieces[:1] for value in _iter_split(piece, None)), INFER_RECORDS
+    )
+    records = [value for value in found if not isinstance(value, BadRecord)]
     try:
         return infer_format(records, {}, objective="", where="")
     except ConfigError:
@@ -63,7 +65,7 @@ def infer_format(
     *,
     objective: str,
     where: str,
-) -> Inferred:
+) -> InferredType:
     """The one format that fits the records. `named` are the `field_` settings that are written;
     of several formats, those come first that `objective` (`train.objective`) can learn from.
 
@@ -74,7 +76,7 @@ def infer_format(
     formats = {one.type for one in found}
     if "tokenized" in formats:
         found = [one for one in found if one.type == "tokenized"]
-    elif first := formats & FIRST.get(objective, set()):
+    elif first := formats & PREFERRED_TYPES.get(objective, set()):
         found = [one for one in found if one.type in first]
     if len(found) == 1:
         return found[0]
@@ -93,7 +95,7 @@ def infer_format(
 
 def suggest_fields(columns: Mapping[str, Any]) -> str:
     """What to write for records with these columns of unusual names."""
-    lists = [name for name, value in columns.items() if _spelling(name, value)]
+    lists = [name for name, value in columns.items() if _messages_type(name, value)]
     question, answer = (
         next((name for name in lists if name in usual), None) for usual in (QUESTIONS, ANSWERS)
     )
@@ -103,7 +105,7 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
             "type: chat."
         )
     if lists:
-        return f"Write type: {_spelling(lists[0], columns[lists[0]])}, field_messages: {lists[0]}."
+        return f"Write type: {_messages_type(lists[0], columns[lists[0]])}, field_messages: {lists[0]}."
     question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
     answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
     if question and answer:
@@ -113,7 +115,7 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
         return (
             f"Write type: instruction, field_instruction: {question}{more}, field_output: {answer}."
         )
-    if any(_is_text(columns.get(name)) for name in LISTS_OF_MESSAGES):
+    if any(_is_text(columns.get(name)) for name in MESSAGE_COLUMNS):
         return (
             'A conversation is a list of messages, such as [{"role": "user", "content": "…"}, …]; '
             "write it so, or name the column of plain text (type: text, field_text: …)."
@@ -129,61 +131,63 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
     )
 
 
-def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
+def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[InferredType]:
     def has(*names: str) -> bool:
         return all(name in columns for name in names)
 
     if has("input_ids"):
-        yield Inferred("tokenized", columns="input_ids")
+        yield InferredType("tokenized", columns="input_ids")
     chosen, rejected = (named.get(f"field_{n}", n) for n in ("chosen", "rejected"))
     if has(chosen, rejected):
-        yield Inferred("preference", columns=f"{chosen} and {rejected}")
+        yield InferredType("preference", columns=f"{chosen} and {rejected}")
     elif has("rejected_response"):
-        yield Inferred("preference", columns="rejected_response")
+        yield InferredType("preference", columns="rejected_response")
     prompt = named.get("field_prompt", "prompt")
     completion, label = (
         named.get("field_completion", "completion"),
         named.get("field_label", "label"),
     )
     verdict = columns.get(label)
-    is_judged = has(prompt, completion) and verdict_of(verdict) is not None
+    is_judged = has(prompt, completion) and parse_kto_label(verdict) is not None
     if is_judged:
-        yield Inferred("kto", columns=f"{prompt}, {completion} and {label}")
+        yield InferredType("kto", columns=f"{prompt}, {completion} and {label}")
     if has("src", "tgt"):
         kind: FormatName = "preference_turns" if has("response") else "sft_turns"
-        yield Inferred(kind, columns="src and tgt")
-    yield from _conversations(columns, named)
+        yield InferredType(kind, columns="src and tgt")
+    yield from _conversation_types(columns, named)
     question, answer = (named.get(f"field_{n}", n) for n in ("instruction", "output"))
     if has(question, answer):
-        yield Inferred("alpaca", columns=f"{question} and {answer}")
+        yield InferredType("alpaca", columns=f"{question} and {answer}")
     elif has("prompt", "completion") and not is_judged and not has("messages"):
         texts = all(_is_text(columns[name]) for name in ("prompt", "completion"))
         if texts and not {"field_instruction", "field_output"} & named.keys():
             fields = {"field_instruction": "prompt", "field_output": "completion"}
-            yield Inferred("instruction", fields, "prompt and completion")
+            yield InferredType("instruction", fields, "prompt and completion")
     text = named.get("field_text", "text")
     if has(text):
-        yield Inferred("text", columns=text)
+        yield InferredType("text", columns=text)
 
 
-def _conversations(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[Inferred]:
+def _conversation_types(
+    columns: Mapping[str, Any], named: Mapping[str, str]
+) -> Iterator[InferredType]:
     own = named.get("field_messages")
-    for name in [own] if own else LISTS_OF_MESSAGES:
-        spelling = _spelling(name, columns.get(name)) if name in columns else None
+    for name in [own] if own else MESSAGE_COLUMNS:
+        spelling = _messages_type(name, columns.get(name)) if name in columns else None
         if spelling is None:
             continue
         usual = "messages" if spelling == "chat" else "conversations"
         fields = {} if own or name == usual else {"field_messages": name}
         words = "role and content" if spelling == "chat" else "from and value"
-        yield Inferred(spelling, fields, f"{name} with {words}")
+        yield InferredType(spelling, fields, f"{name} with {words}")
         return
 
 
-def _spelling(where: str, value: Any) -> FormatName | None:
+def _messages_type(where: str, value: Any) -> FormatName | None:
     """How the messages in a list are written; None for what is no list of messages."""
     try:
-        found = unpacked(where, value) if _looks_like_list(value) else value
-    except BadRow:
+        found = parse_json_text(where, value) if _looks_like_list(value) else value
+    except BadRecord:
         return None
     if not isinstance(found, list) or not found or not isinstance(found[0], Mapping):
         return None
@@ -216,26 +220,26 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _values(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
+def _iter_source(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
     if source.pin["kind"] == "hub":
-        yield from _of_hub(source, token)
+        yield from _iter_hub(source, token)
         return
     for piece in split_source(source, ds_type=ds_type, streaming=False, token=token):
-        yield from _of_piece(piece, token)
+        yield from _iter_split(piece, token)
 
 
-def _of_piece(piece: Piece, token: bool | None) -> Iterator[Value]:
-    for chunk in chunks(piece, token):
-        yield from chunk.part(0, LOOKED_AT).values()
+def _iter_split(piece: FileSplit, token: bool | None) -> Iterator[Value]:
+    for chunk in read_chunks(piece, token):
+        yield from chunk.part(0, INFER_RECORDS).values()
 
 
-def _of_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
+def _iter_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
     """Rows as they come, without a copy of the data set; from the copy where there is one only."""
     # The library takes a second to import, which all other sources are spared.
     from penstock.prepare.readers.hub import open_hub, open_stream  # noqa: PLC0415
 
     try:
-        yield from islice(open_stream(source.pin, token), LOOKED_AT)
+        yield from islice(open_stream(source.pin, token), INFER_RECORDS)
     except CapabilityError:
         rows = cast("Iterator[dict[str, Any]]", iter(open_hub(source.pin, token)))
-        yield from islice(rows, LOOKED_AT)
+        yield from islice(rows, INFER_RECORDS)

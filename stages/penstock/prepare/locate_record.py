@@ -6,18 +6,18 @@ from pathlib import Path
 
 from penstock.core.cache.stage import Stage
 from penstock.core.errors import PenstockError
-from penstock.prepare.readers.file_splits import Piece
+from penstock.prepare.readers.file_splits import FileSplit
 from penstock.prepare.readers.read_slice import count_records_before
-from penstock.prepare.readers.registry import chunks
+from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.slices import Slice
 from penstock.prepare.stage import Prepare
 
-WITH_LINES = ("json_lines", "csv", "json_document")
+LINE_READERS = ("json_lines", "csv", "json_document")
 """Readers of files in which the number of a record does not tell its line."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RecordLocation:
     """Where people find a record."""
 
     file: str
@@ -26,7 +26,7 @@ class Place:
     """Its line, or its row where there are no lines, from 1."""
 
 
-Locate = Callable[[str, int], Place | None]
+Locate = Callable[[str, int], RecordLocation | None]
 """From a slice's key and a record's place in it, from 0, to where that record is found."""
 
 
@@ -41,13 +41,13 @@ def build_locator(stage: Stage) -> Locate:
     except PenstockError:
         return lambda *_: None
 
-    def locate(key: str, row: int) -> Place | None:
+    def locate(key: str, row: int) -> RecordLocation | None:
         return locate_row(slices[key], row, token) if key in slices else None
 
     return locate
 
 
-def locate_row(item: Slice, row: int, token: bool | None = None) -> Place | None:
+def locate_row(item: Slice, row: int, token: bool | None = None) -> RecordLocation | None:
     """The place of record `row` of the slice, from 0. None where only fetching would tell.
 
     Local lines are counted, and nothing is parsed. Raises StageError when a file has changed or
@@ -56,19 +56,19 @@ def locate_row(item: Slice, row: int, token: bool | None = None) -> Place | None
     at = item.first + item.step * row
     for piece in item.pieces:
         if piece.stop is None or at < piece.stop - piece.start:
-            line = _line(piece, piece.start + at, token)
-            return None if line is None else Place(piece.name, line)
+            line = _find_line(piece, piece.start + at, token)
+            return None if line is None else RecordLocation(piece.name, line)
         at -= piece.stop - piece.start
     raise IndexError(f"record {row} of slice {item.key}")
 
 
-def _line(piece: Piece, number: int, token: bool | None) -> int | None:
-    if piece.reader not in WITH_LINES and piece.before is not None:
-        return piece.before + number + 1
+def _find_line(piece: FileSplit, number: int, token: bool | None) -> int | None:
+    if piece.reader not in LINE_READERS and piece.records_before is not None:
+        return piece.records_before + number + 1
     if piece.file is None or not isinstance(piece.file.location, Path):
         return None
-    for chunk in chunks(piece, token):
+    for chunk in read_chunks(piece, token):
         if number < len(chunk):
-            return count_records_before(piece, token) + chunk.places[number]
+            return count_records_before(piece, token) + chunk.positions[number]
         number -= len(chunk)
     raise IndexError(f"record {number} beyond the end of {piece.name}")

@@ -6,7 +6,7 @@ from penstock.core.errors import StageError
 from penstock.prepare.settings import MixSettings, PrepareSettings
 from penstock.rows.sample_order import DatasetMixer, expected_draws
 
-MOST_DRAWN = 1 << 28
+MAX_DRAWS = 1 << 28
 """Samples of an epoch that `interleave_over` draws at most: their order must fit memory."""
 
 
@@ -54,10 +54,10 @@ def check_mix(
                 f"{settings.mix_strategy} draws from it.\n  Set its weight to 0, or leave it out."
             )
     draws = expected_draws(num_rows, mixing)
-    if settings.mix_strategy == "interleave_over" and max(draws) > MOST_DRAWN:
+    if settings.mix_strategy == "interleave_over" and max(draws) > MAX_DRAWS:
         of = draws.index(max(draws))
         raise StageError(
             f"{labels[of]} (data.datasets.{of}) has {num_rows[of]} samples and so small a weight "
-            f"that they would last for {max(draws):.0f} draws; {MOST_DRAWN} are the most.\n"
+            f"that they would last for {max(draws):.0f} draws; {MAX_DRAWS} are the most.\n"
             "  Raise its weight, or write mix_strategy: random with data.samples_per_epoch."
         )

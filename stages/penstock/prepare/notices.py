@@ -7,7 +7,7 @@ from penstock.prepare.unread_columns import column_remedy
 
 SECTIONS = {"train": "datasets", "validation": "test_datasets"}
 
-WORDS = {
+REASON_TEXTS = {
     "empty": "empty",
     "no_trained_tokens": "without an answer to train on (system or user turns alone, or masked)",
     "same_answers": "with the same answer twice",
@@ -21,12 +21,12 @@ WORDS = {
 """Reasons that a record gives no sample; others were asked for."""
 
 
-def prepared_notices(facts: Mapping[str, Any]) -> Iterator[str]:
+def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     """From the facts of the prepare stage."""
-    dropped = {name: count for name, count in facts["dropped"].items() if name in WORDS}
+    dropped = {name: count for name, count in facts["dropped"].items() if name in REASON_TEXTS}
     if dropped:
         reasons = sorted(dropped.items(), key=lambda each: -each[1])
-        told = "; ".join(f"{count:,} {WORDS[name]}" for name, count in reasons)
+        told = "; ".join(f"{count:,} {REASON_TEXTS[name]}" for name, count in reasons)
         yield (
             f"warning: {sum(dropped.values()):,} of {facts['records']:,} records give no sample: "
             f"{told}; penstock data stats names some"

@@ -13,7 +13,7 @@ _KINDS = ("json", "arrow")
 """What results consist of, as `ds_type` calls it."""
 
 
-def refuse_own_files(
+def require_not_own_files(
     field: str, dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]
 ) -> None:
     """Raise ConfigError where what runs make in `root` is among the source's files, or would be.
@@ -21,7 +21,7 @@ def refuse_own_files(
     `made` are the folders in `root`, which is `data.dataset_prepared_path`. `field` is the name of
     the dataset's field `path`.
     """
-    why = _why(dataset, source, root.resolve(), made)
+    why = _conflict(dataset, source, root.resolve(), made)
     if why:
         raise ConfigError(
             f"{field} {dataset.path} {why} data.dataset_prepared_path {root}, so what is prepared "
@@ -31,7 +31,9 @@ def refuse_own_files(
         )
 
 
-def _why(dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]) -> str | None:
+def _conflict(
+    dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]
+) -> str | None:
     folders = {folder: folder.resolve() for folder in {file.parent for file in source.paths}}
     own = {
         folder
@@ -42,7 +44,7 @@ def _why(dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ..
         files = [file for file in source.paths if file.parent in own]
         return f"has {len(files)} files ({files[0]} is one) that runs have made in"
     folder = Path(local_path(dataset.path)).expanduser()
-    if folders and _is_read_whole(dataset, folder) and _reaches(folder.resolve(), root):
+    if folders and _is_read_whole(dataset, folder) and _search_reaches(folder.resolve(), root):
         return "is a folder that is read whole, and is or contains"
     return None
 
@@ -53,7 +55,7 @@ def _is_read_whole(dataset: DatasetConfig, folder: Path) -> bool:
     return is_ours and not dataset.data_files and folder.is_dir() and not saved_in(folder)
 
 
-def _reaches(folder: Path, root: Path) -> bool:
+def _search_reaches(folder: Path, root: Path) -> bool:
     """Whether the search for data in `folder` comes to `root`: it passes by hidden folders."""
     if not root.is_relative_to(folder):
         return False

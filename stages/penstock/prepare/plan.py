@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import PenstockError, StageError
-from penstock.prepare.bad_records import Tally, listed
-from penstock.prepare.infer_type import looks_like
+from penstock.prepare.bad_records import Tally, format_causes
+from penstock.prepare.infer_type import infer_from_splits
 from penstock.prepare.mix import build_mixer
 from penstock.prepare.select.features import LONGEST, TOKENS, TRAINED, Array, Features
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
-from penstock.prepare.slices import Finished, Slice
-from penstock.prepare.split import DataFile, Share, path_in, plan_files
-from penstock.rows.sample_order import DatasetMixer, drawn
+from penstock.prepare.slices import Slice, TokenizedSlice
+from penstock.prepare.split import DataFile, SlicePart, file_path, plan_files
+from penstock.rows.sample_order import DatasetMixer, samples_per_dataset
 from penstock.rows.schema import SPLITS, histogram
 
 FORMAT = 2
@@ -30,15 +30,15 @@ SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decont
 
 
 def build_plan(
-    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
+    finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings
 ) -> dict[str, Any]:
     """The plan of the data that `publish_splits` lays out."""
     files = plan_files(finished, selection, settings)
-    shares = [share for of_split in files.values() for file in of_split for share in file.shares]
-    entries = {share.entry[0].key: share.entry for share in shares if not share.is_whole}
+    shares = [part for of_split in files.values() for file in of_split for part in file.shares]
+    entries = {part.entry[0].key: part.entry for part in shares if not part.is_whole}
     counts = dict(zip(entries, Features().counts(list(entries.values())), strict=True))
     splits = {
-        split: [_entry(path_in(split, file), file, counts) for file in files[split]]
+        split: [_file_entry(file_path(split, file), file, counts) for file in files[split]]
         for split in SPLITS
     }
     mixing = build_mixer(settings, _mean_tokens(splits["train"], len(settings.datasets)))
@@ -59,7 +59,7 @@ def build_plan(
             }
             for (item, _, tally), dropped in zip(finished, selection.dropped, strict=True)
         ],
-        "sources": _sources(finished, splits, mixing, len(settings.datasets)),
+        "sources": _summarize_sources(finished, splits, mixing, len(settings.datasets)),
         "examples": list(selection.examples),
     }
 
@@ -69,7 +69,7 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
     splits: dict[str, list[dict[str, Any]]] = plan["splits"]
     # Data to be avoided is read, but it is not what was prepared.
     slices = [item for item in plan["slices"] if item["role"] != "avoid"]
-    tally = Tally.total(Tally.of_json(item["tally"]) for item in slices)
+    tally = Tally.total(Tally.from_json(item["tally"]) for item in slices)
     dropped = sum((Counter(item["dropped"]) for item in slices), tally.left_out)
     return {
         "kind": plan["kind"],
@@ -77,7 +77,9 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
             name: {split: sum(entry[name] for entry in splits[split]) for split in SPLITS}
             for name in ("rows", "tokens", "trained_tokens")
         },
-        "lengths": {split: _merged(e["lengths"] for e in splits[split]) for split in SPLITS},
+        "lengths": {
+            split: _merge_histograms(e["lengths"] for e in splits[split]) for split in SPLITS
+        },
         "records": tally.records,
         "truncated": tally.truncated,
         "tokens_cut": tally.tokens_cut,
@@ -93,16 +95,16 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_sources(finished: Sequence[Finished], settings: PrepareSettings) -> None:
+def check_sources(finished: Sequence[TokenizedSlice], settings: PrepareSettings) -> None:
     """Raise StageError for a source with too many unusable records, or with nothing usable."""
-    by_source: dict[tuple[str, int], list[Finished]] = {}
+    by_source: dict[tuple[str, int], list[TokenizedSlice]] = {}
     for entry in finished:
         by_source.setdefault((entry[0].role, entry[0].dataset), []).append(entry)
     for entries in by_source.values():
-        _check(entries[0][0], Tally.total(tally for _, _, tally in entries), settings)
+        _check_source(entries[0][0], Tally.total(tally for _, _, tally in entries), settings)
 
 
-def _check(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
+def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
     allowed = settings.bad_rows_allowed
     place = f"{item.label} (data.{SECTIONS[item.role]}.{item.dataset})"
     if not tally.records:
@@ -111,26 +113,26 @@ def _check(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
             "dataset_shard_num)."
         )
     if tally.bad > allowed * tally.records:
-        share = tally.bad / tally.records
+        part = tally.bad / tally.records
         raise StageError(
-            f"{place}: {tally.bad} of {tally.records} records ({share:.2%}) cannot be used; "
-            f"{allowed:.2%} may be.\n{listed(tally.samples, tally.causes)}\n"
-            f"{_hint(item)}"
-            "  Correct them, or set data.bad_rows_allowed to the share that may be left out."
+            f"{place}: {tally.bad} of {tally.records} records ({part:.2%}) cannot be used; "
+            f"{allowed:.2%} may be.\n{format_causes(tally.samples, tally.causes)}\n"
+            f"{_type_hint(item)}"
+            "  Correct them, or set data.bad_rows_allowed to the part that may be left out."
         )
     if not tally.rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in tally.left_out.items())
         raise StageError(
             f"{place}: none of its {tally.records} records gives a sample ({reasons}).\n"
-            f"{listed(tally.samples, tally.causes)}\n{_hint(item)}"
+            f"{format_causes(tally.samples, tally.causes)}\n{_type_hint(item)}"
             "  Check type, max_seq_len and the field_ settings."
         )
 
 
-def _hint(item: Slice) -> str:
+def _type_hint(item: Slice) -> str:
     """Of which type the records look like, where that is not the one that they were read as."""
     try:
-        looks = looks_like(item.pieces)
+        looks = infer_from_splits(item.pieces)
     except PenstockError:
         return ""
     if looks is None or looks.type == item.settings.type:
@@ -138,36 +140,36 @@ def _hint(item: Slice) -> str:
     return f"  They look like {looks}; read as {item.settings.type}, they cannot be used.\n"
 
 
-def _entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
-    parts = [(share, _measured(share, counts)) for share in file.shares]
+def _file_entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
+    parts = [(part, _count_part(part, counts)) for part in file.shares]
     return {
         "file": path,
         "content": file.content,
         **{name: sum(its[name] for _, its in parts) for name in ("rows", "tokens")},
         "trained_tokens": sum(its["trained_tokens"] for _, its in parts),
-        "lengths": _merged(its["lengths"] for _, its in parts),
+        "lengths": _merge_histograms(its["lengths"] for _, its in parts),
         "parts": [
             {
-                "slice": share.entry[0].key,
-                "dataset": share.entry[0].dataset,
+                "slice": part.entry[0].key,
+                "dataset": part.entry[0].dataset,
                 **{name: its[name] for name in ("rows", "tokens", "trained_tokens")},
             }
-            for share, its in parts
+            for part, its in parts
         ],
     }
 
 
-def _measured(share: Share, counts: Mapping[str, Array]) -> dict[str, Any]:
-    item, _, tally = share.entry
-    if share.is_whole:
+def _count_part(part: SlicePart, counts: Mapping[str, Array]) -> dict[str, Any]:
+    item, _, tally = part.entry
+    if part.is_whole:
         return {
             "rows": tally.rows,
             "tokens": tally.tokens,
             "trained_tokens": tally.trained_tokens,
             "lengths": dict(tally.lengths),
         }
-    its = counts[item.key][:, share.start : share.stop]
-    its = its if share.keep is None else its[:, share.keep]
+    its = counts[item.key][:, part.start : part.stop]
+    its = its if part.keep is None else its[:, part.keep]
     return {
         "rows": its.shape[1],
         "tokens": int(its[TOKENS].sum(dtype=np.int64)),
@@ -176,7 +178,7 @@ def _measured(share: Share, counts: Mapping[str, Array]) -> dict[str, Any]:
     }
 
 
-def _merged(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _merge_histograms(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[int] = Counter()
     for counts in histograms:
         total.update({int(upper): count for upper, count in counts.items()})
@@ -192,17 +194,17 @@ def _mean_tokens(entries: Sequence[Mapping[str, Any]], num_datasets: int) -> lis
     return [tokens[of] / rows[of] if rows[of] else 1.0 for of in range(num_datasets)]
 
 
-def _sources(
-    finished: Sequence[Finished],
+def _summarize_sources(
+    finished: Sequence[TokenizedSlice],
     splits: dict[str, list[dict[str, Any]]],
     mixing: DatasetMixer,
     num_datasets: int,
 ) -> list[dict[str, Any]]:
     """What every source gave: `samples` with their tokens to its own split, and if it is trained
-    on, `held_out` samples to validation and `drawn` ones, a `share` of all, to an epoch."""
+    on, `held_out` samples to validation and `samples_per_dataset` ones, a `part` of all, to an epoch."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for item, _, tally in finished:
-        entry = found.setdefault((item.role, item.dataset), _source(item))
+        entry = found.setdefault((item.role, item.dataset), _new_source_entry(item))
         entry["slices"] += 1
         entry["records"] += tally.records
         entry["rows"] += tally.rows
@@ -222,7 +224,7 @@ def _sources(
     sizes = [
         found["train", of]["samples"] if ("train", of) in found else 0 for of in range(num_datasets)
     ]
-    counts = drawn(sizes, mixing)
+    counts = samples_per_dataset(sizes, mixing)
     for of, count in enumerate(counts):
         if ("train", of) in found:
             found["train", of]["drawn"] = count
@@ -230,7 +232,7 @@ def _sources(
     return list(found.values())
 
 
-def _source(item: Slice) -> dict[str, Any]:
+def _new_source_entry(item: Slice) -> dict[str, Any]:
     counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
     named = {"role": item.role, "dataset": item.dataset, "label": item.label}
     found = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type, "unread": {}}

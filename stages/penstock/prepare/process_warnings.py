@@ -33,7 +33,7 @@ class _Collector(logging.Handler):
 
 
 @contextmanager
-def collected_warnings() -> Generator[list[str]]:
+def collect_warnings() -> Generator[list[str]]:
     """Yield a list that gets, once each, what is logged while the block runs as a warning or worse,
     and what the module `warnings` would show."""
     collector, root = _Collector(), logging.getLogger()

@@ -27,18 +27,18 @@ class DataSource:
 
 
 @dataclass(frozen=True)
-class Origins:
+class SplitSources:
     """The sources that gave samples to one split."""
 
     sources: tuple[DataSource, ...]
     """In the order of their first samples."""
-    of: Indices
+    source_indices: Indices
     """For every sample of the split, the place of its source in `sources`."""
     counts: tuple[Mapping[str, int], ...]
     """`rows`, `tokens` and `trained_tokens` of every source in the split."""
 
 
-def split_sources(plan: Mapping[str, Any], split: str) -> Origins:
+def split_sources(plan: Mapping[str, Any], split: str) -> SplitSources:
     """The sources of a split. Samples held out for validation are of their training source."""
     of_slice = {
         item["key"]: DataSource(item["role"], item["dataset"], item["label"])
@@ -54,4 +54,6 @@ def split_sources(plan: Mapping[str, Any], split: str) -> Origins:
         runs.append((origin, part["rows"]))
     places = {origin: place for place, origin in enumerate(counts)}
     of = np.array([places[origin] for origin, _ in runs], dtype=np.int64)
-    return Origins(tuple(counts), np.repeat(of, [rows for _, rows in runs]), tuple(counts.values()))
+    return SplitSources(
+        tuple(counts), np.repeat(of, [rows for _, rows in runs]), tuple(counts.values())
+    )

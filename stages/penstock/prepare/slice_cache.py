@@ -20,28 +20,28 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from penstock.core.cache.digests import digest_files, remember, sha256_file
+from penstock.core.cache.digests import cache_digests, digest_files, sha256_file
 from penstock.core.cache.record import FORMAT, read_record_fields, write_record
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, remove
 from penstock.core.remote.shared_files import Files, SharedCache
 from penstock.prepare.bad_records import Tally
-from penstock.prepare.slices import Finished, Slice
+from penstock.prepare.slices import Slice, TokenizedSlice
 
 log = logging.getLogger("penstock.prepare")
 
-UNDIGESTED = frozenset({"format", "file", "tally"})
+FIELDS_BEFORE_DIGEST = frozenset({"format", "file", "tally"})
 """Fields of notes that were written before records had a digest."""
 
 Note = dict[str, Any]
 
 DAY = 86_400.0
 
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 """What a file system without locks says. There, two runs at once may make a slice twice; both
 publish the same bytes in one step."""
 
-Made = Literal["made", "found", "busy"]
+SliceStatus = Literal["made", "found", "busy"]
 """What became of a wish for a slice: made here, there already, or being made by another run."""
 
 
@@ -53,46 +53,46 @@ class SliceCache:
     shared: SharedCache | None = None
     """The same folder behind a URL, where all machines find what one of them made."""
 
-    def path_of(self, item: Slice) -> Path:
+    def slice_path(self, item: Slice) -> Path:
         """Where the slice lies, or will."""
         return self.folder / f"{item.content}.arrow"
 
-    def finished(self, slices: Sequence[Slice]) -> list[Finished | None]:
+    def lookup(self, slices: Sequence[Slice]) -> list[TokenizedSlice | None]:
         """Each slice with its file and tally; None for one that is missing or damaged."""
-        paths = [self.path_of(item) for item in slices]
-        notes = _whole({path: note for path in paths if (note := _note_of(path))})
+        paths = [self.slice_path(item) for item in slices]
+        notes = _verify_digests({path: note for path in paths if (note := _read_note(path))})
         return [
-            (item, path, Tally.of_json(notes[path]["tally"])) if path in notes else None
+            (item, path, Tally.from_json(notes[path]["tally"])) if path in notes else None
             for item, path in zip(slices, paths, strict=True)
         ]
 
     def exchange(self, slices: Sequence[Slice]) -> None:
         """Fetch slices that other machines have made, and send those that they lack."""
         if self.shared:
-            self.shared.exchange({_files_of(item) for item in slices})
+            self.shared.exchange({_file_names(item) for item in slices})
 
-    def make(
+    def get_or_tokenize(
         self, item: Slice, tokenize: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
-    ) -> Made:
+    ) -> SliceStatus:
         """Have `tokenize` write the slice, durably, to the path it is given, unless it is there.
 
         While another run makes it, either waits for that or says so at once.
         """
-        target = self.path_of(item)
+        target = self.slice_path(item)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _locked(target, when_busy) as is_mine:
+        with _slice_lock(target, when_busy) as is_mine:
             if not is_mine:
                 return "busy"
-            note = _note_of(target)
-            made: Made = "found" if note and _whole({target: note}) else "made"
+            note = _read_note(target)
+            made: SliceStatus = "found" if note and _verify_digests({target: note}) else "made"
             if made == "made":
                 if note:
                     log.warning("prepare: %s is damaged, and is tokenized again", target)
                 _publish(target, tokenize)
                 if self.shared:
-                    self.shared.send(_files_of(item))
+                    self.shared.send(_file_names(item))
             # Whoever has waited at this lock finds the slice made, so the file is needless now.
-            remove(_lock_of(target))
+            remove(_lock_path(target))
         return made
 
 
@@ -123,7 +123,7 @@ def prunable(
         )
         if key in used or is_linked or any(path.stat().st_mtime > latest for path in paths):
             continue
-        with _locked(folder / f"{key}.arrow", "skip") as is_mine:
+        with _slice_lock(folder / f"{key}.arrow", "skip") as is_mine:
             if is_mine:
                 yield sorted(paths)
 
@@ -133,21 +133,23 @@ def _inode(path: Path) -> tuple[int, int]:
     return stat.st_dev, stat.st_ino
 
 
-def _files_of(item: Slice) -> Files:
+def _file_names(item: Slice) -> Files:
     return f"{item.content}.arrow", f"{item.content}.json"
 
 
-def _note_of(path: Path) -> Note | None:
+def _read_note(path: Path) -> Note | None:
     """What was written down when the slice was finished; None where its file is not of that size,
     or the note is damaged."""
     try:
-        note = read_record_fields(path.with_suffix(".json"), UNDIGESTED, "It is written again.")
+        note = read_record_fields(
+            path.with_suffix(".json"), FIELDS_BEFORE_DIGEST, "It is written again."
+        )
         return note if path.stat().st_size == note["file"]["bytes"] else None
     except (OSError, ArtifactError, KeyError, TypeError):
         return None
 
 
-def _whole(notes: Mapping[Path, Note]) -> dict[Path, Note]:
+def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
     """Those whose files have the bytes that were written, each read once and again when it has
     changed."""
     try:
@@ -173,7 +175,7 @@ def _publish(target: Path, tokenize: Callable[[Path], Tally]) -> None:
         tally = tokenize(part)
         digest, stat = sha256_file(part), part.stat()
         part.replace(target)
-        remember([(target, digest)])
+        cache_digests([(target, digest)])
     finally:
         part.unlink(missing_ok=True)
     file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
@@ -181,21 +183,21 @@ def _publish(target: Path, tokenize: Callable[[Path], Tally]) -> None:
     write_record(target.with_suffix(".json"), note)
 
 
-def _lock_of(target: Path) -> Path:
+def _lock_path(target: Path) -> Path:
     return target.with_name(f".{target.stem}.lock")
 
 
 @contextmanager
-def _locked(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bool]:
+def _slice_lock(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bool]:
     """Hold the slice's lock while the block runs, and say whether it is held."""
-    lock = FileLock(_lock_of(target))
+    lock = FileLock(_lock_path(target))
     try:
         lock.acquire(timeout=-1 if when_busy == "wait" else 0)
     except Timeout:
         yield False
         return
     except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
+        if error.errno not in NO_LOCK_ERRNOS:
             raise StageError(
                 f"{target} cannot be locked: {error.strerror or error}.\n"
                 "  data.dataset_prepared_path must be a folder that this user may write to."

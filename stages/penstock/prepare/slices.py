@@ -18,14 +18,14 @@ from typing import Literal
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source, short
 from penstock.prepare.bad_records import Tally
-from penstock.prepare.readers.file_splits import Piece, split_source
-from penstock.prepare.readers.registry import records_in
+from penstock.prepare.readers.file_splits import FileSplit, split_source
+from penstock.prepare.readers.registry import count_records
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
 FORMAT = 4
 """Raised when the same records and settings must give other samples."""
 
-CHOOSING = {
+RECORD_SELECTION = {
     "shards",
     "shards_idx",
     "preprocess_shards",
@@ -53,7 +53,7 @@ class Slice:
     label: str
     settings: DatasetSettings
     columns: tuple[str, ...] | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileSplit, ...]
     first: int = 0
     """Place of the first record that is used, in all pieces together."""
     step: int = 1
@@ -70,7 +70,7 @@ class Slice:
         return sum(piece.num_bytes for piece in self.pieces)
 
 
-Finished = tuple[Slice, Path, Tally]
+TokenizedSlice = tuple[Slice, Path, Tally]
 """A slice, where its tokenized file lies, and what became of its records."""
 
 
@@ -95,13 +95,13 @@ def plan_slices(
         ("avoid", avoid, settings.decontaminate_datasets),
     ]
     planned = [
-        _slice(role, index, source, its, settings, tokenizer, pieces)
+        _build_slice(role, index, source, its, settings, tokenizer, pieces)
         for role, sources, all_of_them in roles
         for index, (source, its) in enumerate(zip(sources, all_of_them, strict=True))
         if role != "train" or weights[index]
-        for pieces in _runs(source, its, token)
+        for pieces in _split_into_slices(source, its, token)
     ]
-    return _told_apart(planned)
+    return _with_unique_keys(planned)
 
 
 def dataset_label(source: Source) -> str:
@@ -110,7 +110,7 @@ def dataset_label(source: Source) -> str:
     return str(pin[{"files": "label", "hub": "repo", "builtin": "name"}[pin["kind"]]])
 
 
-def slices_of_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
+def select_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
     """The slices that share `index` of `count` does: every one is in exactly one share.
 
     They are dealt by size, back and forth, so that shares are of about the same work.
@@ -121,23 +121,23 @@ def slices_of_shard(slices: Sequence[Slice], index: int, count: int) -> list[Sli
     return [item for place, item in enumerate(by_size) if turn[place % len(turn)] == index]
 
 
-def _slice(
+def _build_slice(
     role: Role,
     dataset: int,
     source: Source,
     its: DatasetSettings,
     settings: PrepareSettings,
     tokenizer: Source,
-    pieces: tuple[Piece, ...],
+    pieces: tuple[FileSplit, ...],
 ) -> Slice:
     label = dataset_label(source)
     held = digest_json([piece.as_json() for piece in pieces])
-    first, step = _chosen(its, held)
+    first, step = _record_stride(its, held)
     key = digest_json(
         {
             "format": FORMAT,
             "tokenizer": tokenizer.key,
-            "settings": its.model_dump(mode="json", exclude=CHOOSING),
+            "settings": its.model_dump(mode="json", exclude=RECORD_SELECTION),
             "columns": settings.select_columns,
             "label": label,
             "holds": held,
@@ -148,7 +148,7 @@ def _slice(
     return Slice(short(key), short(key), role, dataset, label, its, columns, pieces, first, step)
 
 
-def _chosen(its: DatasetSettings, held: str) -> tuple[int, int]:
+def _record_stride(its: DatasetSettings, held: str) -> tuple[int, int]:
     """The first record that is used and the step to the next.
 
     Record j is of piece (j + a) mod `shards`; of that piece's records, number k is of piece
@@ -160,7 +160,7 @@ def _chosen(its: DatasetSettings, held: str) -> tuple[int, int]:
     return j + pieces * k, pieces * parts
 
 
-def _told_apart(slices: list[Slice]) -> list[Slice]:
+def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
     """The same records listed again (to weigh them more) have keys of their own."""
     seen: Counter[str] = Counter()
     found: list[Slice] = []
@@ -172,7 +172,9 @@ def _told_apart(slices: list[Slice]) -> list[Slice]:
     return found
 
 
-def _runs(source: Source, its: DatasetSettings, token: bool | None) -> list[tuple[Piece, ...]]:
+def _split_into_slices(
+    source: Source, its: DatasetSettings, token: bool | None
+) -> list[tuple[FileSplit, ...]]:
     """The pieces of each slice: one, or as many as make `preprocess_shards` slices in all."""
     pieces = split_source(
         source,
@@ -183,15 +185,20 @@ def _runs(source: Source, its: DatasetSettings, token: bool | None) -> list[tupl
     )
     if its.preprocess_shards is None:
         return [(piece,) for piece in pieces]
-    counts = [records_in(piece, token) for piece in pieces]
-    return [_run(pieces, counts, n, its.preprocess_shards) for n in range(its.preprocess_shards)]
+    counts = [count_records(piece, token) for piece in pieces]
+    return [
+        _select_records(pieces, counts, n, its.preprocess_shards)
+        for n in range(its.preprocess_shards)
+    ]
 
 
-def _run(pieces: list[Piece], counts: list[int], number: int, of: int) -> tuple[Piece, ...]:
+def _select_records(
+    pieces: list[FileSplit], counts: list[int], number: int, of: int
+) -> tuple[FileSplit, ...]:
     """The pieces of run `number`: its share of the records, in order, even to within one."""
     total = sum(counts)
     first, last = total * number // of, total * (number + 1) // of
-    run: list[Piece] = []
+    run: list[FileSplit] = []
     start = 0
     for piece, count in zip(pieces, counts, strict=True):
         low, high = max(first - start, 0), min(last - start, count)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.cache.digests import digest_files, links_made
+from penstock.core.cache.digests import digest_files, keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
@@ -23,7 +23,7 @@ from penstock.core.files import atomic_write, link, read_json
 from penstock.prepare.select.filter_state import Mask
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
-from penstock.prepare.slices import Finished
+from penstock.prepare.slices import TokenizedSlice
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
 from penstock.rows.schema import SPLITS, prepared_schema
@@ -37,11 +37,11 @@ BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Share:
+class SlicePart:
     """What a file holds of one slice: of its samples `start` to `stop`, those that `keep` says
     (None: all)."""
 
-    entry: Finished
+    entry: TokenizedSlice
     start: int
     stop: int
     keep: Mask | None
@@ -67,7 +67,7 @@ class DataFile:
     name: str
     content: str
     """A digest of what it holds: files of the same content have the same bytes."""
-    shares: tuple[Share, ...]
+    shares: tuple[SlicePart, ...]
 
     @property
     def is_slice(self) -> bool:
@@ -76,24 +76,24 @@ class DataFile:
 
 
 def plan_files(
-    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings
+    finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings
 ) -> dict[str, list[DataFile]]:
     """The files of each split: one for each slice that is not empty, or for training as many as
     `num_dataset_shards_to_save`, as long as there are so many samples."""
-    shares: dict[str, list[Share]] = {split: [] for split in SPLITS}
-    for entry, part in zip(finished, selection.parts, strict=True):
+    shares: dict[str, list[SlicePart]] = {split: [] for split in SPLITS}
+    for entry, part in zip(finished, selection.masks, strict=True):
         for split, mask in zip(SPLITS, (part.train, part.validation), strict=True):
-            share = Share(entry, 0, entry[2].rows, mask)
+            share = SlicePart(entry, 0, entry[2].rows, mask)
             if len(share):
                 shares[split].append(share)
-    files = {split: [_of_slice(share) for share in shares[split]] for split in SPLITS}
+    files = {split: [_slice_file(share) for share in shares[split]] for split in SPLITS}
     if settings.num_dataset_shards_to_save is not None:
-        files["train"] = _cut(shares["train"], settings.num_dataset_shards_to_save)
+        files["train"] = _split_evenly(shares["train"], settings.num_dataset_shards_to_save)
     return files
 
 
 def publish_splits(
-    finished: Sequence[Finished], selection: Selection, settings: PrepareSettings, out: Path
+    finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
     """Write the files of both splits below `out/data`, skipping those that are there."""
     schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
@@ -101,15 +101,15 @@ def publish_splits(
     partial: list[tuple[DataFile, Path]] = []
     for split, files in plan_files(finished, selection, settings).items():
         for file in files:
-            target = out / path_in(split, file)
+            target = out / file_path(split, file)
             target.parent.mkdir(parents=True, exist_ok=True)
             if file.is_slice:
                 whole.append((file.shares[0].entry[1], target))
             elif not target.exists():
                 partial.append((file, target))
-    same = _sealed(out, {file.content for file, _ in partial}) if partial else {}
+    same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
     links = [*whole, *((same[f.content], target) for f, target in partial if f.content in same)]
-    with links_made(source for source, _ in links):
+    with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
             _link(source, target)
     for file, target in partial:
@@ -124,20 +124,20 @@ def _link(source: Path, target: Path) -> None:
     link(source, target)
 
 
-def path_in(split: str, file: DataFile) -> str:
+def file_path(split: str, file: DataFile) -> str:
     """Where a file lies in the artifact."""
     return f"data/{split}/{file.name}"
 
 
-def _of_slice(share: Share) -> DataFile:
-    return DataFile(f"slice-{share.entry[0].key}.arrow", _content([share]), (share,))
+def _slice_file(share: SlicePart) -> DataFile:
+    return DataFile(f"slice-{share.entry[0].key}.arrow", _content_digest([share]), (share,))
 
 
-def _content(shares: Sequence[Share]) -> str:
+def _content_digest(shares: Sequence[SlicePart]) -> str:
     return short(digest_json([FORMAT, *(share.as_json() for share in shares)]))
 
 
-def _cut(shares: Sequence[Share], wanted: int) -> list[DataFile]:
+def _split_evenly(shares: Sequence[SlicePart], wanted: int) -> list[DataFile]:
     """All samples in order, in `wanted` files of as many samples each (or one more)."""
     total = sum(map(len, shares))
     count = min(wanted, total)
@@ -146,29 +146,29 @@ def _cut(shares: Sequence[Share], wanted: int) -> list[DataFile]:
     found: list[DataFile] = []
     number = 0
     for low, high in pairwise(bounds):
-        its: list[Share] = []
+        its: list[SlicePart] = []
         while starts[number + 1] <= low:
             number += 1
         for at in range(number, len(shares)):
             if starts[at] >= high:
                 break
             first, last = max(low - starts[at], 0), min(high - starts[at], len(shares[at]))
-            its.append(_part_of(shares[at], first, last))
-        content = _content(its)
+            its.append(_sub_part(shares[at], first, last))
+        content = _content_digest(its)
         found.append(DataFile(f"slice-{content}.arrow", content, tuple(its)))
     return found
 
 
-def _part_of(share: Share, first: int, last: int) -> Share:
+def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
     """Samples `first` to `last` of those that the share keeps."""
     if share.keep is None:
-        return Share(share.entry, share.start + first, share.start + last, None)
+        return SlicePart(share.entry, share.start + first, share.start + last, None)
     kept = np.flatnonzero(share.keep)
     start, stop = int(kept[first]), int(kept[last - 1]) + 1
-    return Share(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
+    return SlicePart(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
 
 
-def _sealed(out: Path, wanted: set[str]) -> dict[str, Path]:
+def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
     """Files of sealed artifacts beside `out` that hold what is wanted, by content, and are still
     what they were when they were sealed. What cannot be read is passed over."""
     found: dict[str, tuple[Path, str]] = {}
@@ -204,27 +204,27 @@ def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
         pa.OSFile(str(part), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
-        for batch in _batches(file, schema):
+        for batch in _iter_batches(file, schema):
             writer.write_batch(batch)
 
 
-def _batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """The file's samples in batches that are neither tiny nor larger than memory likes."""
     labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
     held: list[pa.RecordBatch] = []
     for share in file.shares:
         number = labels.index(share.entry[0].label)
-        for kept in _kept(share):
-            held.append(_relabelled(kept, number, labels, schema))
+        for kept in _iter_selected(share):
+            held.append(_with_labels(kept, number, labels, schema))
             samples, size = sum(b.num_rows for b in held), sum(b.nbytes for b in held)
             if samples >= BATCH_SAMPLES or size >= BATCH_BYTES:
-                yield _joined(held)
+                yield _concat(held)
                 held = []
     if held:
-        yield _joined(held)
+        yield _concat(held)
 
 
-def _kept(share: Share) -> Iterator[pa.RecordBatch]:
+def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
     at = 0
     for batch in map_batches(share.entry[1]):
         low, high = max(share.start - at, 0), min(share.stop - at, batch.num_rows)
@@ -239,7 +239,7 @@ def _kept(share: Share) -> Iterator[pa.RecordBatch]:
         at += batch.num_rows
 
 
-def _relabelled(
+def _with_labels(
     batch: pa.RecordBatch, number: int, labels: Sequence[str], schema: pa.Schema
 ) -> pa.RecordBatch:
     """The batch with its source told by one dictionary for the whole file, as Arrow wants it."""
@@ -250,5 +250,5 @@ def _relabelled(
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+def _concat(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

@@ -16,11 +16,11 @@ SLICES = "slices"
 
 if TYPE_CHECKING:
     from penstock.prepare.slices import Slice
-    from penstock.prepare.workers import Recipe
+    from penstock.prepare.workers import WorkerConfig
 
 
 @dataclass(frozen=True)
-class ShareDone:
+class SliceProgress:
     """How far a share of the slices is."""
 
     slices: int
@@ -88,17 +88,17 @@ class Prepare(Stage):
         from penstock.prepare.plan import build_plan, check_sources, summarize_plan
         from penstock.prepare.select.select import select
         from penstock.prepare.split import publish_splits
-        from penstock.prepare.workers import make_all
+        from penstock.prepare.workers import tokenize_missing
         from penstock.rows.prepared import PLAN
 
         if not (out / PLAN).is_file():
-            slices, recipe = self._planned(out)
-            make_all(slices, recipe, self.num_proc)
-            finished = [entry for entry in recipe.cache.finished(slices) if entry]
+            slices, config = self._plan_slices(out)
+            tokenize_missing(slices, config, self.num_proc)
+            finished = [entry for entry in config.cache.lookup(slices) if entry]
             if len(finished) < len(slices):
                 raise StageError(
                     f"{len(slices) - len(finished)} of {len(slices)} slices are gone from "
-                    f"{recipe.cache.folder} since they were made.\n  Run again to make them anew."
+                    f"{config.cache.folder} since they were made.\n  Run again to make them anew."
                 )
             check_sources(finished, self.settings)
             selection = select(finished, self.settings, workers=self.num_proc)
@@ -106,27 +106,27 @@ class Prepare(Stage):
             write_json(out / PLAN, build_plan(finished, selection, self.settings))
         return summarize_plan(read_json(out / PLAN))
 
-    def prepare_share(self, out: Path, index: int, count: int) -> ShareDone:
+    def prepare_share(self, out: Path, index: int, count: int) -> SliceProgress:
         """Tokenize those slices of share `index` (from 0) of `count` that are missing.
 
         `out` is the folder the stage will run in, later; nothing is written there. Any number of
         machines that see the same root may each do a share at once.
         """
-        from penstock.prepare.slices import slices_of_shard
-        from penstock.prepare.workers import make_all
+        from penstock.prepare.slices import select_shard
+        from penstock.prepare.workers import tokenize_missing
 
         if not 0 <= index < count:
             raise ValueError(f"share {index} of {count}: shares are counted from 0")
-        slices, recipe = self._planned(out)
-        share = slices_of_shard(slices, index, count)
-        return ShareDone(slices=len(share), done=make_all(share, recipe, self.num_proc))
+        slices, config = self._plan_slices(out)
+        share = select_shard(slices, index, count)
+        return SliceProgress(slices=len(share), done=tokenize_missing(share, config, self.num_proc))
 
-    def progress(self, out: Path) -> ShareDone:
+    def progress(self, out: Path) -> SliceProgress:
         """All slices, and how many of them some run has tokenized already; nothing is made."""
-        slices, recipe = self._planned(out)
-        recipe.cache.exchange(slices)
-        done = [entry for entry in recipe.cache.finished(slices) if entry]
-        return ShareDone(slices=len(slices), done=len(done))
+        slices, config = self._plan_slices(out)
+        config.cache.exchange(slices)
+        done = [entry for entry in config.cache.lookup(slices) if entry]
+        return SliceProgress(slices=len(slices), done=len(done))
 
     def slices(self) -> "list[Slice]":
         """The slices of all sources, in order. Raises what `plan_slices` raises."""
@@ -141,12 +141,12 @@ class Prepare(Stage):
             token=self.hub_token,
         )
 
-    def _planned(self, out: Path) -> "tuple[list[Slice], Recipe]":
+    def _plan_slices(self, out: Path) -> "tuple[list[Slice], WorkerConfig]":
         from penstock.prepare.slice_cache import SliceCache
-        from penstock.prepare.workers import Recipe
+        from penstock.prepare.workers import WorkerConfig
 
         folder = self.slices_path or out.parent.parent / SLICES
-        recipe = Recipe(
+        config = WorkerConfig(
             cache=SliceCache(
                 folder, SharedCache(self.slices_url, folder) if self.slices_url else None
             ),
@@ -155,4 +155,4 @@ class Prepare(Stage):
             tokenizer_key=self.tokenizer.key,
             token=self.hub_token,
         )
-        return self.slices(), recipe
+        return self.slices(), config

@@ -9,20 +9,20 @@ import numpy as np
 
 from penstock.core.files import read_json
 from penstock.prepare.plan import SECTIONS, summarize_plan
-from penstock.prepare.sample_sources import Origins, split_sources
+from penstock.prepare.sample_sources import SplitSources, split_sources
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
 from penstock.rows.schema import SPLITS
 
 PERCENTS = (5, 50, 95)
-MOST_BARS = 16
+MAX_BARS = 16
 """Bars of a histogram, the last one for all that is longer not counted."""
 
-COPIED = ("records", "truncated", "tokens_cut", "turns_dropped", "dropped", "dropped_samples")
+COPIED_FACTS = ("records", "truncated", "tokens_cut", "turns_dropped", "dropped", "dropped_samples")
 
 
-def statistics(folder: Path) -> dict[str, Any]:
+def compute_statistics(folder: Path) -> dict[str, Any]:
     """Statistics of the prepared artifact in `folder`, as plain JSON.
 
     A pair is as long as its longer side, and its tokens are those of both. Percentiles are lengths
@@ -32,18 +32,20 @@ def statistics(folder: Path) -> dict[str, Any]:
     facts = summarize_plan(plan)
     return {
         "kind": plan["kind"],
-        "splits": {split: _split(folder, plan, split) for split in SPLITS},
+        "splits": {split: _split_statistics(folder, plan, split) for split in SPLITS},
         "mix": {
             "strategy": facts["mix_strategy"],
             "samples_per_epoch": facts["samples_per_epoch"],
             "epochs": facts["epochs"],
-            "sources": [_drawn(source) for source in facts["sources"] if source["role"] == "train"],
+            "sources": [
+                _mix_entry(source) for source in facts["sources"] if source["role"] == "train"
+            ],
         },
-        **{name: facts[name] for name in COPIED},
+        **{name: facts[name] for name in COPIED_FACTS},
     }
 
 
-def described(lengths: Indices) -> dict[str, float]:
+def describe_lengths(lengths: Indices) -> dict[str, float]:
     """Percentiles, the longest and the mean of lengths; nothing of none."""
     if not len(lengths):
         return {}
@@ -53,16 +55,16 @@ def described(lengths: Indices) -> dict[str, float]:
     return {**found, "max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)}
 
 
-def bars(lengths: Indices) -> list[dict[str, int]]:
+def length_histogram(lengths: Indices) -> list[dict[str, int]]:
     """How many lengths lie from one round number to the next: `above`, `to` (inclusive), `samples`.
 
     The few longest share the last bar, however long they are.
     """
     if not len(lengths):
         return []
-    longest, usual = int(lengths.max()), described(lengths)["p95"] * 1.25
+    longest, usual = int(lengths.max()), describe_lengths(lengths)["p95"] * 1.25
     span = min(longest, usual) - int(lengths.min())
-    width = _round_width(span / MOST_BARS)
+    width = _round_width(span / MAX_BARS)
     first = (int(lengths.min()) - 1) // width
     count = max(1, math.ceil(min(longest, usual) / width) - first)
     place = np.minimum((lengths - 1) // width - first, count)
@@ -81,7 +83,7 @@ def _round_width(least: float) -> int:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
 
 
-def _split(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
+def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
     lengths = PreparedSamples(folder, split).lengths()
     origins = split_sources(plan, split)
     tokens, trained = _sums(origins, ("tokens", "trained_tokens"))
@@ -90,9 +92,9 @@ def _split(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
         "tokens": tokens,
         "trained_tokens": trained,
         "trained_share": _share(trained, tokens),
-        "lengths": described(lengths),
-        "histogram": bars(lengths),
-        **({"desirable": _desirable(folder, plan, split)} if plan["kind"] == "kto" else {}),
+        "lengths": describe_lengths(lengths),
+        "histogram": length_histogram(lengths),
+        **({"desirable": _count_desirable(folder, plan, split)} if plan["kind"] == "kto" else {}),
         "sources": [
             {
                 "label": origin.label,
@@ -101,25 +103,25 @@ def _split(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
                 "tokens": its["tokens"],
                 "trained_tokens": its["trained_tokens"],
                 "trained_share": _share(its["trained_tokens"], its["tokens"]),
-                "lengths": described(lengths[origins.of == place]),
+                "lengths": describe_lengths(lengths[origins.source_indices == place]),
             }
             for place, (origin, its) in enumerate(zip(origins.sources, origins.counts, strict=True))
         ],
     }
 
 
-def _desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
+def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
     """How many judged answers are good ones."""
     files = [folder / entry["file"] for entry in plan["splits"][split]]
     batches = [batch for file in files for batch in map_batches(file)]
     return sum(batch.column("desirable").true_count for batch in batches)
 
 
-def _sums(origins: Origins, names: Sequence[str]) -> list[int]:
+def _sums(origins: SplitSources, names: Sequence[str]) -> list[int]:
     return [sum(its[name] for its in origins.counts) for name in names]
 
 
-def _drawn(source: dict[str, Any]) -> dict[str, Any]:
+def _mix_entry(source: dict[str, Any]) -> dict[str, Any]:
     """What an epoch takes of a source; `repeats` is how often each of its samples comes."""
     repeats = source["drawn"] / source["samples"] if source["samples"] else 0.0
     return {

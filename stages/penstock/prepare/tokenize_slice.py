@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from penstock.core.files import atomic_write
 from penstock.prepare.bad_records import Tally
-from penstock.prepare.encode.backends import Disagreement
-from penstock.prepare.encode.encoder import Encoder, Samples
-from penstock.prepare.encode.ragged import Flat
+from penstock.prepare.encode.backends import BackendMismatch
+from penstock.prepare.encode.encoder import EncodedBatch, Encoder
+from penstock.prepare.encode.ragged import TokenSequences
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.prepare.unread_columns import unread, watched_columns
+from penstock.prepare.unread_columns import count_unread, watched_columns
 from penstock.rows.schema import histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
@@ -30,14 +30,14 @@ def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
     """
     with atomic_write(target) as part:
         try:
-            tally = _written(item, encode, part, read)
-        except Disagreement:
+            tally = _write_samples(item, encode, part, read)
+        except BackendMismatch:
             # The library that was found out is not used again, nor is what it gave.
-            tally = _written(item, encode, part, read)
+            tally = _write_samples(item, encode, part, read)
     return tally
 
 
-def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
+def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
     tally, watched = Tally(), watched_columns(item.settings, item.columns)
     schema = prepared_schema(item.settings.kind, is_scored=item.settings.is_scored)
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -46,28 +46,30 @@ def _written(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
             first = tally.records
             tally.records += len(batch.values)
             for place, fault in sorted(samples.faults.items()):
-                tally.leave_out(batch.file, batch.line(place), fault, batch.record(place))
-            _count(samples, tally)
-            tally.unread += unread(batch.values, watched)
-            writer.write_batch(_columns(samples, first, item.label, schema))
+                tally.drop_record(batch.file, batch.line(place), fault, batch.record(place))
+            _count_batch(samples, tally)
+            tally.unread += count_unread(batch.values, watched)
+            writer.write_batch(_to_record_batch(samples, first, item.label, schema))
     return tally
 
 
-def _count(samples: Samples, tally: Tally) -> None:
+def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     lengths = [side.lengths for side in samples.sides]
     tally.rows += len(samples.records)
     tally.tokens += int(sum(each.sum() for each in lengths))
-    tally.trained_tokens += int(sum(side.trained().sum() for side in samples.sides))
+    tally.trained_tokens += int(sum(side.count_trained().sum() for side in samples.sides))
     tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
-    tally.truncated += samples.cuts.samples
-    tally.tokens_cut += samples.cuts.tokens
-    tally.turns_dropped += samples.cuts.turns
+    tally.truncated += samples.truncated.samples
+    tally.tokens_cut += samples.truncated.tokens
+    tally.turns_dropped += samples.truncated.turns
     tally.blank_answers += samples.blank_answers
     tally.assistant_first += samples.assistant_first
 
 
-def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.RecordBatch:
-    columns: list[pa.Array] = [column for side in samples.sides for column in _lists(side)]
+def _to_record_batch(
+    samples: EncodedBatch, first: int, label: str, schema: pa.Schema
+) -> pa.RecordBatch:
+    columns: list[pa.Array] = [column for side in samples.sides for column in _list_arrays(side)]
     if "desirable" in schema.names:
         columns.append(pa.array(samples.desirable, pa.bool_()))
     if "score_gap" in schema.names:
@@ -81,6 +83,6 @@ def _columns(samples: Samples, first: int, label: str, schema: pa.Schema) -> pa.
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def _lists(side: Flat) -> Sequence[pa.Array]:
+def _list_arrays(side: TokenSequences) -> Sequence[pa.Array]:
     offsets = pa.array(side.offsets.astype(np.int32))
     return [pa.ListArray.from_arrays(offsets, pa.array(v)) for v in (side.ids, side.labels)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.prepare.settings import DatasetSettings
 
-USUAL = (
+WATCHED = (
     "input",
     "context",
     "system",
@@ -21,35 +21,35 @@ USUAL = (
 )
 """Names under which public data sets keep parts of a question or an answer."""
 
-OF_ALPACA = ("input", "system", "history")
+ALPACA_COLUMNS = ("input", "system", "history")
 
-READ: Mapping[str, Sequence[str]] = {
+DEFAULT_COLUMNS: Mapping[str, Sequence[str]] = {
     "sharegpt": ("system",),
-    "alpaca": OF_ALPACA,
+    "alpaca": ALPACA_COLUMNS,
     "sft_turns": ("system",),
-    "preference": OF_ALPACA,
+    "preference": ALPACA_COLUMNS,
     "preference_turns": ("system",),
 }
 """Columns that a format reads without being told."""
 
-READS_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
-READ_NOTHING_ELSE = ("tokenized", "text")
+TYPES_WITH_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
+SINGLE_COLUMN_TYPES = ("tokenized", "text")
 """Formats whose records are one thing: what is beside it is not part of a conversation."""
 
 
 def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
     """The usual columns that records of this data set may have in vain. Of `columns`, the only ones
     that may be used, nobody is told more than what was asked for."""
-    if its.type in READ_NOTHING_ELSE:
+    if its.type in SINGLE_COLUMN_TYPES:
         return ()
     named = {value for name, value in its.model_dump().items() if name.startswith("field_")}
-    read = {*READ.get(its.type, ()), *named}
-    if its.type not in READS_TOOLS:
+    read = {*DEFAULT_COLUMNS.get(its.type, ()), *named}
+    if its.type not in TYPES_WITH_TOOLS:
         read -= {its.field_tools}
-    return tuple(name for name in USUAL if name not in read and (not columns or name in columns))
+    return tuple(name for name in WATCHED if name not in read and (not columns or name in columns))
 
 
-def unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
+def count_unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
     """How many records have something in each of the watched columns."""
     found: Counter[str] = Counter()
     for value in values:
@@ -60,13 +60,13 @@ def unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
 
 def column_remedy(name: str, type_name: str) -> str:
     """What to write so that a column is read."""
-    if type_name == "instruction" and name in OF_ALPACA:
+    if type_name == "instruction" and name in ALPACA_COLUMNS:
         return "write type: alpaca, which reads it"
     if name in ("input", "context") and type_name in ("instruction", "alpaca"):
         return f"write field_input: {name}"
     if name in ("system", "system_prompt"):
         return f"write field_system: {name}"
-    if name in ("tools", "functions") and type_name in READS_TOOLS:
+    if name in ("tools", "functions") and type_name in TYPES_WITH_TOOLS:
         return f"write field_tools: {name}"
     if name in ("tools", "functions", "tool_calls"):
         return "write type: chat, with messages that call tools"

@@ -18,7 +18,7 @@ from pydantic import ConfigDict, RootModel
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.stage import ATTEMPT, Facts, Source, Stage, short, stage_key
-from penstock.core.cache.store import REPLACED, PlannedStage, StageResult, find
+from penstock.core.cache.store import REPLACED, PlannedStage, StageResult, find_local
 from penstock.core.cache.verify import Verify, require_content
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
 from penstock.core.sources.datasets_folder import saved_in
@@ -63,7 +63,7 @@ def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
     Raises StageError when it has gone since it was found, ArtifactError when files are missing
     or damaged.
     """
-    manifest = find(step)
+    manifest = find_local(step)
     if manifest:
         require_content(step.path, manifest, verify)
     facts = step.stage.run(step.path) if manifest is None else manifest["facts"]
@@ -72,7 +72,7 @@ def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
     )
 
 
-def given_step(
+def find_user_prepared(
     place: Path, own_key: Callable[[], str], tokenizer: Source, version: int
 ) -> PlannedStage | None:
     """The sealed prepared data at `place`: that folder itself, or one in the root that it is.
@@ -82,11 +82,11 @@ def given_step(
     made by another `version` of the stage or with another vocabulary than `tokenizer`'s;
     ArtifactError where a manifest is not as it was sealed.
     """
-    found = _candidates(place)
+    found = _find_candidates(place)
     if not found:
         return None
-    folder, manifest = found[0] if len(found) == 1 else _own(found, place, own_key)
-    step = PlannedStage(_of_manifest(folder, manifest), folder)
+    folder, manifest = found[0] if len(found) == 1 else _choose_own(found, place, own_key)
+    step = PlannedStage(_stage_from_manifest(folder, manifest), folder)
     if step.stage.version != version:
         raise ConfigError(
             f"{folder} was prepared by version {step.stage.version} of the stage, and this is "
@@ -94,7 +94,7 @@ def given_step(
             "  Set data.skip_prepare_dataset to false to prepare the data again."
         )
     theirs = step.stage.inputs.get("tokenizer")
-    if isinstance(theirs, Source) and (why := _differ(theirs.pin, tokenizer.pin)):
+    if isinstance(theirs, Source) and (why := _tokenizer_difference(theirs.pin, tokenizer.pin)):
         raise ConfigError(
             f"{folder} was prepared with another tokenizer than this run's: {why}.\n"
             "  Set model.tokenizer_path to the one it was prepared with, or set "
@@ -103,7 +103,7 @@ def given_step(
     return step
 
 
-def tokens_at(place: Path) -> DatasetConfig | None:
+def find_token_dataset(place: Path) -> DatasetConfig | None:
     """The source that `place` is when tokens of another program lie there: a folder written by
     `datasets` with save_to_disk, or parquet or Arrow files. None where neither does. Of splits
     that are told apart it is the one for training.
@@ -122,11 +122,11 @@ def tokens_at(place: Path) -> DatasetConfig | None:
     return None
 
 
-def nothing_given(place: Path) -> ConfigError:
+def no_prepared_data(place: Path) -> ConfigError:
     """The error for a place without any prepared data."""
-    unfinished = [path for path in (place, *_folders(place)) if (path / ATTEMPT).is_file()]
+    unfinished = [path for path in (place, *_prepared_folders(place)) if (path / ATTEMPT).is_file()]
     hint = f" ({unfinished[0]} is an unfinished attempt)" if unfinished else ""
-    foreign = [path for path in _folders(place) if tokens_at(path)]
+    foreign = [path for path in _prepared_folders(place) if find_token_dataset(path)]
     if foreign:
         hint = f" (another program has left some in {', '.join(map(str, foreign[:5]))})"
     return ConfigError(
@@ -146,7 +146,7 @@ def artifacts_root(place: Path) -> Path:
 Candidate = tuple[Path, dict[str, Any]]
 
 
-def _candidates(place: Path) -> list[Candidate]:
+def _find_candidates(place: Path) -> list[Candidate]:
     if not place.is_dir():
         raise ConfigError(
             f"data.dataset_prepared_path {place} is not there, and data.skip_prepare_dataset is "
@@ -160,11 +160,11 @@ def _candidates(place: Path) -> list[Candidate]:
                 "prepared data.\n  Name a folder of prepared data, or a root that has one."
             )
         return [(place, itself)]
-    read = ((folder, read_manifest(folder)) for folder in _folders(place))
+    read = ((folder, read_manifest(folder)) for folder in _prepared_folders(place))
     return [(folder, each) for folder, each in read if each is not None and _is_prepared(each)]
 
 
-def _folders(root: Path) -> list[Path]:
+def _prepared_folders(root: Path) -> list[Path]:
     """Where results of prepare lie in a root, or in the folder of that name."""
     folders = sorted(
         path for glob in (f"{ExternalPrepared.name}/*", "*") for path in root.glob(glob)
@@ -177,7 +177,7 @@ def _is_prepared(manifest: dict[str, Any] | None) -> bool:
     return manifest is not None and manifest.get("stage") == ExternalPrepared.name
 
 
-def _own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) -> Candidate:
+def _choose_own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) -> Candidate:
     try:
         mine, why = own_key(), ""
     except PenstockError as error:
@@ -185,7 +185,7 @@ def _own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) ->
     for folder, manifest in found:
         if manifest["key"] == mine:
             return folder, manifest
-    listed = "\n".join(f"    {folder}  {_described(manifest)}" for folder, manifest in found)
+    listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in found)
     told = why or f" None of them is this run's ({short(mine or '')})."
     raise ConfigError(
         f"data.dataset_prepared_path {place} holds {len(found)} sets of prepared data, and "
@@ -194,13 +194,13 @@ def _own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) ->
     )
 
 
-def _described(manifest: dict[str, Any]) -> str:
+def _describe(manifest: dict[str, Any]) -> str:
     rows = manifest["facts"].get("rows", {})
     counts = ", ".join(f"{count} {split}" for split, count in rows.items())
     return f"made {manifest['created']}, samples: {counts}"
 
 
-def _of_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrepared:
+def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrepared:
     try:
         stage = ExternalPrepared(
             version=manifest["version"],
@@ -224,7 +224,7 @@ def _of_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrepared:
     return stage
 
 
-def _differ(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+def _tokenizer_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     """Why two tokenizers cannot give the same tokens; empty where that is not known.
 
     A hub repository and a folder may hold the same tokenizer, as may two repositories; of two
@@ -232,20 +232,22 @@ def _differ(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     """
     builtin = [pin["kind"] == "builtin" for pin in (theirs, mine)]
     if any(builtin):
-        return "" if theirs == mine else f"{_named(theirs)} there, {_named(mine)} here"
+        return (
+            "" if theirs == mine else f"{_describe_pin(theirs)} there, {_describe_pin(mine)} here"
+        )
     if theirs["kind"] != "files" or mine["kind"] != "files":
         return ""
-    there, here = _vocabulary(theirs), _vocabulary(mine)
+    there, here = _vocabulary_files(theirs), _vocabulary_files(mine)
     changed = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
     return f"{', '.join(changed)} differ" if changed else ""
 
 
-def _named(pin: Mapping[str, Any]) -> str:
+def _describe_pin(pin: Mapping[str, Any]) -> str:
     names = {"builtin": "name", "hub": "repo"}
     return f"{pin['kind']} {pin[names[pin['kind']]]}" if pin["kind"] in names else "files"
 
 
-def _vocabulary(pin: Mapping[str, Any]) -> dict[str, str]:
+def _vocabulary_files(pin: Mapping[str, Any]) -> dict[str, str]:
     return {
         file["name"]: file["sha256"]
         for file in pin["files"]

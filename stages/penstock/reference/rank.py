@@ -10,14 +10,14 @@ import numpy as np
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.reference.samples import iter_rows, sample_digests
-from penstock.rows.ref_logprobs import AnswerScores, keep_scores
+from penstock.rows.ref_logprobs import RefLogprobs, write_shared_scores
 from penstock.train.checkpointing import Checkpointer
-from penstock.train.eval.reference_logprobs import Scored, Scoring
+from penstock.train.eval.reference_logprobs import LogprobScorer, SampleLogprobs
 from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.rank import Notify, assembled
 
-KEEP_SECONDS = 30.0
+SAVE_SECONDS = 30.0
 """Interval between writes of log-probs."""
 
 
@@ -29,40 +29,44 @@ def reference(
     Returns:
         The facts, None if stopped before the end, and the number of samples computed.
     """
-    wanted = _wanted(job, ranks)
+    wanted = _missing_samples(job, ranks)
     if not wanted:
         return {"computed": 0}, 0
     notify(f"{len(wanted)} samples are new to this model")
     built = assembled(job, ranks, notify)
-    if job.initial:
-        Checkpointer(job, built, ranks, notify).load_weights(job.initial)
-    held: list[Scored] = []
+    if job.init_checkpoint:
+        Checkpointer(job, built, ranks, notify).load_weights(job.init_checkpoint)
+    held: list[SampleLogprobs] = []
     count, written = 0, time.monotonic()
-    for scored in Scoring(job.config, built, ranks).chunks(iter_rows(job.packed, wanted)):
+    for scored in LogprobScorer(job.config, built, ranks).iter_chunks(
+        iter_rows(job.packed_dir, wanted)
+    ):
         held.append(scored)
         count += len(scored.samples)
         is_stopped = ranks.any_rank(bool(stop)) and count < len(wanted)
-        if is_stopped or time.monotonic() - written > KEEP_SECONDS:
-            _keep(job, held, ranks)
+        if is_stopped or time.monotonic() - written > SAVE_SECONDS:
+            _save(job, held, ranks)
             held, written = [], time.monotonic()
         if is_stopped:
             return None, count
-    _keep(job, held, ranks)
+    _save(job, held, ranks)
     return {"computed": count}, count
 
 
-def _wanted(job: Job, ranks: ProcessInfo) -> list[bytes]:
+def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
     """The samples without log-probs, as seen by rank 0."""
-    assert job.scores is not None
+    assert job.ref_logprobs is not None
     mine: list[bytes] = []
     if ranks.is_main_process:
-        mine = AnswerScores(job.scores).missing(sample_digests(job.packed))
+        mine = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
     return ranks.all_gather(mine)[0]
 
 
-def _keep(job: Job, held: list[Scored], ranks: ProcessInfo) -> None:
+def _save(job: Job, held: list[SampleLogprobs], ranks: ProcessInfo) -> None:
     """Write the log-probs computed since the last write, on rank 0."""
     if held and ranks.is_main_process:
-        assert job.scores is not None
+        assert job.ref_logprobs is not None
         samples = [sample for scored in held for sample in scored.samples]
-        keep_scores(job.scores, samples, np.concatenate([scored.scores for scored in held]))
+        write_shared_scores(
+            job.ref_logprobs, samples, np.concatenate([scored.logprobs for scored in held])
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from penstock.rows.filter_rows import each_once
+from penstock.rows.filter_rows import iter_new_samples
 from penstock.rows.reader import PackedRows, Row
 from penstock.rows.schema import SPLITS
 
@@ -20,7 +20,7 @@ def iter_rows(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
     """Yield rows with only the wanted samples, each sample once."""
     others = set(sample_digests(packed)).difference(wanted)
     every = (rows.row(index) for rows in _splits(packed) for index in range(len(rows)))
-    return each_once(every, others)
+    return iter_new_samples(every, others)
 
 
 def _splits(packed: Path) -> Iterator[PackedRows]:

@@ -7,7 +7,7 @@ from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.identity import identity_fields
 
-OF_NUMBERS = ("enable_fp8_training", "fp8")
+NUMERICS_FIELDS = ("enable_fp8_training", "fp8")
 """`train` settings that change layer numerics, besides the compute dtype."""
 
 QUANTIZED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_modules")
@@ -32,7 +32,7 @@ def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSetting
     return ReferenceSettings(
         model=identity_fields(run, "model"),
         computes_in=run.train.computes_in,
-        numbers=identity_fields(run, "train", OF_NUMBERS),
+        numbers=identity_fields(run, "train", NUMERICS_FIELDS),
         quantized=identity_fields(run, "lora", QUANTIZED) if run.lora.enable_qlora else None,
         seed=None if has_weights else run.train.seed,
     )

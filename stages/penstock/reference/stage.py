@@ -16,8 +16,8 @@ from penstock.core.sources.hub import local_folder
 from penstock.engine.model_source import ModelSource
 from penstock.reference.settings import ReferenceSettings, reference_run
 from penstock.train.launch.job import LOGS, Job, build_job
-from penstock.train.launch.rank_failures import what_happened
-from penstock.train.launch.torchrun import LaunchResult, read_run_outcome, start_ranks
+from penstock.train.launch.rank_failures import build_error
+from penstock.train.launch.torchrun import LaunchResult, read_launch_outcome, start_ranks
 
 SCORES = "scores"
 """Folder of log-probs shared by all runs, beside `reference`; one subfolder per model."""
@@ -64,7 +64,7 @@ class Reference(Stage):
         return {"packed": self.packed, **self.model}
 
     @property
-    def known(self) -> Path:
+    def shared_folder(self) -> Path:
         """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
         made = {"version": self.version, "settings": self.settings.model_dump(mode="json")}
@@ -76,21 +76,23 @@ class Reference(Stage):
         Raises Interrupted if asked to stop; what has been computed so far is saved.
         """
         from penstock.reference.samples import sample_digests
-        from penstock.rows.ref_logprobs import AnswerScores, drop_damaged, write_scores
+        from penstock.rows.ref_logprobs import RefLogprobs, drop_damaged, write_scores
 
-        for file in drop_damaged(self.known):
+        for file in drop_damaged(self.shared_folder):
             sys.stderr.write(f"reference: {file} is damaged, and is computed again\n")
         samples = sample_digests(self.packed.path)
-        if self.ranks == "this_process" or AnswerScores(self.known).missing(samples):
+        if self.ranks == "this_process" or RefLogprobs(self.shared_folder).missing(samples):
             job = self.job(out.resolve())
             file = job.write()
             shutil.rmtree(out / LOGS, ignore_errors=True)
             (out / LOGS).mkdir(parents=True)
             ended = (
-                start_ranks(job, file, module=MODULE) if self.ranks == "torchrun" else _here(job)
+                start_ranks(job, file, module=MODULE)
+                if self.ranks == "torchrun"
+                else _run_in_this_process(job)
             )
-            self.ending(job, ended, str(out))
-        scores = AnswerScores(self.known).of(samples)
+            self.read_facts(job, ended, str(out))
+        scores = RefLogprobs(self.shared_folder).get(samples)
         write_scores(out, samples, scores)
         return {"samples": len(samples), "mean_log_probs": scores.mean(0).round(6).tolist()}
 
@@ -99,23 +101,27 @@ class Reference(Stage):
         origin = replace(self.origin, adapter=None, adapter_path=None)
         run = reference_run(self.run_config)
         job = build_job(stage_key(self), run, self.packed, origin, output_dir)
-        return replace(job, scores=self.known.resolve(), initial=self._initial())
+        return replace(
+            job,
+            ref_logprobs=self.shared_folder.resolve(),
+            init_checkpoint=self._initial_checkpoint(),
+        )
 
-    def _initial(self) -> Path | None:
+    def _initial_checkpoint(self) -> Path | None:
         typed = self.run_config.train.init_checkpoint_path
         if not self.initial or not typed:
             return None
         return local_folder(typed, self.initial).resolve()
 
-    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+    def read_facts(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """Facts returned by finished ranks. Raises Interrupted if they were asked to stop, and
         StageError with the cause if they failed."""
-        outcome = read_run_outcome(job)
+        outcome = read_launch_outcome(job)
         if outcome is None:
-            raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
+            raise build_error(job.output_dir / LOGS, ended.exit_status, ended.hang_report)
         if outcome["facts"] is None:
             raise Interrupted(
-                f"reference was asked to stop, and keeps what it has computed in {self.known}.\n"
+                f"reference was asked to stop, and keeps what it has computed in {self.shared_folder}.\n"
                 f"  Run the same command again to go on from there, in {where}.",
                 signum=outcome["signal"] or signal.SIGTERM,
             )
@@ -123,7 +129,7 @@ class Reference(Stage):
 
     def follow(self, out: Path) -> None:
         """Run as a rank other than 0 in this process; rank 0 runs the stage."""
-        _here(self.job(out.resolve()))
+        _run_in_this_process(self.job(out.resolve()))
 
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The log-prob files; other files of the ranks are temporary."""
@@ -141,10 +147,10 @@ def no_reference(run: RunConfig) -> ConfigError:
     return ConfigError(f"this run has no reference stage: {why}.\n  Train it as it is.")
 
 
-def _here(job: Job) -> LaunchResult:
+def _run_in_this_process(job: Job) -> LaunchResult:
     """Run rank 0 in this process: the user started all ranks with torchrun."""
     from penstock.reference.rank import reference
     from penstock.train.rank import run_by_hand
 
     run_by_hand(job, reference)
-    return LaunchResult(status=0)
+    return LaunchResult(exit_status=0)

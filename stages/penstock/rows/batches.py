@@ -87,7 +87,7 @@ class StepSampler:
         self._last_batch: LastBatch = last_batch
         self._blocks = blocks
         self._starts = np.cumsum([0, *blocks]).tolist()
-        self._drawn: tuple[Cursor, Integers] | None = None
+        self._cached_order: tuple[Cursor, Integers] | None = None
 
     @property
     def group(self) -> int:
@@ -188,12 +188,12 @@ class StepSampler:
     def _order(self, cursor: Cursor) -> Integers:
         """Row order of the epoch. Cached, because computing it takes a pass over all its rows."""
         drawn = replace(cursor, samples=0)
-        if self._drawn is None or self._drawn[0] != drawn:
+        if self._cached_order is None or self._cached_order[0] != drawn:
             start = self._starts[cursor.epoch % len(self._blocks)]
             costs = self.costs[start : start + self._size(cursor.epoch)]
             order = epoch_order(costs, cursor.group, [cursor.seed, cursor.epoch]) + start
-            self._drawn = drawn, order
-        return self._drawn[1]
+            self._cached_order = drawn, order
+        return self._cached_order[1]
 
 
 def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
@@ -238,12 +238,12 @@ def assign_micro_batches(
         raise ValueError(f"{len(rows)} rows do not fit {count} micro-batches of {at_once}")
     dealt: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(num_replicas)]
     work = [0] * num_replicas
-    dearest_first = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
+    by_cost = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
     for turn in range(math.ceil(len(rows) / at_once)):
         # The least work in this micro-batch first, then the least work so far.
         free = [(0, work[replica], replica) for replica in range(num_replicas)]
         heapify(free)
-        for index in dearest_first[turn * at_once : (turn + 1) * at_once]:
+        for index in by_cost[turn * at_once : (turn + 1) * at_once]:
             now, _, least = heappop(free)
             mine = dealt[least][turn]
             mine.append(rows[index])

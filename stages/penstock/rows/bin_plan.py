@@ -51,7 +51,7 @@ def join(parts: list[PackingPlan]) -> PackingPlan:
     return PackingPlan(np.concatenate([empty, *samples]), np.concatenate([empty, *ends]))
 
 
-def alone(num_samples: int) -> PackingPlan:
+def one_per_row(num_samples: int) -> PackingPlan:
     """One sample per row."""
     return PackingPlan(np.arange(num_samples, dtype=np.int64), np.arange(1, num_samples + 1))
 

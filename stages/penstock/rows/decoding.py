@@ -52,16 +52,16 @@ class Decoder:
         The concatenation equals `text(ids)`. A character whose bytes lie in two spans belongs to
         the later one.
         """
-        low = told = 0  # decoding starts at token `low`; `told` characters of it are yielded
+        low = yielded = 0  # decoding starts at token `low`; `yielded` characters of it are yielded
         for end in ends:
             text = self._settled(ids, low, end)
-            yield text[told:]
-            told = max(told, len(text))
+            yield text[yielded:]
+            yielded = max(yielded, len(text))
             later = end - REACH
             # Move `low` forward to avoid decoding all earlier tokens again, if the text from there
             # is the same.
-            if later > low and told == len(text) and text.endswith(self.text(ids[later:end])):
-                low, told = later, len(self.text(ids[later:end]))
+            if later > low and yielded == len(text) and text.endswith(self.text(ids[later:end])):
+                low, yielded = later, len(self.text(ids[later:end]))
 
     def _settled(self, ids: Sequence[int], low: int, at: int) -> str:
         """Decode tokens `low` to `at`, up to the first character that later tokens change."""
@@ -76,7 +76,7 @@ class Decoder:
         return self._tokenizer.id_to_token(token) is not None
 
 
-def decoder_of(typed: str, tokenizer: Source) -> Decoder:
+def load_pinned_decoder(typed: str, tokenizer: Source) -> Decoder:
     """Load the decoder of a tokenizer at its pinned revision. Raises as `load_decoder`.
 
     `typed` is the path or hub id as the user wrote it.

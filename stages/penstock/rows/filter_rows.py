@@ -9,18 +9,18 @@ from penstock.rows.reader import Row
 from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 
 
-def each_once(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
+def iter_new_samples(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
     """Yield the rows with only the samples that are not in `known` and in no earlier row."""
     seen = set(known)
     for row in rows:
         assert row.branching is not None
         new = set(row.branching.samples) - seen
-        if part := with_samples(row, new):
+        if part := select_samples(row, new):
             yield part
         seen |= new
 
 
-def with_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
+def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
     """The row with only its `wanted` samples; None if it has none of them."""
     whole = row.branching
     assert whole is not None

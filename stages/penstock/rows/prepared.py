@@ -14,7 +14,7 @@ from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
-from penstock.rows.schema import IGNORED, PREPARED_OF
+from penstock.rows.schema import IGNORED, PREPARED_SCHEMAS
 
 PLAN = "plan.json"
 
@@ -26,7 +26,7 @@ SIDES: dict[Kind, tuple[str, ...]] = {
 """Prefixes of the columns `input_ids` and `labels`, by kind of data."""
 
 
-class Stored(NamedTuple):
+class TokenLists(NamedTuple):
     """Token lists of consecutive samples, as views of the file. Sample k is
     `offsets[k]:offsets[k + 1]`."""
 
@@ -79,8 +79,8 @@ class PreparedSamples:
             ) from error
         batches = [batch for file in files for batch in map_batches(file)]
         self._batches = [batch for batch in batches if batch.num_rows]
-        self.stored: dict[str, list[Stored]] = {
-            side.removesuffix("_"): [_stored(batch, side) for batch in self._batches]
+        self.stored: dict[str, list[TokenLists]] = {
+            side.removesuffix("_"): [_token_lists(batch, side) for batch in self._batches]
             for side in sides
         }
         """Token lists of every record batch, by side."""
@@ -94,16 +94,18 @@ class PreparedSamples:
 
     def lengths(self) -> Indices:
         """Number of tokens of every sample; for a pair, that of its longer side."""
-        return np.max([self.lengths_of(side) for side in self.stored], axis=0)
+        return np.max([self.side_lengths(side) for side in self.stored], axis=0)
 
-    def lengths_of(self, side: str) -> Indices:
+    def side_lengths(self, side: str) -> Indices:
         """Number of tokens of one side of every sample."""
-        return self._joined([np.diff(stored.offsets) for stored in self.stored[side]])
+        return self._concat([np.diff(stored.offsets) for stored in self.stored[side]])
 
-    def heads(self, side: str) -> Indices:
+    def prompt_lengths(self, side: str) -> Indices:
         """Number of tokens before the first label, of one side of every sample."""
         stored = self.stored[side]
-        return self._joined([untrained_heads(some.labels, some.offsets) for some in stored])
+        return self._concat(
+            [untrained_prefix_lengths(some.labels, some.offsets) for some in stored]
+        )
 
     def desirable(self) -> npt.NDArray[np.bool_]:
         """KTO labels: whether the completion of each sample is desirable."""
@@ -111,8 +113,8 @@ class PreparedSamples:
         return np.array([each for part in parts for each in part], dtype=np.bool_)
 
     def table(self) -> pa.Table:
-        """All columns of all samples, memory-mapped (`rows.schema.PREPARED_OF` lists them)."""
-        schema = self._batches[0].schema if self._batches else PREPARED_OF[self.kind]
+        """All columns of all samples, memory-mapped (`rows.schema.PREPARED_SCHEMAS` lists them)."""
+        schema = self._batches[0].schema if self._batches else PREPARED_SCHEMAS[self.kind]
         return pa.Table.from_batches(self._batches, schema)
 
     @property
@@ -127,8 +129,8 @@ class PreparedSamples:
 
     def tokens(self, side: str, index: int) -> tuple[Tokens, Tokens]:
         """(input_ids, unshifted labels) of one side of a sample, from 0."""
-        number, place = self._place(index)
-        return _at(self.stored[side][number], place)
+        number, place = self._locate(index)
+        return _token_list(self.stored[side][number], place)
 
     def trained(self) -> Indices:
         """Number of trained tokens of every sample; for a pair, of both sides together.
@@ -136,7 +138,7 @@ class PreparedSamples:
         The first token of a list is never trained: no position predicts it.
         """
         sides = [
-            self._joined([trained_tokens(stored.labels, stored.offsets) for stored in side])
+            self._concat([trained_tokens(stored.labels, stored.offsets) for stored in side])
             for side in self.stored.values()
         ]
         return np.sum(sides, axis=0)
@@ -169,7 +171,7 @@ class PreparedSamples:
         """The sample at `index`, from 0, of any kind. Raises IndexError outside of the split."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number, place = self._place(index)
+        number, place = self._locate(index)
         batch = self._batches[number]
         ends = np.cumsum([part["rows"] for part in self._parts])
         part = self._parts[int(np.searchsorted(ends, index, side="right"))]
@@ -179,18 +181,18 @@ class PreparedSamples:
             source=batch.column("source")[place].as_py(),
             slice=part["slice"],
             row=batch.column("row")[place].as_py(),
-            sides={name: _at(side[number], place) for name, side in self.stored.items()},
+            sides={name: _token_list(side[number], place) for name, side in self.stored.items()},
             desirable=batch.column("desirable")[place].as_py() if judged else None,
             score_gap=batch.column("score_gap")[place].as_py() if scored else None,
         )
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """Index of the record batch of a sample, and the sample's index in it."""
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 
     @staticmethod
-    def _joined(parts: list[Indices]) -> Indices:
+    def _concat(parts: list[Indices]) -> Indices:
         return np.concatenate([np.empty(0, dtype=np.int64), *parts]).astype(np.int64)
 
 
@@ -202,19 +204,19 @@ def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
     return before[offsets[1:]] - before[offsets[:-1]]
 
 
-def untrained_heads(labels: Tokens, offsets: Tokens | Indices) -> Indices:
+def untrained_prefix_lengths(labels: Tokens, offsets: Tokens | Indices) -> Indices:
     """Number of labels before the first trained one, per list; all of them if none is trained."""
     trained = np.flatnonzero(labels != IGNORED)
     following = np.append(trained, len(labels))[np.searchsorted(trained, offsets[:-1])]
     return (np.minimum(following, offsets[1:]) - offsets[:-1]).astype(np.int64, copy=False)
 
 
-def _stored(batch: pa.RecordBatch, side: str) -> Stored:
+def _token_lists(batch: pa.RecordBatch, side: str) -> TokenLists:
     ids, offsets = flat(_lists(batch, f"{side}input_ids"))
-    return Stored(ids, flat(_lists(batch, f"{side}labels"))[0], offsets)
+    return TokenLists(ids, flat(_lists(batch, f"{side}labels"))[0], offsets)
 
 
-def _at(stored: Stored, place: int) -> tuple[Tokens, Tokens]:
+def _token_list(stored: TokenLists, place: int) -> tuple[Tokens, Tokens]:
     start, end = stored.offsets[place], stored.offsets[place + 1]
     return stored.input_ids[start:end], stored.labels[start:end]
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from penstock.config.schema.dataset import Kind
 from penstock.core.errors import ArtifactError
-from penstock.rows.schema import PACKED, PACKED_OF
+from penstock.rows.schema import PACKED, PACKED_SCHEMAS
 from penstock.rows.shared_prefix import PrefixSharing
 
 Tokens = npt.NDArray[np.int32]
@@ -40,18 +40,18 @@ class PackedRows:
         if not shards:
             raise ArtifactError(f"{folder} holds no packed rows.\n  Run the pack stage first.")
         self.folder = folder
-        self._columns: list[tuple[_Lists, _Lists, _Lists]] = []
+        self._columns: list[tuple[_ListColumn, _ListColumn, _ListColumn]] = []
         self._batches: list[pa.RecordBatch] = []
         starts = [0]
         for shard in shards:
             for batch in map_batches(shard):
                 names = ("input_ids", "labels", "lengths")
-                ids, labels, lengths = (_Lists.of(batch.column(name)) for name in names)
+                ids, labels, lengths = (_ListColumn.of(batch.column(name)) for name in names)
                 self._columns.append((ids, labels, lengths))
                 self._batches.append(batch)
                 starts.append(starts[-1] + batch.num_rows)
         self._starts = starts
-        self.kind: Kind = _kind_of(self._batches[0].schema if self._batches else PACKED)
+        self.kind: Kind = _detect_kind(self._batches[0].schema if self._batches else PACKED)
         """Kind of data: SFT, preference or KTO."""
 
     def __len__(self) -> int:
@@ -68,8 +68,8 @@ class PackedRows:
         return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching)
 
     def table(self) -> pa.Table:
-        """All columns of all rows, memory-mapped (`rows.schema.PACKED_OF` lists them)."""
-        schema = self._batches[0].schema if self._batches else PACKED_OF[self.kind]
+        """All columns of all rows, memory-mapped (`rows.schema.PACKED_SCHEMAS` lists them)."""
+        schema = self._batches[0].schema if self._batches else PACKED_SCHEMAS[self.kind]
         return pa.Table.from_batches(self._batches, schema)
 
     def samples(self) -> list[bytes]:
@@ -118,14 +118,14 @@ class UnmaskedRows(PackedRows):
 
 
 @dataclass(frozen=True)
-class _Lists:
+class _ListColumn:
     """A list<int32> column as flat values and offsets into them."""
 
     values: Tokens
     offsets: Tokens
 
     @classmethod
-    def of(cls, column: pa.Array) -> "_Lists":
+    def of(cls, column: pa.Array) -> "_ListColumn":
         lists = column.cast(pa.list_(pa.int32()), safe=True)
         assert isinstance(lists, pa.ListArray)
         values, offsets = flat(lists)
@@ -143,10 +143,10 @@ class _Lists:
         return np.diff(totals[self.offsets - self.offsets[0]])
 
 
-def _kind_of(schema: pa.Schema) -> Kind:
+def _detect_kind(schema: pa.Schema) -> Kind:
     # Each kind has the columns of the previous one and more, so the last match is the kind.
     held = {*schema.names}
-    found: list[Kind] = [kind for kind, its in PACKED_OF.items() if held.issuperset(its.names)]
+    found: list[Kind] = [kind for kind, its in PACKED_SCHEMAS.items() if held.issuperset(its.names)]
     return found[-1]
 
 
@@ -157,10 +157,10 @@ def _branching(batch: pa.RecordBatch, index: int) -> PrefixSharing:
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
     """A list column as (values, offsets into them), both views of Arrow's memory."""
-    return _viewed(lists.values), _viewed(lists.offsets)
+    return _view(lists.values), _view(lists.offsets)
 
 
-def _viewed(numbers: pa.Array) -> Tokens:
+def _view(numbers: pa.Array) -> Tokens:
     """View an int32 array without nulls. Arrow's own `to_numpy` imports pandas, which would cost
     every rank and every data loader process a second."""
     assert numbers.type == pa.int32()

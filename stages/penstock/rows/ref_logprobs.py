@@ -30,7 +30,7 @@ SCHEMA = pa.schema(
 """One sample per row: its digest, and the summed log-probability of each of its completions."""
 
 
-class AnswerScores:
+class RefLogprobs:
     """The log-probs in all files of a folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class AnswerScores:
         """The samples without log-probs, without duplicates, in the order given."""
         return [sample for sample in dict.fromkeys(samples) if sample not in self._at]
 
-    def of(self, samples: Sequence[bytes]) -> Scores:
+    def get(self, samples: Sequence[bytes]) -> Scores:
         """Log-probs of the samples, [D, A]. Raises ArtifactError if a sample has none."""
         try:
             places = [self._at[sample] for sample in samples]
@@ -74,7 +74,7 @@ def read_scores(file: Path) -> tuple[list[bytes], Scores]:
         )
     batches = map_batches(file)
     samples = [sample for batch in batches for sample in batch.column("sample").to_pylist()]
-    parts = [_viewed(batch.column("log_probs")) for batch in batches]
+    parts = [_view(batch.column("log_probs")) for batch in batches]
     return samples, np.concatenate([np.empty((0, PER_SAMPLE)), *parts])
 
 
@@ -83,15 +83,15 @@ def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None
 
     The file name is a digest of the samples, so the same samples always give the same file.
     """
-    with atomic_write(folder / f"scores-{_of_samples(samples)}.arrow") as part:
-        part.write_bytes(_content(samples, scores))
+    with atomic_write(folder / f"scores-{_samples_digest(samples)}.arrow") as part:
+        part.write_bytes(_serialize(samples, scores))
 
 
-def keep_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
+def write_shared_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
     """Like `write_scores`, for a folder without a manifest: the file name also contains a digest of
     the bytes, so that `read_scores` detects damage."""
-    content = _content(samples, scores)
-    name = f"scores-{_of_samples(samples)}-{_short_digest(content)}.arrow"
+    content = _serialize(samples, scores)
+    name = f"scores-{_samples_digest(samples)}-{_short_digest(content)}.arrow"
     with atomic_write(folder / name) as part:
         part.write_bytes(content)
 
@@ -108,7 +108,7 @@ def drop_damaged(folder: Path) -> list[Path]:
     return dropped
 
 
-def _content(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
+def _serialize(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
     """The content of an Arrow IPC file."""
     flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
     columns = [
@@ -121,7 +121,7 @@ def _content(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _of_samples(samples: Sequence[bytes]) -> str:
+def _samples_digest(samples: Sequence[bytes]) -> str:
     return _short_digest(b"".join(samples))
 
 
@@ -129,7 +129,7 @@ def _short_digest(content: bytes | pa.Buffer) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _viewed(scores: pa.Array) -> Scores:
+def _view(scores: pa.Array) -> Scores:
     """View the column as [D, A]. Arrow's own `to_numpy` imports pandas, which is slow."""
     assert isinstance(scores, pa.FixedSizeListArray)
     flat = scores.flatten()

@@ -71,7 +71,7 @@ def epoch_orders(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]
     return epochs
 
 
-def drawn(num_rows: Sequence[int], mixing: DatasetMixer) -> list[int]:
+def samples_per_dataset(num_rows: Sequence[int], mixing: DatasetMixer) -> list[int]:
     """Number of samples of each data set in one epoch."""
     if not sum(num_rows) or mixing.strategy == "concat":
         return list(num_rows)
@@ -146,7 +146,7 @@ def _concatenated(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
 
 def _random(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
     """Each epoch takes its quota of each data set's stream, where the previous epoch stopped."""
-    wanted = drawn(num_rows, mixing)
+    wanted = samples_per_dataset(num_rows, mixing)
     streams = [
         _stream(of, start, size, quota * mixing.epochs, mixing)
         for of, (start, size, quota) in enumerate(

@@ -37,7 +37,7 @@ PREPARED_PAIRS = pa.schema(
 """Preference pairs: one pair per row. Each side is the prompt and a completion; labels are the
 completion's tokens. Both sides start with the same prompt, which ends at the first label."""
 
-PREPARED_JUDGED = pa.schema(
+PREPARED_KTO = pa.schema(
     [
         pa.field("input_ids", _TOKENS, nullable=False),
         pa.field("labels", _TOKENS, nullable=False),
@@ -56,17 +56,17 @@ PREPARED_SCORED = pa.schema(
 )
 """Preference pairs with `score_gap`: chosen score minus rejected score, at least 0."""
 
-PREPARED_OF: dict[Kind, pa.Schema] = {
+PREPARED_SCHEMAS: dict[Kind, pa.Schema] = {
     "sft": PREPARED,
     "preference": PREPARED_PAIRS,
-    "kto": PREPARED_JUDGED,
+    "kto": PREPARED_KTO,
 }
 """Schema of prepared data by kind."""
 
 
 def prepared_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
     """Schema of prepared data of a kind; preference pairs may have scores."""
-    return PREPARED_SCORED if is_scored else PREPARED_OF[kind]
+    return PREPARED_SCORED if is_scored else PREPARED_SCHEMAS[kind]
 
 
 PACKED = pa.schema(
@@ -95,24 +95,24 @@ PACKED_PAIRS = pa.schema(
 The last position of each branch also has a label. `prompts` are the numbers of shared tokens per
 document, `branches` the tokens per branch, `samples` the digest of each pair."""
 
-PACKED_JUDGED = pa.schema([*PACKED_PAIRS, pa.field("desirable", pa.list_(pa.bool_()), False)])
+PACKED_KTO = pa.schema([*PACKED_PAIRS, pa.field("desirable", pa.list_(pa.bool_()), False)])
 """KTO: of each two branches the first is the completion, which is `desirable` or not, and the
 second a mismatched completion (of another prompt) for the KL baseline."""
 
 PACKED_SCORED = pa.schema([*PACKED_PAIRS, pa.field("score_gaps", pa.list_(pa.float32()), False)])
 """Preference pairs with the score gap of each."""
 
-PACKED_OF: dict[Kind, pa.Schema] = {
+PACKED_SCHEMAS: dict[Kind, pa.Schema] = {
     "sft": PACKED,
     "preference": PACKED_PAIRS,
-    "kto": PACKED_JUDGED,
+    "kto": PACKED_KTO,
 }
 """Schema of packed rows by kind."""
 
 
 def packed_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
     """Schema of packed rows of a kind; preference pairs may have scores."""
-    return PACKED_SCORED if is_scored else PACKED_OF[kind]
+    return PACKED_SCORED if is_scored else PACKED_SCHEMAS[kind]
 
 
 SPLITS = ("train", "validation")

@@ -35,15 +35,15 @@ class Sources:
         return cls(tuple(found["labels"]), np.array(found["documents"], dtype=np.int64))
 
     @classmethod
-    def of(cls, datasets: Indices, labels: Mapping[int, str]) -> "Sources":
+    def from_datasets(cls, datasets: Indices, labels: Mapping[int, str]) -> "Sources":
         """Build from the data set index of each document; `labels[d]` is the label of data set d.
 
         Duplicate labels get the data set index as a suffix (`label#3`).
         """
         numbers, of_documents = np.unique(datasets, return_inverse=True)
         named = [labels[number] for number in numbers.tolist()]
-        told = [
+        unique = [
             label if named.count(label) == 1 else f"{label}#{number}"
             for number, label in zip(numbers.tolist(), named, strict=True)
         ]
-        return cls(tuple(told), of_documents.astype(np.int64))
+        return cls(tuple(unique), of_documents.astype(np.int64))

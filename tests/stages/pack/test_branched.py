@@ -12,13 +12,13 @@ from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.pack import spread
 from penstock.pack.compare import compare
-from penstock.pack.layout import sample_form
+from penstock.pack.layout import build_row_samples
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
-from penstock.rows.filter_rows import with_samples
+from penstock.rows.filter_rows import select_samples
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import PackedRows
-from penstock.rows.schema import IGNORED, PREPARED_OF
+from penstock.rows.schema import IGNORED, PREPARED_SCHEMAS
 from tests.stages.prepared import prepare, run, write_lines
 
 
@@ -31,7 +31,7 @@ def side(prompt, answer, *, masks_end=False):
 
 def stored(folder, kind, samples, split="train"):
     """A prepared artifact of pairs of sides, or of sides and verdicts."""
-    columns = {name: [] for name in PREPARED_OF[kind].names}
+    columns = {name: [] for name in PREPARED_SCHEMAS[kind].names}
     for number, sample in enumerate(samples):
         names = ("chosen_", "rejected_") if kind == "preference" else ("",)
         for name, (ids, labels) in zip(names, sample, strict=False):
@@ -43,8 +43,8 @@ def stored(folder, kind, samples, split="train"):
     columns["source"] = pa.array(["a"] * len(samples)).dictionary_encode()
     file = f"data/{split}/slice.arrow"
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
-    with pa.ipc.new_file(folder / file, PREPARED_OF[kind]) as writer:
-        writer.write_table(pa.table(columns, schema=PREPARED_OF[kind]), max_chunksize=7)
+    with pa.ipc.new_file(folder / file, PREPARED_SCHEMAS[kind]) as writer:
+        writer.write_table(pa.table(columns, schema=PREPARED_SCHEMAS[kind]), max_chunksize=7)
     part = {"dataset": 0, "rows": len(samples), "slice": "0" * 16}
     splits = {"train": [], "validation": [], split: [{"file": file, "parts": [part]}]}
     mix = {"seed": 1, "weights": [1.0], "shuffle_merged_datasets": False}
@@ -244,7 +244,7 @@ def test_the_gap_between_scores_goes_with_its_pair(tmp_path):
         for index in range(len(rows)):
             row, of = rows.row(index), branching_of(rows, index)
             for place, sample in enumerate(of.samples):
-                alone = with_samples(row, {sample})
+                alone = select_samples(row, {sample})
                 assert alone is not None
                 assert alone.branching is not None
                 assert alone.branching.score_gaps == of.score_gaps[place : place + 1]
@@ -271,7 +271,7 @@ def test_several_processes_write_the_rows_that_one_writes(tmp_path, monkeypatch)
     prepared = stored(tmp_path / "p", "preference", random_pairs(40))
     its = {"num_shards": 3, "share_prompts": False, "sample_packing_sequence_len": 100}
     alone, _ = packed(prepared, tmp_path / "a", **its)
-    monkeypatch.setattr(spread, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(spread, "MIN_TOKENS_PER_PROCESS", 1)
     together, _ = packed(prepared, tmp_path / "b", workers=2, **its)
     assert branches(alone) == branches(together)
 
@@ -293,7 +293,7 @@ def test_real_pairs_take_two_thirds_of_the_tokens_of_padded_ones(shared, tmp_pat
     artifact, _ = run(prepare((path, {"type": "preference"})), tmp_path / "p" / "x")
     samples = PreparedSamples(artifact.path, "train")
     together, apart = (
-        int(sample_form(samples, PackSettings(share_prompts=shares)).sizes().sum())
+        int(build_row_samples(samples, PackSettings(share_prompts=shares)).sample_lengths().sum())
         for shares in (True, False)
     )
     # As it is usually done: both sides of two pairs in one batch, as long as its longest.

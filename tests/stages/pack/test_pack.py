@@ -273,7 +273,7 @@ def test_as_many_processes_write_as_there_is_work_for_started_as_written(
 ):
     monkeypatch.setattr(spread, "ProcessPoolExecutor", Pool)
     # Validation has tokens for one process, a third of the others for two and more.
-    monkeypatch.setattr(spread, "WORTH_A_PROCESS", 29_157)
+    monkeypatch.setattr(spread, "MIN_TOKENS_PER_PROCESS", 29_157)
     monkeypatch.setattr(Pool, "started", [], raising=False)
     its = {"sample_packing_sequence_len": 4096, "num_shards": 3, "eval_sample_packing": False}
     prepared, _ = gsm8k
@@ -284,7 +284,7 @@ def test_as_many_processes_write_as_there_is_work_for_started_as_written(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_rows_are_the_same_however_many_processes_write_them(gsm8k, tmp_path, monkeypatch, method):
-    monkeypatch.setattr(spread, "WORTH_A_PROCESS", 1000)
+    monkeypatch.setattr(spread, "MIN_TOKENS_PER_PROCESS", 1000)
     prepared, _ = gsm8k
     its = {"sample_packing_sequence_len": 4096, "num_shards": 3}
     one = packed(prepared, tmp_path / "one", **its)

@@ -106,7 +106,7 @@ def test_slices_are_spread_over_as_many_processes_as_written(
     num_proc, sizes, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(workers, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(workers, "MIN_BYTES_PER_PROCESS", 1)
     monkeypatch.setattr(Pool, "sizes", [], raising=False)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(4, name)) for name in "abc"]
     stage = prepare(*((path, TEXT) for path in paths), num_proc=num_proc)

@@ -45,7 +45,7 @@ ENCODERS = {name: TextEncoder(tokenizer_of(name)) for name in NAMES}
 
 def test_the_fast_library_takes_tokenizers_of_bytes():
     pytest.importorskip("fastokens")
-    assert [ENCODERS[name].note for name in ("builtin", "bytes", "nfc")] == ["", "", ""]
+    assert [ENCODERS[name].fallback_reason for name in ("builtin", "bytes", "nfc")] == ["", "", ""]
 
 
 @settings(deadline=None)
@@ -61,7 +61,7 @@ class Wrong:
     """A library that gets one word wrong, as young libraries do."""
 
     def __init__(self, tokenizer_json, *, splits_special):
-        self._right = backends._Plain(Tokenizer.from_str(tokenizer_json))
+        self._right = backends._HFTokenizers(Tokenizer.from_str(tokenizer_json))
         del splits_special
 
     def encode(self, texts):
@@ -74,10 +74,10 @@ class Wrong:
 
 @pytest.fixture
 def _wrong(monkeypatch):
-    monkeypatch.setattr(backends, "_Fast", Wrong)
-    loss_mask.marker.cache_clear()
+    monkeypatch.setattr(backends, "_Fastokens", Wrong)
+    loss_mask.get_loss_masker.cache_clear()
     yield
-    loss_mask.marker.cache_clear()
+    loss_mask.get_loss_masker.cache_clear()
 
 
 @pytest.mark.usefixtures("_wrong")
@@ -94,13 +94,13 @@ def test_a_library_found_out_in_the_middle_of_a_slice_has_written_nothing_of_it(
 @pytest.mark.usefixtures("_wrong")
 def test_it_is_said_why_the_slow_library_encodes(monkeypatch):
     encoder = TextEncoder(byte_tokenizer())
-    assert encoder.note == ""
-    with pytest.raises(backends.Disagreement):
+    assert encoder.fallback_reason == ""
+    with pytest.raises(backends.BackendMismatch):
         encoder.check(["a", "Fuß"], 2)
-    assert "differs from tokenizers on 'Fuß'" in encoder.note
+    assert "differs from tokenizers on 'Fuß'" in encoder.fallback_reason
     encoder.check(["Fuß"], 1)  # the slow one is not checked again
     monkeypatch.setattr(backends, "find_spec", lambda _: None)
-    assert "pip install 'penstock[fast]'" in TextEncoder(byte_tokenizer()).note
+    assert "pip install 'penstock[fast]'" in TextEncoder(byte_tokenizer()).fallback_reason
 
 
 def test_files_are_the_same_without_the_fast_library(tmp_path, monkeypatch):
@@ -109,11 +109,11 @@ def test_files_are_the_same_without_the_fast_library(tmp_path, monkeypatch):
     stage = prepare((path, {"type": "chat"}))
     tables = []
     for name in ("fast", "slow"):
-        loss_mask.marker.cache_clear()
+        loss_mask.get_loss_masker.cache_clear()
         run(stage, tmp_path / name / "x")
         tables.append(table_of(tmp_path / name / "x"))
         monkeypatch.setattr(backends, "find_spec", lambda _: None)
-    loss_mask.marker.cache_clear()
+    loss_mask.get_loss_masker.cache_clear()
     assert tables[0].equals(tables[1])
 
 
@@ -158,7 +158,7 @@ def test_special_tokens_in_texts_are_words_where_the_tokenizer_says_so():
 )
 @example(" ")
 def test_the_places_of_tokens_cover_their_text_even_where_blanks_are_trimmed(text):
-    ids, starts, ends = TRIMMING.located(text)
+    ids, starts, ends = TRIMMING.encode_with_offsets(text)
     assert len(ids) == len(starts) == len(ends)
     assert (starts[0], ends[-1]) == (0, len(text))
     assert (starts[1:] <= ends[:-1]).all()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.encode.truncation_lengths import kept
+from penstock.prepare.encode.truncation_lengths import truncated_lengths
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepare.conversations import said
@@ -37,7 +37,7 @@ def cut(sequence, prompt, stays):
 def test_what_is_kept_fits_and_is_what_the_mode_keeps(prompt, answer, mode, limit, most):
     its = DatasetSettings(max_seq_len=limit, truncation_mode=mode, max_prompt_len=most)
     whole = list(range(prompt + answer))
-    stays = kept(prompt, [answer], its)
+    stays = truncated_lengths(prompt, [answer], its)
     shortened = whole
     if len(whole) > limit and most is not None and prompt > most:
         asked = whole[:most] if mode == "keep_start" else whole[prompt - most : prompt]
@@ -55,7 +55,7 @@ def test_what_is_kept_fits_and_is_what_the_mode_keeps(prompt, answer, mode, limi
 @given(SIZES, st.lists(SIZES, min_size=2, max_size=2), st.sampled_from(MODES), st.integers(1, 40))
 def test_the_sides_of_a_pair_keep_the_same_prompt_and_fit_both(prompt, answers, mode, limit):
     its = DatasetSettings(max_seq_len=limit, truncation_mode=mode)
-    stays = kept(prompt, answers, its)
+    stays = truncated_lengths(prompt, answers, its)
     if stays is None:
         assert mode == "drop"
         return
@@ -99,7 +99,7 @@ def test_a_long_sample_loses_what_its_mode_says(its, ids, is_trained, lost):
     [side] = samples.sides
     assert TOKENIZER.decode(side[0][0]) == ids
     assert trained(TOKENIZER, side[0][1].tolist()) == (is_trained or "123456<|im_end|>")
-    assert (samples.cuts.tokens, samples.cuts.samples) == (lost, int(lost > 0))
+    assert (samples.truncated.tokens, samples.truncated.samples) == (lost, int(lost > 0))
 
 
 def test_a_long_sample_is_left_out_where_that_is_said_or_nothing_to_train_is_left():
@@ -142,13 +142,13 @@ def test_the_fewest_oldest_turns_are_dropped_that_make_a_conversation_fit(kind, 
         return
     [ids, *rest] = [side[0][0].tolist() for side in samples.sides]
     assert ids == TOKENIZER.apply_chat_template(without(turns))["input_ids"][:limit]
-    assert samples.cuts.turns == turns
+    assert samples.truncated.turns == turns
     lost = whole(TURNS) - len(ids)
     for side in rest:
         shorter = [*without(turns)[:-1], other]
         assert side == TOKENIZER.apply_chat_template(shorter)["input_ids"][:limit]
         lost += whole([*TURNS[:-1], other]) - len(side)
-    assert samples.cuts.tokens == lost
+    assert samples.truncated.tokens == lost
 
 
 def test_a_conversation_of_which_turns_were_dropped_is_rendered_anew():

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.readers.columnar import arrow_file
@@ -68,7 +68,7 @@ def text_of(name: str, messages, tools: Any = None) -> Any:
 def document(name: str, messages, tools=None, **its):
     settings = DatasetSettings(type="chat", **its)
     conversation = parse({"messages": messages, "tools": tools}, type="chat")
-    return Renderer(tokenizer_of(name), settings).conversation(conversation)
+    return Renderer(tokenizer_of(name), settings).render(conversation)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them(messages
 
 
 def test_qwen3s_changed_turns_are_unusable_as_published():
-    with pytest.raises(BadRow, match="chat_template: training"):
+    with pytest.raises(BadRecord, match="chat_template: training"):
         document("qwen3", PLAIN, chat_template="published")
 
 
@@ -101,12 +101,12 @@ def test_both_ways_are_alike_wherever_a_published_template_keeps_its_prefix():
     for name in PUBLISHED:
         try:
             published = document(name, PLAIN, chat_template="published")
-        except BadRow:
+        except BadRecord:
             by_turn.append(name)
             continue
         try:
             trained = document(name, PLAIN, chat_template="training")
-        except BadRow:
+        except BadRecord:
             refused.append(name)
             continue
         assert (trained.text, trained.spans) == (published.text, published.spans), name
@@ -143,7 +143,7 @@ def test_reasoning_is_read_under_the_name_that_a_template_has_for_it():
     for name in ("reasoning_content", "reasoning", "thinking"):
         said = [PLAIN[0], {**PLAIN[1], name: "Count."}]
         assert "<think>\nCount.\n</think>" in document("qwen3", said).text
-        with pytest.raises(BadRow, match="no place for reasoning"):
+        with pytest.raises(BadRecord, match="no place for reasoning"):
             document("qwen2_5", said)
 
 
@@ -192,7 +192,7 @@ def test_parts_of_messages_are_what_they_are_called():
     ],
 )
 def test_what_is_wrong_with_a_part_is_said(part, why):
-    with pytest.raises(BadRow, match=why):
+    with pytest.raises(BadRecord, match=why):
         parse({"messages": [PLAIN[0], {"role": "assistant", "content": [part]}]}, type="chat")
 
 
@@ -201,7 +201,7 @@ def test_several_turns_of_qwen3_become_samples():
     encode = Encoder(settings, tokenizer_of("qwen3"))
     samples = encode([{"messages": PLAIN}, {"messages": PLAIN[:2]}])
     assert (samples.records, samples.faults) == ([0, 1], {})
-    assert encode.rendered_by_turn == 1
+    assert encode.num_per_turn == 1
 
 
 def test_nulls_that_columns_are_filled_with_are_read_as_absent(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.formats.conversation import Pair, RatedAnswer
+from penstock.prepare.formats.conversation import PreferencePair, RatedCompletion
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
 from penstock.rows.tokenizer import byte_tokenizer
@@ -54,16 +54,16 @@ def test_a_pair_is_the_same_however_it_is_nested(asked, answered, prompt):
     if asked == "text" and answered not in ("whole", "nested"):
         prompt = ASKED  # all that such a record has
     if asked == "none" and answered not in ("whole", "nested"):
-        with pytest.raises(BadRow, match="no column 'prompt'; it has chosen, rejected"):
+        with pytest.raises(BadRecord, match="no column 'prompt'; it has chosen, rejected"):
             parse(record, **PREFERENCE)
         return
-    assert parse(record, **PREFERENCE) == Pair(expected(prompt), expected(prompt, BAD))
+    assert parse(record, **PREFERENCE) == PreferencePair(expected(prompt), expected(prompt, BAD))
 
 
 @pytest.mark.parametrize("name", ["rejected", "rejected_response"])
 def test_a_conversation_may_end_with_the_better_answer(name):
     record = {"messages": [*LONG, GOOD], name: "5"}
-    assert parse(record, **PREFERENCE) == Pair(expected(LONG), expected(LONG, BAD))
+    assert parse(record, **PREFERENCE) == PreferencePair(expected(LONG), expected(LONG, BAD))
 
 
 def test_answers_of_several_turns_part_where_the_assistant_first_says_something_else():
@@ -90,7 +90,7 @@ def test_a_pair_has_tools_and_a_system_prompt_on_both_sides():
     tool = {"type": "function", "function": {"name": "add"}}
     record = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "tools": [tool], "s": "count"}
     prompt = [said("system", "count"), *ASKED]
-    assert parse(record, **PREFERENCE, field_system="s") == Pair(
+    assert parse(record, **PREFERENCE, field_system="s") == PreferencePair(
         expected(prompt, GOOD, [tool]), expected(prompt, BAD, [tool])
     )
 
@@ -101,17 +101,17 @@ def test_answers_to_an_instruction_are_to_what_alpaca_makes_of_it(answers):
     prompt = parse({**asked, "output": "4"}, type="alpaca").messages[:-1]
     assert [m["content"] for m in prompt] == ["count", "Hi", "Hi!", "Add.\n\n2, 2"]
     record = asked | answers_of(answers, prompt)
-    assert parse(record, **PREFERENCE) == Pair(expected(prompt), expected(prompt, BAD))
+    assert parse(record, **PREFERENCE) == PreferencePair(expected(prompt), expected(prompt, BAD))
     moved = {"q": "2 + 2?", "c": "ten", **answers_of(answers, prompt)}
     prompt = [said("user", "2 + 2?\n\nten")]
     found = parse(moved, **PREFERENCE, field_instruction="q", field_input="c")
-    assert found == Pair(expected(prompt), expected(prompt, BAD))
+    assert found == PreferencePair(expected(prompt), expected(prompt, BAD))
 
 
 def test_a_prompt_or_whole_conversations_come_before_an_instruction():
     for rest in ({"prompt": "2 + 2?", **answers_of("text", ASKED)}, answers_of("whole", ASKED)):
         found = parse({"instruction": "wrong", **rest}, **PREFERENCE)
-        assert found == Pair(expected(ASKED), expected(ASKED, BAD))
+        assert found == PreferencePair(expected(ASKED), expected(ASKED, BAD))
 
 
 SPEAKERS = {"user": "Human", "assistant": "Assistant"}
@@ -139,7 +139,7 @@ def test_dialogues_of_text_are_the_conversations_that_they_spell(shared, tail, e
 @pytest.mark.parametrize("worse", ["5", "Human: 2 + 2? Assistant: 5", "So:\n\nHuman: 2?"])
 def test_texts_that_are_no_dialogues_have_no_prompt(worse):
     record = {"chosen": "\n\nHuman: 2 + 2?\n\nAssistant: 4", "rejected": worse}
-    with pytest.raises(BadRow):
+    with pytest.raises(BadRecord):
         parse(record, **PREFERENCE)
 
 
@@ -155,7 +155,7 @@ def test_a_dialogue_that_answers_an_instruction_is_text():
 
 def test_equal_answers_are_left_out_for_a_reason_of_their_own():
     for better, worse in (("4", " 4\n"), ([*ASKED, GOOD], [*ASKED, GOOD])):
-        with pytest.raises(BadRow, match="chosen and rejected are the same") as raised:
+        with pytest.raises(BadRecord, match="chosen and rejected are the same") as raised:
             parse({"prompt": "2 + 2?", "chosen": better, "rejected": worse}, **PREFERENCE)
         assert raised.value.reason == "same_answers"
 
@@ -186,7 +186,7 @@ KTO = {"type": "kto"}
 def test_a_judged_answer_is_the_same_however_it_is_nested(asked, answer, prompt):
     record = {"messages": [*prompt, GOOD]} if asked == "ended" else prompts_of(asked, prompt)
     record |= {"completion": [*prompt, GOOD] if answer == "whole" else answer, "label": True}
-    assert parse(record, **KTO) == RatedAnswer(expected(prompt), desirable=True)
+    assert parse(record, **KTO) == RatedCompletion(expected(prompt), desirable=True)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ JUDGED = {"prompt": "p", "completion": "c", "label": True}
     ],
 )
 def test_what_is_wrong_with_an_answer_is_said(record, its, reason, why):
-    with pytest.raises(BadRow, match=why) as raised:
+    with pytest.raises(BadRecord, match=why) as raised:
         parse(record, **its)
     assert raised.value.reason == reason
 
@@ -285,7 +285,7 @@ def test_scores_are_read_where_their_columns_are_named():
     ],
 )
 def test_scores_that_say_nothing_are_a_fault(scores, reason, why):
-    with pytest.raises(BadRow, match=why) as raised:
+    with pytest.raises(BadRecord, match=why) as raised:
         parse({"prompt": "p", "chosen": "c", "rejected": "r", **scores}, **SCORED)
     assert raised.value.reason == reason
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.prepare.bad_records import BadRow
-from penstock.prepare.formats.conversation import Conversation, Pair, RatedAnswer
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.formats.conversation import Conversation, PreferencePair, RatedCompletion
 from penstock.prepare.formats.registry import FORMATS
-from penstock.prepare.readers.columnar import parquet, without_nulls
+from penstock.prepare.readers.columnar import drop_nulls, parquet
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import csv_rows
 from tests.conftest import ROOT
@@ -191,12 +191,12 @@ def test_a_record_with_anything_in_it_is_a_conversation_or_a_bad_row(kind, data)
             record = put(record, data.draw(st.sampled_from(found)), data.draw(ANY | st.just(GONE)))
     try:
         found = parse(record, type=kind)
-    except BadRow as fault:
+    except BadRecord as fault:
         fault.why.encode()
         return
     sides = {
-        Pair: lambda: (found.chosen, found.rejected),
-        RatedAnswer: lambda: (found.conversation,),
+        PreferencePair: lambda: (found.chosen, found.rejected),
+        RatedCompletion: lambda: (found.conversation,),
         Conversation: lambda: (found,),
     }[type(found)]()
     for side in sides:
@@ -210,9 +210,9 @@ def test_a_record_with_anything_in_it_is_a_conversation_or_a_bad_row(kind, data)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "1" * 5000])
 def test_json_as_text_may_be_as_deep_or_long_as_it_likes(text):
     call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": text}]}
-    with pytest.raises(BadRow):
+    with pytest.raises(BadRecord):
         parse({"messages": [call]}, type="chat")
-    with pytest.raises(BadRow):
+    with pytest.raises(BadRecord):
         parse({"messages": [said("user", "x")], "tools": text}, type="chat")
 
 
@@ -222,8 +222,8 @@ def test_columns_of_objects_alone_lose_their_padding(tmp_path, monkeypatch):
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     walked: list[Any] = []
     monkeypatch.setattr(
-        "penstock.prepare.readers.columnar.without_nulls",
-        lambda value: walked.append(value) or without_nulls(value),
+        "penstock.prepare.readers.columnar.drop_nulls",
+        lambda value: walked.append(value) or drop_nulls(value),
     )
     [chunk] = parquet(SourceFile("a.parquet", tmp_path / "a.parquet"), None)
     [row] = chunk.part(0, None).values()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from tests.stages.prepare.conversations import parse
 
 ASKED = {"role": "user", "content": "1 + 1?"}
@@ -135,6 +135,6 @@ ALPACA = {"type": "alpaca"}
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_said(record, its, reason, why):
-    with pytest.raises(BadRow, match=why) as raised:
+    with pytest.raises(BadRecord, match=why) as raised:
         parse(record, **its)
     assert raised.value.reason == reason

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from penstock.prepare.bad_records import BadRow
-from penstock.prepare.formats.conversation import Conversation, Pair
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.formats.conversation import Conversation, PreferencePair
 from tests.stages.prepare.conversations import ASKED, BAD, GOOD, LONG, expected, parse, said
 
 TURNS = {"src": ["Hi", " 2 + 2? "], "tgt": ["Hi!", "4"]}
@@ -45,7 +45,9 @@ RANKED = {"src": TURNS["src"], "tgt": ["Hi!"], "response": [["5"], ["4"]], "sort
     ],
 )
 def test_the_response_of_the_higher_rank_is_chosen(record):
-    assert parse(record, type="preference_turns") == Pair(expected(LONG), expected(LONG, BAD))
+    assert parse(record, type="preference_turns") == PreferencePair(
+        expected(LONG), expected(LONG, BAD)
+    )
 
 
 def test_responses_may_go_on_for_several_turns():
@@ -113,6 +115,6 @@ DPO = {"type": "preference_turns"}
     ],
 )
 def test_what_is_wrong_with_turns_is_said(record, its, reason, why):
-    with pytest.raises(BadRow, match=why) as raised:
+    with pytest.raises(BadRecord, match=why) as raised:
         parse(record, **its)
     assert raised.value.reason == reason

@@ -18,7 +18,7 @@ SHARED = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
 
 def told(record, objective="sft", **named):
     found = infer_format([record], named, objective=objective, where="data.datasets.0")
-    return found.values()
+    return found.settings()
 
 
 @pytest.mark.parametrize(

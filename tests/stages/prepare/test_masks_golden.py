@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.prepare.encode.encoder import Encoder, Samples
+from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.conftest import ROOT, SHARED
@@ -40,7 +40,7 @@ def rows_of(data: Path, name: str) -> list[Any]:
     return json.loads(text) if text.startswith("[") else [json.loads(x) for x in text.splitlines()]
 
 
-def encoded(data: Path, name: str, template: str) -> tuple[Any, Samples]:
+def encoded(data: Path, name: str, template: str) -> tuple[Any, EncodedBatch]:
     """The tokenizer and the samples of a set."""
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = template

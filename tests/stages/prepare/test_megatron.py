@@ -17,7 +17,7 @@ from penstock.core.sources.pin import pin_data
 from penstock.plan import plan
 from penstock.prepare.readers import file_splits
 from penstock.prepare.readers.decompress import SourceFile
-from penstock.prepare.readers.megatron import documents
+from penstock.prepare.readers.megatron import read_documents
 from penstock.prepare.stage import Prepare
 from tests.config.values import faults_of, smallest
 from tests.stages.prepare.megatron_files import write_cached, write_mapped
@@ -190,14 +190,14 @@ HOSTILE = (-(2**63), -1, 2**40, 2**61, 2**62, 2**63 - 1)
 def test_no_number_of_an_index_leads_outside_of_its_data(tmp_path, write):
     prefix = write(tmp_path / "corpus", [[[1, 2, 3], [4]], [[5, 6]]])
     index, data = (prefix.with_name(f"corpus{end}") for end in (".idx", ".bin"))
-    file = SourceFile(index.name, index, beside=SourceFile(data.name, data))
+    file = SourceFile(index.name, index, data_file=SourceFile(data.name, data))
     whole, refused = index.read_bytes(), 0
     places = range(0, len(whole) - 7, 2)
     for at in places:
         for number in HOSTILE:
             index.write_bytes(whole[:at] + struct.pack("<q", number) + whole[at + 8 :])
             try:
-                for chunk in documents(file, None):
+                for chunk in read_documents(file, None):
                     chunk.part(0, None).values()
             except StageError:
                 refused += 1

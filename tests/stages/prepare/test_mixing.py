@@ -223,7 +223,7 @@ def test_an_epoch_is_judged_by_the_weights_that_it_is_drawn_with(tmp_path, monke
         sources.append((path, {"type": "tokenized"}))
     stage = prepare(*sources, mix_strategy="interleave_over", weight_unit=unit)
     # As many tokens of either are some 100 short samples to a long one: 20 of these take 2,000.
-    monkeypatch.setattr("penstock.prepare.mix.MOST_DRAWN", 500)
+    monkeypatch.setattr("penstock.prepare.mix.MAX_DRAWS", 500)
     if fits:
         run(stage, tmp_path / "out" / "x")
         return

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from penstock.core.errors import StageError
-from penstock.prepare.bad_records import OF_A_CAUSE, BadRow, Tally, listed
-from penstock.prepare.notices import prepared_notices
+from penstock.prepare.bad_records import EXAMPLES_PER_CAUSE, BadRecord, Tally, format_causes
+from penstock.prepare.notices import data_warnings
 from tests.stages.prepared import prepare, run, write_lines
 
 TEXT = {"type": "text"}
@@ -76,12 +76,12 @@ def test_faults_of_one_cause_are_one_line_in_whatever_places_they_stand():
     tallies = [Tally(), Tally()]
     for number in range(40):
         why = f"messages[{number % 7}] has no content; it has role"
-        tallies[number % 2].leave_out("a.jsonl", number + 1, BadRow("missing_column", why))
-    tallies[0].leave_out("a.jsonl", 99, BadRow("invalid_json", "not JSON: at column 3"))
-    total = Tally.total(map(Tally.of_json, (tally.as_json() for tally in tallies)))
-    first, second = listed(total.samples, total.causes).splitlines()
+        tallies[number % 2].drop_record("a.jsonl", number + 1, BadRecord("missing_column", why))
+    tallies[0].drop_record("a.jsonl", 99, BadRecord("invalid_json", "not JSON: at column 3"))
+    total = Tally.total(map(Tally.from_json, (tally.as_json() for tally in tallies)))
+    first, second = format_causes(total.samples, total.causes).splitlines()
     assert first.startswith("    40 x messages[")
-    assert first.count("a.jsonl:") == OF_A_CAUSE
+    assert first.count("a.jsonl:") == EXAMPLES_PER_CAUSE
     assert second == "    a.jsonl:99: not JSON: at column 3"
 
 
@@ -91,7 +91,7 @@ def test_records_without_answers_and_columns_in_vain_are_told_with_their_counts(
     records = [CHAT, CHAT, {**CHAT, "system": "brief", "reasoning": ""}, blank, silent]
     path = write_lines(tmp_path / "a.jsonl", records)
     _, facts = run(prepare((path, {"type": "chat"})), tmp_path / "out")
-    dropped, empty, unread = prepared_notices(facts)
+    dropped, empty, unread = data_warnings(facts)
     assert "1 of 5 records give no sample: 1 without an answer to train on" in dropped
     assert "1 of 5 records train an empty answer" in empty
     assert "1 of 5 records have 'system'" in unread
@@ -111,12 +111,12 @@ def test_records_that_begin_with_the_assistant_are_told_in_one_line_with_their_c
     ):
         path = write_lines(tmp_path / f"{name}.jsonl", records)
         _, facts = run(prepare((path, {"type": kind})), tmp_path / name / "out")
-        [line] = prepared_notices(facts)
+        [line] = data_warnings(facts)
         count, total = (2, 3) if kind == "chat" else (1, 1)
         assert f"{count} of {total} records begin with the assistant" in line
     path = write_lines(tmp_path / "usual.jsonl", [CHAT])
     _, facts = run(prepare((path, {"type": "chat"})), tmp_path / "usual" / "out")
-    assert list(prepared_notices(facts)) == []
+    assert list(data_warnings(facts)) == []
 
 
 @pytest.mark.parametrize(

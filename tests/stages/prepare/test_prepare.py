@@ -119,7 +119,7 @@ def test_the_store_runs_seals_and_reuses_it(tmp_path):
 
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(workers, "MIN_BYTES_PER_PROCESS", 1)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(20, name)) for name in "ab"]
     for num_proc in (1, 2):
         stage = prepare(*((path, TEXT) for path in paths), num_proc=num_proc)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from penstock.core.errors import StageError
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
@@ -129,7 +129,7 @@ def test_tokenized_is_taken_as_it_is():
 def test_what_is_wrong_with_a_record_is_said(record, its, reason, why):
     fault = encode(record, TOKENIZER, **its)
     assert fault.reason == reason
-    with pytest.raises(BadRow, match=why):
+    with pytest.raises(BadRecord, match=why):
         raise fault
 
 

@@ -80,7 +80,7 @@ def test_a_json_document_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypat
     path.write_text(json.dumps(RECORDS, indent=1))
     [found] = documents.json_document(SourceFile("a.json", path))
     assert found.values() == RECORDS
-    assert found.places == [2, 5, 8, 11, 14]
+    assert found.positions == [2, 5, 8, 11, 14]
 
 
 BROKEN = {

@@ -8,7 +8,7 @@ import pytest
 from penstock.prepare import workers
 from penstock.prepare.process_warnings import (
     ProcessWarnings,
-    collected_warnings,
+    collect_warnings,
     log_process_warnings,
 )
 from tests.stages.prepare.test_encode_templates import tokenizer_of
@@ -25,7 +25,7 @@ def messages_of(caplog) -> list[str]:
 def test_a_warning_of_preparing_processes_is_logged_once_by_the_one_that_started_them(
     tmp_path, monkeypatch, caplog, capfd
 ):
-    monkeypatch.setattr(workers, "WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(workers, "MIN_BYTES_PER_PROCESS", 1)
     # Shows answers differently once others follow, of which each process warns.
     tokenizer_of("qwen3").save_pretrained(tmp_path / "mine")
     paths = [
@@ -63,7 +63,7 @@ def test_each_warning_is_logged_once_with_the_number_of_processes_that_it_is_of(
 
 def test_warnings_of_libraries_are_collected_too_and_only_while_the_block_runs():
     show, handlers = warnings.showwarning, list(logging.getLogger().handlers)
-    with collected_warnings() as found:
+    with collect_warnings() as found:
         for _ in range(2):
             logging.getLogger("some.library").warning("odd")
             logging.getLogger("some.library").info("usual")

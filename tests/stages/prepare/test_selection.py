@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import StageError
 from penstock.prepare.select.near_duplicates import SHINGLE
-from penstock.prepare.select.select import held_out, random_ranks, select
+from penstock.prepare.select.select import random_ranks, select, validation_masks
 from penstock.prepare.settings import MixSettings
-from penstock.prepare.slices import Finished
+from penstock.prepare.slices import TokenizedSlice
 from tests.stages.finished import finished, settings
 
 
 def stored(entries, selection, split="train"):
     """The places of what is stored, slice by slice."""
     found = []
-    for (_, _, tally), part in zip(entries, selection.parts, strict=True):
+    for (_, _, tally), part in zip(entries, selection.masks, strict=True):
         mask = getattr(part, split)
         found.append(list(range(tally.rows)) if mask is None else np.flatnonzero(mask).tolist())
     return found
@@ -137,7 +137,7 @@ def test_no_validation_sample_is_trained_on_in_another_copy(deduplicate, tmp_pat
     pool = [tokens(rng, 30) for _ in range(50)]
     parts = [[rng.choice(pool) for _ in range(60)] for _ in range(2)]
     train = [finished(tmp_path, part, name=str(n)) for n, part in enumerate(parts)]
-    cases: list[tuple[dict[str, Any], list[Finished]]] = [
+    cases: list[tuple[dict[str, Any], list[TokenizedSlice]]] = [
         ({"val_set_size": 0.3}, []),
         ({}, [finished(tmp_path, [*parts[0][:9], parts[0][0]], "validation")]),
     ]
@@ -160,7 +160,7 @@ def test_no_validation_sample_is_trained_on_in_another_copy(deduplicate, tmp_pat
     st.one_of(st.none(), st.integers(1, 80), st.floats(0.001, 0.99)),
 )
 def test_as_many_samples_are_set_aside_as_are_asked_for(sizes, size):
-    masks = held_out([random_ranks(str(n), rows, 0) for n, rows in enumerate(sizes)], size)
+    masks = validation_masks([random_ranks(str(n), rows, 0) for n, rows in enumerate(sizes)], size)
     assert [len(mask) for mask in masks] == sizes
     total, taken = sum(sizes), sum(int(mask.sum()) for mask in masks)
     if size is None or not total:
@@ -173,18 +173,18 @@ def test_as_many_samples_are_set_aside_as_are_asked_for(sizes, size):
 
 def test_a_new_slice_changes_the_validation_of_few_others():
     ranks = [random_ranks(f"slice {n}", 1000, 7) for n in range(101)]
-    before, after = held_out(ranks[:100], 0.01), held_out(ranks, 0.01)
+    before, after = validation_masks(ranks[:100], 0.01), validation_masks(ranks, 0.01)
     same = [np.array_equal(a, b) for a, b in zip(before, after, strict=False)]
     assert sum(same) >= 90
     assert 0 < after[100].sum() < 30
-    spread = [int(mask.sum()) for mask in held_out(ranks, 0.1)]
+    spread = [int(mask.sum()) for mask in validation_masks(ranks, 0.1)]
     assert min(spread) > 50
     assert max(spread) < 150
 
 
 def test_the_seed_and_the_slice_decide_what_is_set_aside():
     found = [
-        held_out([random_ranks(key, 400, seed)], 40)[0].tolist()
+        validation_masks([random_ranks(key, 400, seed)], 40)[0].tolist()
         for key, seed in (("a", 0), ("a", 1), ("b", 0), ("a", 0))
     ]
     assert found[0] == found[3]

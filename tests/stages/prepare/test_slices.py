@@ -22,11 +22,11 @@ from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import pin_data
 from penstock.prepare import workers
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers import file_splits
-from penstock.prepare.readers.read_slice import records
+from penstock.prepare.readers.read_slice import read_records
 from penstock.prepare.slice_cache import prunable
-from penstock.prepare.slices import plan_slices, slices_of_shard
+from penstock.prepare.slices import plan_slices, select_shard
 from tests.stages.prepared import contents, prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -65,9 +65,9 @@ def numbers_in(items):
     return [
         int(value["text"][: len(value["text"]) // 40])
         for item in items
-        for batch in records(item)
+        for batch in read_records(item)
         for value in batch.values
-        if not isinstance(value, BadRow)
+        if not isinstance(value, BadRecord)
     ]
 
 
@@ -242,7 +242,7 @@ def test_shares_are_disjoint_even_and_all_there_is(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", texts(200))
     stage = prepare((tmp_path / "a.jsonl", TEXT), slices=tmp_path / "slices")
     items = planned(stage)
-    shares = [slices_of_shard(items, index, 3) for index in range(3)]
+    shares = [select_shard(items, index, 3) for index in range(3)]
     assert sorted(i.key for share in shares for i in share) == sorted(i.key for i in items)
     sizes = [sum(item.num_bytes for item in share) for share in shares]
     assert max(sizes) - min(sizes) <= 600

@@ -18,20 +18,20 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import CapabilityError
-from penstock.prepare.encode.ragged import Ids, Places, sequence_ends
+from penstock.prepare.encode.ragged import Ids, Offsets, to_offsets
 
 log = logging.getLogger("penstock.prepare")
 
-FAULTS = (ValueError, RuntimeError, TypeError)
+FASTOKENS_ERRORS = (ValueError, RuntimeError, TypeError)
 """What the fast library raises for a tokenizer or a text that it cannot take."""
 
-CHECKED_AT_FIRST = 16
+FIRST_BATCH_CHECKS = 16
 """Texts of a slice's first batch that the tokenizer encodes too, for comparison."""
 
-CHECKED_LATER = 1
+LATER_BATCH_CHECKS = 1
 """Texts of every other batch, of about a megabyte. Those beyond ASCII go first, in both."""
 
-CHECKED_CHARACTERS = 2000
+CHECK_CHARACTERS = 2000
 """Of a long text the beginning is compared; cut off within a word, it is a text too."""
 
 HARD_TEXTS = (
@@ -49,41 +49,41 @@ HARD_TEXTS = (
 """Where tokenizers are known to differ: contractions, runs of blanks, digits, marks, joiners."""
 
 
-class Disagreement(Exception):  # noqa: N818 - a fact about two libraries; it never leaves prepare
+class BackendMismatch(Exception):  # noqa: N818 - a fact about two libraries; it never leaves prepare
     """The fast library gives other ids than the tokenizer."""
 
 
 class Backend(Protocol):
     """Encodes without special tokens of its own accord; those in the text are read as such."""
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Places]:
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """All ids, and where those of each text begin and end."""
         ...
 
 
-class _Fast:
+class _Fastokens:
     """The package `fastokens`."""
 
     def __init__(self, tokenizer_json: str, *, splits_special: bool) -> None:
         self._tokenizer = import_module("fastokens").Tokenizer.from_json_str(tokenizer_json)
         self._splits_special = splits_special
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Places]:
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         ids, offsets = self._tokenizer.encode_batch_flat(
             list(texts), split_special_tokens=self._splits_special
         )
         return np.frombuffer(ids, np.uint32).view(np.int32), np.frombuffer(offsets, np.int64)
 
 
-class _Plain:
+class _HFTokenizers:
     """The package `tokenizers`, which transformers' fast tokenizers are made of."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Places]:
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         found = [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        offsets = sequence_ends([len(ids) for ids in found])
+        offsets = to_offsets([len(ids) for ids in found])
         return np.fromiter(chain.from_iterable(found), np.int32, offsets[-1]), offsets
 
 
@@ -95,29 +95,29 @@ class TextEncoder:
         self._tokenizer = tokenizer
         its_json, self.definition = tokenizer_definition(tokenizer)
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
-        self._plain = Tokenizer.from_str(its_json)
-        self._plain.encode_special_tokens = self._splits_special
-        self._backend: Backend = _Plain(self._plain)
-        self.note = ""
+        self._tokenizers_library = Tokenizer.from_str(its_json)
+        self._tokenizers_library.encode_special_tokens = self._splits_special
+        self._backend: Backend = _HFTokenizers(self._tokenizers_library)
+        self.fallback_reason = ""
         """Why the fast library is not used; empty where it is."""
-        hard = [*HARD_TEXTS, *_specials_in_text(tokenizer)]
-        if self._differing(hard):
+        hard = [*HARD_TEXTS, *_special_token_texts(tokenizer)]
+        if self._find_mismatches(hard):
             raise CapabilityError(
                 f"The tokenizer {type(tokenizer).__name__} changes texts in code of its own, which "
                 "preparing does not run.\n"
                 "  Use data of type tokenized, or a tokenizer that is all in its tokenizer.json."
             )
-        self._choose(its_json, hard)
+        self._try_fastokens(its_json, hard)
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Places]:
+    def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """All ids, and where those of each text begin and end. Raises Disagreement, as `check`."""
         try:
             return self._backend.encode(texts)
-        except FAULTS as error:
-            if self.note:
+        except FASTOKENS_ERRORS as error:
+            if self.fallback_reason:
                 raise
-            self._settle(f"it cannot take a text ({error})")
-            raise Disagreement from error
+            self._fall_back(f"it cannot take a text ({error})")
+            raise BackendMismatch from error
 
     def check(self, texts: Sequence[str], how_many: int) -> None:
         """Compare the fast library with the tokenizer on some of these texts.
@@ -125,20 +125,20 @@ class TextEncoder:
         Raises Disagreement when it is not exact; from then on it is not used. Whoever has used
         what it gave before encodes that again.
         """
-        if self.note:
+        if self.fallback_reason:
             return
         by_difficulty = sorted(texts, key=str.isascii)
-        sample = [text[:CHECKED_CHARACTERS] for text in by_difficulty[:how_many]]
-        if sample and (differing := self._differing(sample)):
-            self._settle(f"it differs from tokenizers on {differing[0]!r:.60}")
-            raise Disagreement
+        sample = [text[:CHECK_CHARACTERS] for text in by_difficulty[:how_many]]
+        if sample and (differing := self._find_mismatches(sample)):
+            self._fall_back(f"it differs from tokenizers on {differing[0]!r:.60}")
+            raise BackendMismatch
 
-    def located(self, text: str) -> tuple[Ids, Places, Places]:
+    def encode_with_offsets(self, text: str) -> tuple[Ids, Offsets, Offsets]:
         """Ids, and the first and the last character but one of each, which cover the text.
 
         Slow, for texts whose tokens are not simply their bytes.
         """
-        encoded = self._plain.encode(text, add_special_tokens=False)
+        encoded = self._tokenizers_library.encode(text, add_special_tokens=False)
         places = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
         # Libraries may trim blanks off a token's place; they belong to it all the same.
         starts, ends = places[:, 0], places[:, 1]
@@ -146,24 +146,24 @@ class TextEncoder:
         starts[:1], ends[-1:] = 0, len(text)
         return np.array(encoded.ids, dtype=np.int32), starts, ends
 
-    def _choose(self, its_json: str, hard: list[str]) -> None:
+    def _try_fastokens(self, its_json: str, hard: list[str]) -> None:
         if find_spec("fastokens") is None:
-            return self._settle("it is not installed (pip install 'penstock[fast]')")
+            return self._fall_back("it is not installed (pip install 'penstock[fast]')")
         try:
-            self._backend = _Fast(its_json, splits_special=self._splits_special)
-            differing = self._differing(hard)
-        except FAULTS as error:
-            return self._settle(f"it cannot take this tokenizer ({error})")
+            self._backend = _Fastokens(its_json, splits_special=self._splits_special)
+            differing = self._find_mismatches(hard)
+        except FASTOKENS_ERRORS as error:
+            return self._fall_back(f"it cannot take this tokenizer ({error})")
         if differing:
-            return self._settle(f"it differs from tokenizers on {differing[0]!r:.60}")
+            return self._fall_back(f"it differs from tokenizers on {differing[0]!r:.60}")
         return None
 
-    def _settle(self, why: str) -> None:
-        self._backend = _Plain(self._plain)
-        self.note = f"Encoding with tokenizers, not fastokens: {why}."
-        log.warning(self.note)
+    def _fall_back(self, why: str) -> None:
+        self._backend = _HFTokenizers(self._tokenizers_library)
+        self.fallback_reason = f"Encoding with tokenizers, not fastokens: {why}."
+        log.warning(self.fallback_reason)
 
-    def _differing(self, texts: list[str]) -> list[str]:
+    def _find_mismatches(self, texts: list[str]) -> list[str]:
         """The texts that the chosen library encodes unlike transformers."""
         judge: Any = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
@@ -177,7 +177,7 @@ class TextEncoder:
         ]
 
 
-def special_token_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def special_token_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that the tokenizer puts before a text and after it."""
     text = "a"
     inner = _ids(tokenizer, text, special=False)
@@ -191,7 +191,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> lis
     return encoded["input_ids"]
 
 
-def _specials_in_text(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     return [f"a {token} b\n{token}{token}é" for token in added[:64]]
 

@@ -22,8 +22,8 @@ class Document:
     transformers does it. `cut`: the text is encoded in parts there, so that the tokens before a
     span are those of its prompt alone, as a model gets it."""
 
-    turns: int = 0
+    droppable_turns: int = 0
     """Oldest turns it could do without."""
 
-    without: Callable[[int], "Document"] | None = None
-    """The document without so many of them. Raises BadRow where the rest has no form."""
+    drop_turns: Callable[[int], "Document"] | None = None
+    """The document without so many of them. Raises BadRecord where the rest has no form."""

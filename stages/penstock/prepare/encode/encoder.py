@@ -12,43 +12,47 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
-from penstock.prepare.bad_records import BadRow, column
-from penstock.prepare.encode.backends import CHECKED_AT_FIRST, CHECKED_LATER, special_token_frame
+from penstock.prepare.bad_records import BadRecord, get_column
+from penstock.prepare.encode.backends import (
+    FIRST_BATCH_CHECKS,
+    LATER_BATCH_CHECKS,
+    special_token_affixes,
+)
 from penstock.prepare.encode.document import Document
-from penstock.prepare.encode.loss_mask import marker
-from penstock.prepare.encode.ragged import Flat, Labelled
+from penstock.prepare.encode.loss_mask import get_loss_masker
+from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
 from penstock.prepare.encode.render_chat import Renderer
-from penstock.prepare.encode.truncate import Cuts, Fitter
-from penstock.prepare.formats.conversation import Pair, RatedAnswer
+from penstock.prepare.encode.truncate import TruncationCounts, Truncator
+from penstock.prepare.formats.conversation import PreferencePair, RatedCompletion
 from penstock.prepare.formats.registry import FORMATS
-from penstock.prepare.formats.sample import Ids, Text
+from penstock.prepare.formats.sample import Text, TokenizedSample
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
 
 NEEDS_TEMPLATE = ("chat", "sharegpt", "sft_turns")
 """Formats of whole conversations, which have no form without a chat template."""
 
-Value = dict[str, Any] | BadRow
+Value = dict[str, Any] | BadRecord
 """A record, or why it could not be read."""
 
 
 @dataclass(slots=True)
-class Samples:
+class EncodedBatch:
     """The samples of a batch of records: `sides[s]` holds one sequence for each of them.
 
     There are two sides in pairs (the chosen one, then the rejected one) and one in all else.
     """
 
-    sides: list[Flat]
+    sides: list[TokenSequences]
     records: list[int]
     """Which of the batch's records each sample is of, in order."""
     desirable: list[bool]
     """The verdicts on judged answers, and none on anything else."""
     score_gaps: list[float]
     """By how much better one answer is scored than the other, of scored pairs."""
-    faults: dict[int, BadRow]
+    faults: dict[int, BadRecord]
     """Why the other records give no sample."""
-    cuts: Cuts
+    truncated: TruncationCounts
     blank_answers: int = 0
     """Conversations with an answer that is trained and says nothing."""
     assistant_first: int = 0
@@ -56,16 +60,16 @@ class Samples:
 
 
 @dataclass(slots=True)
-class _Parsed:
+class _ParsedBatch:
     """What the usable records of a batch say."""
 
     records: list[int] = field(default_factory=list[int])
     sides: list[list[Document]] = field(default_factory=list[list[Document]])
     """One list for each side, one document for each record. None of them where tokens are given."""
-    given: list[Labelled] = field(default_factory=list[Labelled])
+    given: list[LabeledTokens] = field(default_factory=list[LabeledTokens])
     desirable: list[bool] = field(default_factory=list[bool])
     score_gaps: list[float] = field(default_factory=list[float])
-    faults: dict[int, BadRow] = field(default_factory=dict[int, BadRow])
+    faults: dict[int, BadRecord] = field(default_factory=dict[int, BadRecord])
     blank_answers: int = 0
     assistant_first: int = 0
 
@@ -91,45 +95,45 @@ class Encoder:
         self._columns = columns
         self._parse = FORMATS[its.type]
         self._vocabulary = len(tokenizer)
-        self._marker = marker(tokenizer)
-        self._render = Renderer(tokenizer, its)
-        self._frame = _Frame(its, tokenizer)
-        self._fit = Fitter(its, self._encoded)
-        self._check = CHECKED_AT_FIRST
+        self._loss_masker = get_loss_masker(tokenizer)
+        self._renderer = Renderer(tokenizer, its)
+        self._special_tokens = _SpecialTokens(its, tokenizer)
+        self._truncator = Truncator(its, self._encode)
+        self._num_checks = FIRST_BATCH_CHECKS
 
     @property
-    def note(self) -> str:
+    def fallback_reason(self) -> str:
         """Why texts are not encoded by the fast library; empty where they are."""
-        return self._marker.encoder.note
+        return self._loss_masker.encoder.fallback_reason
 
     @property
-    def rendered_by_turn(self) -> int:
+    def num_per_turn(self) -> int:
         """Conversations so far whose turns the chat template shows differently once others
         follow."""
-        return self._render.by_turn
+        return self._renderer.num_per_turn
 
-    def __call__(self, values: Sequence[Value]) -> Samples:
+    def __call__(self, values: Sequence[Value]) -> EncodedBatch:
         """The samples of a batch.
 
         Raises Disagreement when the library that encodes fast is found to be inexact: what came
         of earlier batches is then to be made again.
         """
-        parsed = self._parsed(values)
+        parsed = self._parse_batch(values)
         if self._its.type == "tokenized":
-            sides, faults = [Flat.of_all(parsed.given)], {}
+            sides, faults = [TokenSequences.from_list(parsed.given)], {}
         else:
-            sides, faults = self._sides(parsed.sides)
+            sides, faults = self._encode_sides(parsed.sides)
         desirable = dict(zip(parsed.records, parsed.desirable, strict=False))
         gaps = dict(zip(parsed.records, parsed.score_gaps, strict=False))
-        cuts = Cuts()
-        faults |= self._fitted(sides, parsed, faults, cuts)
+        cuts = TruncationCounts()
+        faults |= self._truncate(sides, parsed, faults, cuts)
         usable = [place for place in range(len(parsed.records)) if place not in faults]
         parsed.faults |= {parsed.records[place]: fault for place, fault in faults.items()}
         records = [parsed.records[place] for place in usable]
-        found = [side.kept(usable) for side in sides]
+        found = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
-            found = [_with_prompts(side) for side in found]
-        return Samples(
+            found = [_train_on_prompts(side) for side in found]
+        return EncodedBatch(
             found,
             records,
             [desirable[record] for record in records if record in desirable],
@@ -140,109 +144,119 @@ class Encoder:
             parsed.assistant_first,
         )
 
-    def _parsed(self, values: Sequence[Value]) -> _Parsed:
-        found = _Parsed(sides=[[], []] if self._its.kind == "preference" else [[]])
+    def _parse_batch(self, values: Sequence[Value]) -> _ParsedBatch:
+        found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
         for place, value in enumerate(values):
             try:
-                self._read(value, found)
-            except BadRow as fault:
+                self._parse_record(value, found)
+            except BadRecord as fault:
                 found.faults[place] = fault
             else:
                 found.records.append(place)
         return found
 
-    def _read(self, value: Value, found: _Parsed) -> None:
-        if isinstance(value, BadRow):
+    def _parse_record(self, value: Value, found: _ParsedBatch) -> None:
+        if isinstance(value, BadRecord):
             raise value
         if self._columns is not None:
-            value = {name: column(value, name) for name in self._columns}
+            value = {name: get_column(value, name) for name in self._columns}
         said = self._parse(self._its, value)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
-        elif isinstance(said, Ids):
-            found.given.append(self._checked(said))
-        elif isinstance(said, Pair):
-            both = [self._render.answered(side) for side in (said.chosen, said.rejected)]
+        elif isinstance(said, TokenizedSample):
+            found.given.append(self._check_vocabulary(said))
+        elif isinstance(said, PreferencePair):
+            both = [self._renderer.render_completion(side) for side in (said.chosen, said.rejected)]
             for side, document in zip(found.sides, both, strict=True):
                 side.append(document)
             found.assistant_first += said.chosen.begins_with_assistant
             if said.score_gap is not None:
                 found.score_gaps.append(said.score_gap)
-        elif isinstance(said, RatedAnswer):
-            found.sides[0].append(self._render.answered(said.conversation))
+        elif isinstance(said, RatedCompletion):
+            found.sides[0].append(self._renderer.render_completion(said.conversation))
             found.desirable.append(said.desirable)
             found.assistant_first += said.conversation.begins_with_assistant
         else:
-            found.sides[0].append(self._render.conversation(said))
+            found.sides[0].append(self._renderer.render(said))
             found.blank_answers += said.has_blank_answer
             found.assistant_first += said.begins_with_assistant
 
-    def _checked(self, given: Ids) -> Labelled:
+    def _check_vocabulary(self, given: TokenizedSample) -> LabeledTokens:
         used = given.labels[given.labels != IGNORED]
         for name, ids in (("input_ids", given.input_ids), ("labels", used)):
             outside = ids[(ids < 0) | (ids >= self._vocabulary)]
             if len(outside):
                 why = f"{name} holds {outside[0]}; the vocabulary has tokens 0 to "
-                raise BadRow("bad_value", f"{why}{self._vocabulary - 1}")
+                raise BadRecord("bad_value", f"{why}{self._vocabulary - 1}")
         return given.input_ids, given.labels
 
-    def _sides(self, documents: list[list[Document]]) -> tuple[list[Flat], dict[int, BadRow]]:
-        sides: list[Flat] = []
-        faults: dict[int, BadRow] = {}
+    def _encode_sides(
+        self, documents: list[list[Document]]
+    ) -> tuple[list[TokenSequences], dict[int, BadRecord]]:
+        sides: list[TokenSequences] = []
+        faults: dict[int, BadRecord] = {}
         for of_side in documents:
-            flat, bad = self._encoded(of_side)
+            flat, bad = self._encode(of_side)
             sides.append(flat)
             faults = {**bad, **faults}
-            self._marker.encoder.check([document.text for document in of_side], self._check)
-        self._check = CHECKED_LATER
+            self._loss_masker.encoder.check(
+                [document.text for document in of_side], self._num_checks
+            )
+        self._num_checks = LATER_BATCH_CHECKS
         return sides, faults
 
-    def _encoded(self, documents: Sequence[Document]) -> tuple[Flat, dict[int, BadRow]]:
-        flat, faults = self._marker(documents)
-        return self._frame.around(flat), faults
+    def _encode(self, documents: Sequence[Document]) -> tuple[TokenSequences, dict[int, BadRecord]]:
+        flat, faults = self._loss_masker(documents)
+        return self._special_tokens.add(flat), faults
 
-    def _fitted(
-        self, sides: list[Flat], parsed: _Parsed, known: Mapping[int, BadRow], cuts: Cuts
-    ) -> dict[int, BadRow]:
+    def _truncate(
+        self,
+        sides: list[TokenSequences],
+        parsed: _ParsedBatch,
+        known: Mapping[int, BadRecord],
+        cuts: TruncationCounts,
+    ) -> dict[int, BadRecord]:
         """Put samples that are too long into `sides` shortened; the faults of the unusable."""
-        found: dict[int, BadRow] = {}
-        shorter: dict[int, list[Labelled]] = {}
+        found: dict[int, BadRecord] = {}
+        shorter: dict[int, list[LabeledTokens]] = {}
         longest = np.max([side.lengths for side in sides], axis=0)
-        trained = np.min([side.trained() for side in sides], axis=0)
+        trained = np.min([side.count_trained() for side in sides], axis=0)
         limit = self._its.max_seq_len
         of_side = [documents for documents in parsed.sides if documents]
-        for place in _looked_at(sides, longest, trained, limit):
+        for place in _samples_to_check(sides, longest, trained, limit):
             if place in known:
                 continue
             both = [side[place] for side in sides]
             try:
-                self._require(longest[place], trained[place], both)
+                self._check_sample(longest[place], trained[place], both)
                 if limit is not None and longest[place] > limit:
                     documents = [documents[place] for documents in of_side]
-                    shorter[place] = self._fit(both, documents, cuts)
-            except BadRow as fault:
+                    shorter[place] = self._truncator(both, documents, cuts)
+            except BadRecord as fault:
                 found[place] = fault
         for index, side in enumerate(sides):
-            sides[index] = side.replaced({place: both[index] for place, both in shorter.items()})
+            sides[index] = side.replace({place: both[index] for place, both in shorter.items()})
         return found
 
     @staticmethod
-    def _require(longest: int, trained: int, sides: list[Labelled]) -> None:
+    def _check_sample(longest: int, trained: int, sides: list[LabeledTokens]) -> None:
         if not longest:
-            raise BadRow("empty", "it has no tokens")
+            raise BadRecord("empty", "it has no tokens")
         if not trained:
-            raise BadRow("no_trained_tokens", f"none of its {longest} tokens is trained")
+            raise BadRecord("no_trained_tokens", f"none of its {longest} tokens is trained")
         if len(sides) == 1:
             return
-        prompts = Flat.of_all(sides).prompts()
+        prompts = TokenSequences.from_list(sides).prompt_lengths()
         first, second = (ids[:prompt] for (ids, _), prompt in zip(sides, prompts, strict=True))
         if not np.array_equal(first, second):
-            raise BadRow(
+            raise BadRecord(
                 "template", "the chat template gives the prompt other tokens before each answer"
             )
 
 
-def _looked_at(sides: list[Flat], longest: Any, trained: Any, limit: int | None) -> list[int]:
+def _samples_to_check(
+    sides: list[TokenSequences], longest: Any, trained: Any, limit: int | None
+) -> list[int]:
     """Samples that need a look of their own: all pairs, and what is too long or not trained."""
     if len(sides) > 1:
         return list(range(len(longest)))
@@ -252,7 +266,7 @@ def _looked_at(sides: list[Flat], longest: Any, trained: Any, limit: int | None)
     return np.flatnonzero(is_odd).tolist()
 
 
-def _with_prompts(flat: Flat) -> Flat:
+def _train_on_prompts(flat: TokenSequences) -> TokenSequences:
     """Trained from the start to the last token that is trained anyhow."""
     labels = flat.labels.copy()
     for start, stop in zip(flat.offsets[:-1], flat.offsets[1:], strict=True):
@@ -260,26 +274,26 @@ def _with_prompts(flat: Flat) -> Flat:
         if len(trained):
             last = start + trained[-1] + 1
             labels[start:last] = flat.ids[start:last]
-    return Flat(flat.ids, labels, flat.offsets)
+    return TokenSequences(flat.ids, labels, flat.offsets)
 
 
-class _Frame:
-    """The special tokens around a text, which a chat template writes itself."""
+class _SpecialTokens:
+    """The special tokens add a text, which a chat template writes itself."""
 
     def __init__(self, its: DatasetSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._end = tokenizer.eos_token_id
         self._masks_end = its.mask_eos_in_loss
         is_text = its.type == "text"
         self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
-        before, after = special_token_frame(tokenizer) if self._is_plain else ([], [])
+        before, after = special_token_affixes(tokenizer) if self._is_plain else ([], [])
         if self._is_plain and its.add_eos:
-            end = _end_of(tokenizer)
+            end = _require_eos(tokenizer)
             after = after if after[-1:] == [end] else [*after, end]
         is_trained = [not (token == self._end and self._masks_end) for token in after]
-        self._before = _labelled(before, [is_text] * len(before))
-        self._after = _labelled(after, is_trained)
+        self._before = _to_labeled(before, [is_text] * len(before))
+        self._after = _to_labeled(after, is_trained)
 
-    def around(self, flat: Flat) -> Flat:
+    def add(self, flat: TokenSequences) -> TokenSequences:
         """Every text with them, but no second end where it ends with one."""
         if not self._is_plain:
             return flat
@@ -287,23 +301,23 @@ class _Frame:
         filled = flat.lengths > 0
         is_ended[filled] = flat.ids[flat.offsets[1:][filled] - 1] == self._end
         if is_ended.any():
-            others: dict[int, Labelled] = {}
+            others: dict[int, LabeledTokens] = {}
             for place in np.flatnonzero(is_ended).tolist():
                 ids, labels = flat[place]
                 if self._after[0][-1:].tolist() == [self._end]:
                     others[place] = ids[:-1], labels[:-1]
                 elif self._masks_end:
                     others[place] = ids, np.append(labels[:-1], np.int32(IGNORED))
-            flat = flat.replaced(others)
-        return flat.framed(self._before, self._after)
+            flat = flat.replace(others)
+        return flat.add_affixes(self._before, self._after)
 
 
-def _labelled(tokens: list[int], trained: list[bool]) -> Labelled:
+def _to_labeled(tokens: list[int], trained: list[bool]) -> LabeledTokens:
     ids = np.array(tokens, dtype=np.int32)
     return ids, np.where(np.array(trained, dtype=np.bool_), ids, np.int32(IGNORED))
 
 
-def _end_of(tokenizer: PreTrainedTokenizerBase) -> int:
+def _require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     end = tokenizer.eos_token_id
     if isinstance(end, int):
         return end

@@ -16,14 +16,21 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.backends import TextEncoder
 from penstock.prepare.encode.document import Document, Span
-from penstock.prepare.encode.ragged import Flat, Ids, Labelled, Mask, Places, sequence_ends
+from penstock.prepare.encode.ragged import (
+    Ids,
+    LabeledTokens,
+    Mask,
+    Offsets,
+    TokenSequences,
+    to_offsets,
+)
 from penstock.rows.schema import IGNORED
 
 
-class Marker:
+class LossMasker:
     """Encodes documents and labels their trained tokens, all at once where bytes tell."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -31,96 +38,104 @@ class Marker:
         self.encoder = TextEncoder(tokenizer)
         self._bytes = byte_lengths(tokenizer, self.encoder.definition)
 
-    def __call__(self, documents: Sequence[Document]) -> tuple[Flat, dict[int, BadRow]]:
+    def __call__(
+        self, documents: Sequence[Document]
+    ) -> tuple[TokenSequences, dict[int, BadRecord]]:
         """Every document encoded, and the faults of those that cannot be marked exactly."""
         ids, offsets = self.encoder.encode([document.text for document in documents])
         if all(document.spans is None for document in documents):
-            return Flat(ids, ids, offsets), {}
+            return TokenSequences(ids, ids, offsets), {}
         if self._bytes is None:
-            return self._patched(Flat(ids, ids, offsets), documents, range(len(documents)), [])
-        bytes_before = sequence_ends(self._bytes.of_token[ids])
-        sizes = np.array([self._bytes.in_text(document.text) for document in documents])
+            return self._replace_inexact(
+                TokenSequences(ids, ids, offsets), documents, range(len(documents)), []
+            )
+        bytes_before = to_offsets(self._bytes.per_token[ids])
+        sizes = np.array([self._bytes.count(document.text) for document in documents])
         is_odd = np.diff(bytes_before[offsets]) != sizes
         spans = [
-            [] if odd else _in_bytes(document)
+            [] if odd else _byte_spans(document)
             for document, odd in zip(documents, is_odd.tolist(), strict=True)
         ]
-        mask, is_astride = _marked(bytes_before, offsets, spans)
+        mask, is_astride = _mask_spans(bytes_before, offsets, spans)
         astride = [i for i in np.flatnonzero(is_astride).tolist() if documents[i].borders == "cut"]
-        flat = Flat(ids, _labels(ids, mask), offsets)
-        return self._patched(flat, documents, np.flatnonzero(is_odd).tolist(), astride)
+        flat = TokenSequences(ids, _to_labels(ids, mask), offsets)
+        return self._replace_inexact(flat, documents, np.flatnonzero(is_odd).tolist(), astride)
 
-    def _patched(
-        self, flat: Flat, documents: Sequence[Document], odd: Sequence[int], astride: Sequence[int]
-    ) -> tuple[Flat, dict[int, BadRow]]:
-        patches: dict[int, Labelled] = {
-            index: self._in_parts(documents[index]) for index in astride
+    def _replace_inexact(
+        self,
+        flat: TokenSequences,
+        documents: Sequence[Document],
+        odd: Sequence[int],
+        astride: Sequence[int],
+    ) -> tuple[TokenSequences, dict[int, BadRecord]]:
+        patches: dict[int, LabeledTokens] = {
+            index: self._encode_in_parts(documents[index]) for index in astride
         }
-        faults: dict[int, BadRow] = {}
+        faults: dict[int, BadRecord] = {}
         for index in odd:
             try:
-                patches[index] = self._by_characters(documents[index])
-            except BadRow as fault:
+                patches[index] = self._mask_by_characters(documents[index])
+            except BadRecord as fault:
                 faults[index] = fault
-        return flat.replaced(patches), faults
+        return flat.replace(patches), faults
 
-    def _in_parts(self, document: Document) -> Labelled:
+    def _encode_in_parts(self, document: Document) -> LabeledTokens:
         text, spans = document.text, _spans(document)
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
         parts = list(pairwise(borders))
         ids, offsets = self.encoder.encode([text[start:end] for start, end in parts])
         trained = [any(a <= start < b for a, b in spans) for start, _ in parts]
-        return ids, _labels(ids, np.repeat(np.array(trained, dtype=np.bool_), np.diff(offsets)))
+        return ids, _to_labels(ids, np.repeat(np.array(trained, dtype=np.bool_), np.diff(offsets)))
 
-    def _by_characters(self, document: Document) -> Labelled:
-        ids, starts, ends = self.encoder.located(document.text)
+    def _mask_by_characters(self, document: Document) -> LabeledTokens:
+        ids, starts, ends = self.encoder.encode_with_offsets(document.text)
         mask = np.zeros(len(ids), dtype=np.bool_)
         for start, end in _spans(document):
             first = np.searchsorted(ends, start, side="right")
             mask[first : np.searchsorted(starts, end, side="left")] |= start < end
             for border in (start, end):
                 if document.borders == "cut" and ((starts < border) & (border < ends)).any():
-                    raise BadRow(
+                    raise BadRecord(
                         "template",
                         f"a token lies astride the border of a turn, at character {border + 1}, so "
                         "a prompt would not have the tokens that it has here",
                     )
-        return ids, _labels(ids, mask)
+        return ids, _to_labels(ids, mask)
 
 
 @lru_cache(maxsize=4)
-def marker(tokenizer: PreTrainedTokenizerBase) -> Marker:
+def get_loss_masker(tokenizer: PreTrainedTokenizerBase) -> LossMasker:
     """The one of this process: what it has learnt of its libraries holds for all slices."""
-    return Marker(tokenizer)
+    return LossMasker(tokenizer)
 
 
 @dataclass(frozen=True, eq=False)
-class Bytes:
+class ByteLengths:
     """Of a tokenizer whose tokens are runs of bytes."""
 
-    of_token: Places
+    per_token: Offsets
     """How many bytes of text a token stands for, by its id."""
 
-    composes: bool
+    normalizes_nfc: bool
     """Whether texts are brought into Unicode's form NFC first."""
 
-    def in_text(self, text: str) -> int:
+    def count(self, text: str) -> int:
         """Bytes of a text; -1, which no sum of tokens is, where it is encoded as another."""
         if text.isascii():
             return len(text)
-        if self.composes and not unicodedata.is_normalized("NFC", text):
+        if self.normalizes_nfc and not unicodedata.is_normalized("NFC", text):
             return -1
         return len(text.encode())
 
 
-def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> Bytes | None:
+def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> ByteLengths | None:
     """The bytes of every token; None if the tokenizer, defined by `its`, is not one of bytes.
 
     In the vocabulary of byte-level BPE each character stands for one byte; added tokens stand for
     themselves.
     """
-    normalizers = {step["type"] for step in _flattened(its["normalizer"])}
-    levels = [step for step in _flattened(its["pre_tokenizer"]) if step["type"] == "ByteLevel"]
+    normalizers = {step["type"] for step in _flatten(its["normalizer"])}
+    levels = [step for step in _flatten(its["pre_tokenizer"]) if step["type"] == "ByteLevel"]
     if its["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
         return None
     if any(step["add_prefix_space"] for step in levels):
@@ -130,19 +145,19 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> Byt
     lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
     for index, token in tokenizer.added_tokens_decoder.items():
         lengths[index] = len(token.content.encode())
-    return Bytes(lengths, composes=bool(normalizers))
+    return ByteLengths(lengths, normalizes_nfc=bool(normalizers))
 
 
-def _flattened(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     if step is None:
         return []
     if step["type"] != "Sequence":
         return [step]
     inner = step.get("pretokenizers", step.get("normalizers", []))
-    return [leaf for each in inner for leaf in _flattened(each)]
+    return [leaf for each in inner for leaf in _flatten(each)]
 
 
-def _labels(ids: Ids, mask: Mask) -> Ids:
+def _to_labels(ids: Ids, mask: Mask) -> Ids:
     return np.where(mask, ids, np.int32(IGNORED))
 
 
@@ -150,7 +165,7 @@ def _spans(document: Document) -> Sequence[Span]:
     return [(0, len(document.text))] if document.spans is None else document.spans
 
 
-def _in_bytes(document: Document) -> Sequence[Span]:
+def _byte_spans(document: Document) -> Sequence[Span]:
     text, spans = document.text, _spans(document)
     if text.isascii():
         return spans
@@ -163,8 +178,8 @@ def _in_bytes(document: Document) -> Sequence[Span]:
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-def _marked(
-    bytes_before: Places, offsets: Places, spans: Sequence[Sequence[Span]]
+def _mask_spans(
+    bytes_before: Offsets, offsets: Offsets, spans: Sequence[Sequence[Span]]
 ) -> tuple[Mask, Mask]:
     """The tokens that overlap a span, and the documents where a token lies astride its border.
 

@@ -6,57 +6,57 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.prepared import untrained_heads
+from penstock.rows.prepared import untrained_prefix_lengths
 from penstock.rows.schema import IGNORED
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
-Places = npt.NDArray[np.int64]
-Labelled = tuple[Ids, Ids]
+Offsets = npt.NDArray[np.int64]
+LabeledTokens = tuple[Ids, Ids]
 """Ids and labels of one sequence."""
 
 
 @dataclass(slots=True, eq=False)
-class Flat:
+class TokenSequences:
     """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`, as are its labels, -100 where untrained."""
 
     ids: Ids
     labels: Ids
-    offsets: Places
+    offsets: Offsets
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @classmethod
-    def of_all(cls, sequences: Sequence[Labelled]) -> "Flat":
+    def from_list(cls, sequences: Sequence[LabeledTokens]) -> "TokenSequences":
         """Separate sequences in one."""
         nothing = [np.empty(0, dtype=np.int32)]
         return cls(
             np.concatenate(nothing + [ids for ids, _ in sequences]),
             np.concatenate(nothing + [labels for _, labels in sequences]),
-            sequence_ends([len(ids) for ids, _ in sequences]),
+            to_offsets([len(ids) for ids, _ in sequences]),
         )
 
     @property
-    def lengths(self) -> Places:
+    def lengths(self) -> Offsets:
         """Tokens of every sequence."""
         return np.diff(self.offsets)
 
-    def __getitem__(self, index: int) -> Labelled:
+    def __getitem__(self, index: int) -> LabeledTokens:
         place = slice(self.offsets[index], self.offsets[index + 1])
         return self.ids[place], self.labels[place]
 
-    def prompts(self) -> Places:
+    def prompt_lengths(self) -> Offsets:
         """Tokens of every sequence before its first trained one; all where none is trained."""
-        return untrained_heads(self.labels, self.offsets)
+        return untrained_prefix_lengths(self.labels, self.offsets)
 
-    def trained(self) -> Places:
+    def count_trained(self) -> Offsets:
         """Trained tokens of every sequence. The first is the target of none, so never trained."""
-        before = sequence_ends(self.labels != IGNORED)
+        before = to_offsets(self.labels != IGNORED)
         starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
         return before[self.offsets[1:]] - before[starts]
 
-    def replaced(self, others: Mapping[int, Labelled]) -> "Flat":
+    def replace(self, others: Mapping[int, LabeledTokens]) -> "TokenSequences":
         """The same with other sequences in the places that are named."""
         if not others:
             return self
@@ -70,27 +70,27 @@ class Flat:
             labels += [self.labels[start:stop], others[index][1]]
             lengths[index] = len(others[index][0])
             start = self.offsets[index + 1]
-        return Flat(
+        return TokenSequences(
             np.concatenate([*ids, self.ids[start:]]),
             np.concatenate([*labels, self.labels[start:]]),
-            sequence_ends(lengths),
+            to_offsets(lengths),
         )
 
-    def kept(self, wanted: Sequence[int]) -> "Flat":
+    def select(self, wanted: Sequence[int]) -> "TokenSequences":
         """Some of the sequences, in the order of their places."""
         if len(wanted) == len(self):
             return self
         nothing = np.empty(0, dtype=np.int32)
         dropped = set(range(len(self))).difference(wanted)
-        emptied = self.replaced(dict.fromkeys(dropped, (nothing, nothing)))
-        return Flat(emptied.ids, emptied.labels, sequence_ends(self.lengths[list(wanted)]))
+        emptied = self.replace(dict.fromkeys(dropped, (nothing, nothing)))
+        return TokenSequences(emptied.ids, emptied.labels, to_offsets(self.lengths[list(wanted)]))
 
-    def framed(self, before: Labelled, after: Labelled) -> "Flat":
+    def add_affixes(self, before: LabeledTokens, after: LabeledTokens) -> "TokenSequences":
         """Every sequence with tokens, and their labels, put before and after it."""
         ahead, behind = len(before[0]), len(after[0])
         if not (ahead or behind):
             return self
-        offsets = sequence_ends(self.lengths + (ahead + behind))
+        offsets = to_offsets(self.lengths + (ahead + behind))
         is_own = np.ones(offsets[-1], dtype=np.bool_)
         places = [offsets[:-1] + i for i in range(ahead)]
         places += [offsets[1:] - behind + i for i in range(behind)]
@@ -102,10 +102,10 @@ class Flat:
             for place, value in zip(places, [*first, *last], strict=True):
                 values[place] = value
             found.append(values)
-        return Flat(found[0], found[1], offsets)
+        return TokenSequences(found[0], found[1], offsets)
 
 
-def sequence_ends(lengths: npt.ArrayLike) -> Places:
+def to_offsets(lengths: npt.ArrayLike) -> Offsets:
     """Offsets of sequences that have these lengths."""
     sizes = np.asarray(lengths)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)

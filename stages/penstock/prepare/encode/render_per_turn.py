@@ -9,7 +9,7 @@ a template does not change what it has rendered, that is its own rendering.
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Span
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 
@@ -19,19 +19,19 @@ Render = Callable[[Sequence[Message], bool], str]
 PLACEHOLDER = "\ue000answer\ue001"
 """Stands for an answer while the text after it is looked for; no template knows its characters."""
 
-OTHERWISE = (
+NEEDS_MARKS = (
     "otherwise once others follow, so its tokens are not known; the chat template needs "
     "{% generation %} marks"
 )
 
 
-def rendered_by_turn(
+def render_per_turn(
     render: Render, conversation: Conversation, ends_turn: Callable[[str], bool]
 ) -> tuple[str, list[Span]]:
     """The text, and where each answer with what ends it stands in it, for every answer that is
     trained. `ends_turn` says whether a text holds a token that ends a turn.
 
-    Raises BadRow where the template gives an answer another prompt than it asks with, or ends it
+    Raises BadRecord where the template gives an answer another prompt than it asks with, or ends it
     otherwise than it does once others follow.
     """
     messages = conversation.messages
@@ -39,11 +39,11 @@ def rendered_by_turn(
     text = render(messages[: answers[0]], True)
     spans: list[Span] = []
     for place, following in zip(answers, [*answers[1:], None], strict=True):
-        answer = _answer(render, messages, place)
-        end, after = _endings(render, messages, place, following)
-        shared = _shared(end, after)
+        answer = _render_answer(render, messages, place)
+        end, after = _render_endings(render, messages, place, following)
+        shared = _common_prefix(end, after)
         if not answer.endswith(end) or not (shared == end or ends_turn(shared)):
-            raise BadRow("template", f"the chat template ends message {place + 1} {OTHERWISE}")
+            raise BadRecord("template", f"the chat template ends message {place + 1} {NEEDS_MARKS}")
         start, words = len(text), answer.removesuffix(end)
         if conversation.trained[place]:
             spans.append((start, start + len(words) + len(shared)))
@@ -51,10 +51,10 @@ def rendered_by_turn(
     return text, spans
 
 
-def _answer(render: Render, messages: Sequence[Message], place: int) -> str:
+def _render_answer(render: Render, messages: Sequence[Message], place: int) -> str:
     prompt, whole = render(messages[:place], True), render(messages[: place + 1], False)
     if not whole.startswith(prompt):
-        raise BadRow(
+        raise BadRecord(
             "template",
             f"the chat template begins message {place + 1} otherwise than its own prompt for an "
             "answer does, so its tokens are not known; the chat template needs {% generation %} "
@@ -63,7 +63,7 @@ def _answer(render: Render, messages: Sequence[Message], place: int) -> str:
     return whole[len(prompt) :]
 
 
-def _endings(
+def _render_endings(
     render: Render, messages: Sequence[Message], place: int, following: int | None
 ) -> tuple[str, str]:
     """What stands after the words of an answer: if it is the last message; and up to the words of
@@ -75,11 +75,11 @@ def _endings(
     alone = render(ahead, False)
     whole = render([*ahead, *messages[place + 1 : following]], following is not None)
     if [alone.count(PLACEHOLDER), whole.count(PLACEHOLDER)] != [1, 1]:
-        raise BadRow("template", f"the chat template shows message {place + 1} {OTHERWISE}")
+        raise BadRecord("template", f"the chat template shows message {place + 1} {NEEDS_MARKS}")
     return alone.partition(PLACEHOLDER)[2], whole.partition(PLACEHOLDER)[2]
 
 
-def _shared(one: str, other: str) -> str:
+def _common_prefix(one: str, other: str) -> str:
     """What both begin with."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(letter for letter, _ in pairs)

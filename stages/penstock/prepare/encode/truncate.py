@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Document
-from penstock.prepare.encode.ragged import Flat, Labelled
-from penstock.prepare.encode.truncation_lengths import kept
+from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
+from penstock.prepare.encode.truncation_lengths import truncated_lengths
 from penstock.prepare.settings import DatasetSettings
 
-Encode = Callable[[Sequence[Document]], tuple[Flat, dict[int, BadRow]]]
+Encode = Callable[[Sequence[Document]], tuple[TokenSequences, dict[int, BadRecord]]]
 
 
 @dataclass(slots=True)
-class Cuts:
+class TruncationCounts:
     """What samples lost to their limit."""
 
     samples: int = 0
@@ -27,7 +27,7 @@ class Cuts:
     turns: int = 0
 
 
-class Fitter:
+class Truncator:
     """Shortens samples that are too long, given how documents are encoded."""
 
     def __init__(self, its: DatasetSettings, encode: Encode) -> None:
@@ -35,66 +35,66 @@ class Fitter:
         self._encode = encode
 
     def __call__(
-        self, sides: Sequence[Labelled], documents: Sequence[Document], cuts: Cuts
-    ) -> list[Labelled]:
-        """The sides of one sample, none longer than `max_seq_len`. Raises BadRow for one left out.
+        self, sides: Sequence[LabeledTokens], documents: Sequence[Document], cuts: TruncationCounts
+    ) -> list[LabeledTokens]:
+        """The sides of one sample, none longer than `max_seq_len`. Raises BadRecord for one left out.
 
         `documents` are what the sides were encoded from; there are none for given tokens.
         """
         lengths = [len(ids) for ids, _ in sides]
         found, turns = list(sides), 0
         if self._its.truncation_mode == "drop_turns" and documents:
-            found, turns = self._without_turns(found, documents)
-        found = self._cut(found)
+            found, turns = self._drop_turns(found, documents)
+        found = self._cut_tokens(found)
         if not all(_is_trained(labels) for _, labels in found):
             limit = self._its.max_seq_len
             why = f"nothing to train in what is left of {max(lengths)} tokens (max_seq_len {limit})"
-            raise BadRow("no_trained_tokens", why)
+            raise BadRecord("no_trained_tokens", why)
         cuts.samples += 1
         cuts.tokens += sum(lengths) - sum(len(ids) for ids, _ in found)
         cuts.turns += turns
         return found
 
-    def _without_turns(
-        self, sides: list[Labelled], documents: Sequence[Document]
-    ) -> tuple[list[Labelled], int]:
+    def _drop_turns(
+        self, sides: list[LabeledTokens], documents: Sequence[Document]
+    ) -> tuple[list[LabeledTokens], int]:
         """Without the fewest of the oldest turns, but the last one stays however long it is."""
-        fewest, most = 0, min(document.turns for document in documents)
+        fewest, most = 0, min(document.droppable_turns for document in documents)
         if not most:
             return sides, 0
-        shortest = self._shortened(documents, most)
+        shortest = self._encode_without(documents, most)
         if not self._fits(shortest):
             return shortest, most
         while most - fewest > 1:
             turns = (fewest + most) // 2
-            shorter = self._shortened(documents, turns)
+            shorter = self._encode_without(documents, turns)
             if self._fits(shorter):
                 most, shortest = turns, shorter
             else:
                 fewest = turns
         return shortest, most
 
-    def _shortened(self, documents: Sequence[Document], turns: int) -> list[Labelled]:
-        shorter = [d.without(turns) for d in documents if d.without]
+    def _encode_without(self, documents: Sequence[Document], turns: int) -> list[LabeledTokens]:
+        shorter = [d.drop_turns(turns) for d in documents if d.drop_turns]
         flat, faults = self._encode(shorter)
         for fault in faults.values():
             raise fault
         return [flat[index] for index in range(len(flat))]
 
-    def _fits(self, sides: Sequence[Labelled]) -> bool:
+    def _fits(self, sides: Sequence[LabeledTokens]) -> bool:
         limit = self._its.max_seq_len
         return limit is None or max(len(ids) for ids, _ in sides) <= limit
 
-    def _cut(self, sides: list[Labelled]) -> list[Labelled]:
+    def _cut_tokens(self, sides: list[LabeledTokens]) -> list[LabeledTokens]:
         """As `room.kept` says. The sides begin with the same prompt."""
-        prompt = int(Flat.of_all(sides).prompts()[0])
-        stays = kept(prompt, [len(ids) - prompt for ids, _ in sides], self._its)
+        prompt = int(TokenSequences.from_list(sides).prompt_lengths()[0])
+        stays = truncated_lengths(prompt, [len(ids) - prompt for ids, _ in sides], self._its)
         if stays is None:
             limit = self._its.max_seq_len
             why = f"{max(len(ids) for ids, _ in sides)} tokens where max_seq_len is {limit}"
-            raise BadRow("too_long", why)
+            raise BadRecord("too_long", why)
         first = slice(*stays.prompt)
-        found: list[Labelled] = []
+        found: list[LabeledTokens] = []
         for (ids, labels), (start, stop) in zip(sides, stays.answers, strict=True):
             rest = slice(prompt + start, prompt + stop)
             found.append(
@@ -107,4 +107,4 @@ class Fitter:
 
 
 def _is_trained(labels: np.ndarray) -> bool:
-    return bool(Flat.of_all([(labels, labels)]).trained()[0])
+    return bool(TokenSequences.from_list([(labels, labels)]).count_trained()[0])

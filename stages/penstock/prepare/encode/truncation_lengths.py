@@ -17,7 +17,9 @@ class TruncatedLengths:
     answers: tuple[Range, ...]
 
 
-def kept(prompt: int, answers: Sequence[int], its: DatasetSettings) -> TruncatedLengths | None:
+def truncated_lengths(
+    prompt: int, answers: Sequence[int], its: DatasetSettings
+) -> TruncatedLengths | None:
     """What stays of a prompt and its answers, given their lengths; None if nothing does.
 
     Each answer makes a sample with the prompt, the same for all of them, and no sample is longer

@@ -42,7 +42,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """A prompt with two answers. The prompt's messages are the same, and only answers trained."""
 
     chosen: Conversation
@@ -52,7 +52,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class RatedAnswer:
+class RatedCompletion:
     """A prompt and an answer, which alone is trained, with a verdict on it."""
 
     conversation: Conversation

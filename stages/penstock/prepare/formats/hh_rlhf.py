@@ -6,8 +6,8 @@ A turn begins at the start of the text or after an empty line. White space aroun
 import re
 from typing import Any
 
-from penstock.prepare.bad_records import checked_text
-from penstock.prepare.formats.completions import Said
+from penstock.prepare.bad_records import check_text
+from penstock.prepare.formats.completions import Messages
 from penstock.prepare.formats.messages import text_turn
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -15,12 +15,14 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(rf"(?:\A\s*|\n\n)({'|'.join(SPEAKERS)}):")
 
 
-def dialogue_in(where: str, value: Any) -> Said | None:
+def parse_dialogue(where: str, value: Any) -> Messages | None:
     """The turns that the text at `where` consists of; None for anything else."""
     if not isinstance(value, str):
         return None
-    ahead, *parts = _TURN.split(checked_text(where, value))
+    ahead, *parts = _TURN.split(check_text(where, value))
     if ahead or not parts:
         return None
     turns = zip(parts[::2], parts[1::2], strict=True)
-    return Said(where, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns])
+    return Messages(
+        where, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns]
+    )

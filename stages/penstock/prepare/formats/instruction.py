@@ -1,6 +1,6 @@
 """`instruction`: a question and its answer, trained on the answer."""
 
-from penstock.prepare.bad_records import BadRow, optional_text, text
+from penstock.prepare.bad_records import BadRecord, get_optional_text, get_text
 from penstock.prepare.formats.conversation import Conversation, Message
 from penstock.prepare.formats.sample import Record
 from penstock.prepare.settings import DatasetSettings
@@ -11,16 +11,16 @@ BREAK = "\n\n"
 
 def instruction(settings: DatasetSettings, record: Record) -> Conversation:
     """Columns `field_instruction`, `field_output`, and if named `field_input`, `field_system`."""
-    question = text(record, settings.field_instruction)
-    answer = text(record, settings.field_output)
+    question = get_text(record, settings.field_instruction)
+    answer = get_text(record, settings.field_output)
     for name, value in (
         (settings.field_instruction, question),
         (settings.field_output, answer),
     ):
         if not value.strip():
-            raise BadRow("empty", f"{name} is empty")
-    context = optional_text(record, settings.field_input)
-    system = optional_text(record, settings.field_system)
+            raise BadRecord("empty", f"{name} is empty")
+    context = get_optional_text(record, settings.field_input)
+    system = get_optional_text(record, settings.field_system)
     asked = BREAK.join([part for part in (question, context) if part])
     return question_and_answer(system, asked, answer)
 

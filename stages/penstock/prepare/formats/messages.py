@@ -10,10 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, column, json_type_name, optional_text
+from penstock.prepare.bad_records import (
+    BadRecord,
+    check_text,
+    get_column,
+    get_optional_text,
+    json_type_name,
+)
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
-from penstock.prepare.formats.json_values import as_text, checked_json, unpacked
-from penstock.prepare.formats.labels import labels_in
+from penstock.prepare.formats.json_values import check_json, parse_json_text, to_json_text
+from penstock.prepare.formats.labels import parse_labels
 from penstock.prepare.formats.tool_calls import (
     parse_inline_calls,
     parse_tool_call,
@@ -25,13 +31,13 @@ from penstock.prepare.settings import DatasetSettings
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 """Parts of a message that are no text."""
 
-READ = frozenset(("tool_calls", "function_call", "weight"))
+READ_FIELDS = frozenset(("tool_calls", "function_call", "weight"))
 """Parts of a message that are read one by one, besides who says what."""
 
-TEXT, THOUGHT, CALL, RESULT = "text", "reasoning", "tool_call", "tool"
+TEXT, REASON, CALL, RESULT = "text", "reasoning", "tool_call", "tool"
 PARTS: Mapping[str, str] = {
     **dict.fromkeys(("text", "input_text", "output_text"), TEXT),
-    **dict.fromkeys(REASONING, THOUGHT),
+    **dict.fromkeys(REASONING, REASON),
     **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
     **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
 }
@@ -40,7 +46,7 @@ tools, or a tool's answer."""
 
 
 @dataclass(frozen=True)
-class Spelling:
+class MessageKeys:
     """What a message calls its speaker and its words, and who the speakers are."""
 
     role: str
@@ -48,7 +54,7 @@ class Spelling:
     roles: Mapping[str, str]
 
 
-OPENAI = Spelling(
+OPENAI = MessageKeys(
     "role",
     "content",
     {
@@ -85,14 +91,14 @@ class Turn:
 
 
 def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """The messages in `field_messages`, or `messages`. Raises BadRow where they cannot be used."""
+    """The messages in `field_messages`, or `messages`. Raises BadRecord where they cannot be used."""
     name = settings.field_messages or "messages"
-    turns = parse_messages(name, column(record, name))
+    turns = parse_messages(name, get_column(record, name))
     labels = record.get(settings.field_label)
-    return assembled(settings, record, _labelled(settings.field_label, labels, turns))
+    return build_conversation(settings, record, _apply_labels(settings.field_label, labels, turns))
 
 
-def assembled(
+def build_conversation(
     settings: DatasetSettings,
     record: Mapping[str, Any],
     turns: Sequence[Turn],
@@ -102,7 +108,7 @@ def assembled(
 
     The prompt is `system`, or the text in `field_system`; one that the turns begin with stays.
     """
-    first = optional_text(record, settings.field_system) if system is None else system
+    first = get_optional_text(record, settings.field_system) if system is None else system
     if first and turns[0].message["role"] != "system":
         turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
     return Conversation(
@@ -112,50 +118,54 @@ def assembled(
     )
 
 
-def usual_text(record: Mapping[str, Any], name: str | None, usual: str) -> str:
+def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str) -> str:
     """The text in the column that is named, or in the usual one; empty if a record lacks that."""
-    return optional_text(record, name or (usual if usual in record else None))
+    return get_optional_text(record, name or (usual if usual in record else None))
 
 
 def parse_messages(where: str, value: Any) -> list[Turn]:
     """The messages in a list of them."""
-    return [parse_message(f"{where}[{index}]", entry) for index, entry in entries(where, value)]
+    return [
+        parse_message(f"{where}[{index}]", entry) for index, entry in list_entries(where, value)
+    ]
 
 
 _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
-def entries(where: str, value: Any) -> list[tuple[int, Any]]:
+def list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
     """The entries of what must be a list of messages, or one as JSON text, with their places."""
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
-        raise BadRow(
+        raise BadRecord(
             "wrong_type",
             f"{where} is text where a list of messages is meant, such as {_EXAMPLE}",
         )
-    found = [] if is_blank else unpacked(where, value)
+    found = [] if is_blank else parse_json_text(where, value)
     if not isinstance(found, list):
-        raise BadRow(
+        raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(found)} where a list of messages is meant"
         )
     if not found:
-        raise BadRow("empty", f"{where} is empty")
+        raise BadRecord("empty", f"{where} is empty")
     return list(enumerate(found))
 
 
-def parse_message(where: str, value: Any, spelling: Spelling = OPENAI) -> Turn:
+def parse_message(where: str, value: Any, spelling: MessageKeys = OPENAI) -> Turn:
     """One message."""
     if not isinstance(value, dict):
-        raise BadRow("wrong_type", f"{where} is {json_type_name(value)} where an object is meant")
-    role = _role(where, value, spelling)
-    value = _without_parts(where, value, role, spelling.content)
+        raise BadRecord(
+            "wrong_type", f"{where} is {json_type_name(value)} where an object is meant"
+        )
+    role = _parse_role(where, value, spelling)
+    value = _merge_parts(where, value, role, spelling.content)
     message: Message = {"role": role, "content": None}
-    calls = _calls(where, value, role)
+    calls = _parse_calls(where, value, role)
     if calls:
         message["tool_calls"] = calls
-    message["content"] = _content(where, value, role, spelling.content, may_lack=bool(calls))
+    message["content"] = _parse_content(where, value, role, spelling.content, may_lack=bool(calls))
     if len(value) > 2:
-        message.update(_others(where, value, spelling))
+        message.update(_parse_other_fields(where, value, spelling))
     return Turn(message, role == "assistant" and is_trained(where, value.get("weight")))
 
 
@@ -169,9 +179,9 @@ def is_trained(where: str, weight: Any) -> bool:
     if weight is None:
         return True
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise BadRow("wrong_type", f"{where}.weight is {json_type_name(weight)}; write 0 or 1")
+        raise BadRecord("wrong_type", f"{where}.weight is {json_type_name(weight)}; write 0 or 1")
     if weight not in (0, 1):
-        raise BadRow(
+        raise BadRecord(
             "bad_value",
             f"{where}.weight is {weight}; write 0 or 1, since a label is trained or it is not and "
             "holds no fraction",
@@ -184,142 +194,148 @@ def normalize_role(said: str) -> str:
     return said.strip().lower().replace("-", "_")
 
 
-def _labelled(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
+def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
     """`turns`, of which answers labelled 0 are not trained.
 
     Labels are a list, or one as JSON text; a word or a number is about something else.
     """
     is_text = isinstance(value, str) and value.lstrip().startswith("[")
-    found = unpacked(where, value) if is_text else value
+    found = parse_json_text(where, value) if is_text else value
     if not isinstance(found, list):
         return turns
     count = sum(turn.is_answer for turn in turns)
-    labels = iter(labels_in(where, found, count, "one for each message of the assistant's"))
+    labels = iter(parse_labels(where, found, count, "one for each message of the assistant's"))
     return [
         replace(turn, trained=next(labels) and turn.trained) if turn.is_answer else turn
         for turn in turns
     ]
 
 
-def _role(where: str, value: Message, spelling: Spelling) -> str:
+def _parse_role(where: str, value: Message, spelling: MessageKeys) -> str:
     if spelling.role not in value:
-        raise BadRow("missing_column", f"{where} has no {spelling.role}; it has {', '.join(value)}")
-    said = checked_text(f"{where}.{spelling.role}", value[spelling.role])
+        raise BadRecord(
+            "missing_column", f"{where} has no {spelling.role}; it has {', '.join(value)}"
+        )
+    said = check_text(f"{where}.{spelling.role}", value[spelling.role])
     role = spelling.roles.get(said) or spelling.roles.get(normalize_role(said))
     if role:
         return role
     near = difflib.get_close_matches(said, list(spelling.roles), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(spelling.roles)}"
-    raise BadRow("bad_value", f"{where}.{spelling.role} is {said[:40]!r}{hint}")
+    raise BadRecord("bad_value", f"{where}.{spelling.role} is {said[:40]!r}{hint}")
 
 
-def _calls(where: str, value: Message, role: str) -> list[Message]:
+def _parse_calls(where: str, value: Message, role: str) -> list[Message]:
     calls, legacy = value.get("tool_calls"), value.get("function_call")
     if not calls and not legacy:
         return []
     if role != "assistant":
         name = "tool_calls" if calls else "function_call"
-        raise BadRow("bad_value", f"{where} has {name}, but only the assistant calls tools")
+        raise BadRecord("bad_value", f"{where} has {name}, but only the assistant calls tools")
     if calls and legacy:
-        raise BadRow("bad_value", f"{where} has both tool_calls and function_call")
+        raise BadRecord("bad_value", f"{where} has both tool_calls and function_call")
     if calls:
         return parse_tool_calls(f"{where}.tool_calls", calls)
     return [parse_tool_call(f"{where}.function_call", legacy)]
 
 
-def _content(where: str, value: Message, role: str, name: str, *, may_lack: bool) -> str | None:
+def _parse_content(
+    where: str, value: Message, role: str, name: str, *, may_lack: bool
+) -> str | None:
     content = value.get(name)
     at = f"{where}.{name}"
     if isinstance(content, str):
-        return checked_text(at, content)
+        return check_text(at, content)
     if content is None and may_lack:
         return None
     if name not in value:
-        raise BadRow("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
+        raise BadRecord("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
     if role == "tool" and content is not None:
-        return as_text(at, content)
-    raise BadRow("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
+        return to_json_text(at, content)
+    raise BadRecord("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
 
 
-def _without_parts(where: str, value: Message, role: str, name: str) -> Message:
+def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
     """The message with words, reasoning and calls in members of their own, where its content is a
     list of parts."""
     content = value.get(name)
     at = f"{where}.{name}"
-    if not isinstance(content, list) or (role == "tool" and not _are_parts(content)):
+    if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
-    found: dict[str, list[Any]] = {TEXT: [], THOUGHT: [], CALL: [], RESULT: []}
+    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: []}
     for index, part in enumerate(content):
-        kind, inside = _part(f"{at}[{index}]", part)
+        kind, inside = _parse_part(f"{at}[{index}]", part)
         if kind == RESULT and role != "tool":
-            raise BadRow("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
+            raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
         found[kind] += inside
     if found[CALL] and value.get("tool_calls"):
-        raise BadRow("bad_value", f"{where} has both tool_calls and parts of type tool_call")
-    if found[THOUGHT] and any(value.get(note) for note in REASONING):
-        raise BadRow("bad_value", f"{where} has its reasoning both in a part and beside content")
+        raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
+    if found[REASON] and any(value.get(note) for note in REASONING):
+        raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
     members: Message = {**value, name: "".join(found[TEXT] + found[RESULT])}
-    if found[THOUGHT]:
-        members[REASONING[0]] = "".join(found[THOUGHT])
+    if found[REASON]:
+        members[REASONING[0]] = "".join(found[REASON])
     if found[CALL]:
         members["tool_calls"] = found[CALL]
         members[name] = members[name] or None
     return members
 
 
-def _are_parts(content: list[Any]) -> bool:
+def _is_part_list(content: list[Any]) -> bool:
     """Whether a list is the parts of a message, rather than a result of a tool."""
     return bool(content) and all(
-        isinstance(part, dict) and part.get("type") in PARTS and _inside(part) is not None
+        isinstance(part, dict) and part.get("type") in PARTS and _part_value(part) is not None
         for part in content
     )
 
 
-def _inside(part: Message) -> Any:
+def _part_value(part: Message) -> Any:
     """What a part holds: under the name of its type, `text`, `value` or `content`."""
     names = (str(part["type"]), "text", "value", "content")
     return next((part[name] for name in names if part.get(name) is not None), None)
 
 
-def _part(where: str, part: Any) -> tuple[str, list[Any]]:
+def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
     """What a part is, and the texts or calls in it."""
     if not isinstance(part, dict) or "type" not in part:
-        raise BadRow(
+        raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
         )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
         known = ", ".join(dict.fromkeys(PARTS.values()))
         told = f"{where} is of type {str(part['type'])[:40]!r}"
-        raise BadRow("bad_value", f"{told}; only text can be trained on, in parts of type {known}")
-    inside = _inside(part)
+        raise BadRecord(
+            "bad_value", f"{told}; only text can be trained on, in parts of type {known}"
+        )
+    inside = _part_value(part)
     if inside is None:
         names = ", ".join(part)
         told = f"{where} has no text and no value; it has {names}"
-        raise BadRow("missing_column", told)
+        raise BadRecord("missing_column", told)
     if kind == CALL:
         return kind, parse_inline_calls(where, inside)
     if kind == RESULT and not isinstance(inside, str):
-        return kind, [as_text(where, inside)]
-    return kind, [checked_text(where, inside)]
+        return kind, [to_json_text(where, inside)]
+    return kind, [check_text(where, inside)]
 
 
-def _others(where: str, value: Message, spelling: Spelling) -> Message:
+def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Message:
     kept: Message = {}
     for name, entry in value.items():
-        if entry is None or name in READ or name in (spelling.role, spelling.content):
+        if entry is None or name in READ_FIELDS or name in (spelling.role, spelling.content):
             continue
         if name in OTHER_MEDIA:
             if entry:
-                raise BadRow("bad_value", f"{where} has {name}; only text can be trained on")
+                raise BadRecord("bad_value", f"{where} has {name}; only text can be trained on")
             continue
-        kept[name] = checked_json(f"{where}.{name}", entry)
+        kept[name] = check_json(f"{where}.{name}", entry)
     notes = [name for name in REASONING if name in kept]
     for name in notes:
-        checked_text(f"{where}.{name}", kept[name])
+        check_text(f"{where}.{name}", kept[name])
     if len({kept[name] for name in notes}) > 1:
-        raise BadRow("bad_value", f"{where} has {' and '.join(notes)}, which differ")
+        raise BadRecord("bad_value", f"{where} has {' and '.join(notes)}, which differ")
     for name in ("role", "content"):
         if name in kept:
-            raise BadRow("bad_value", f"{where} has both {name} and {spelling.role}")
+            raise BadRecord("bad_value", f"{where} has both {name} and {spelling.role}")
     return kept

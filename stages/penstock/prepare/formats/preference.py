@@ -13,80 +13,83 @@ from typing import Any
 import numpy as np
 
 from penstock.config.schema.dataset import SCORES
-from penstock.prepare.bad_records import BadRow, column, number
-from penstock.prepare.formats.alpaca import instruction_text, system_in
+from penstock.prepare.bad_records import BadRecord, get_column, get_number
+from penstock.prepare.formats.alpaca import instruction_turns, system_prompt
 from penstock.prepare.formats.completions import (
-    Said,
-    answered,
-    messages_at,
+    Messages,
+    build_completion,
     messages_equal,
-    no_prompt,
+    missing_prompt,
+    parse_any_messages,
     read_conversation,
     read_prompt,
 )
-from penstock.prepare.formats.conversation import Pair
-from penstock.prepare.formats.hh_rlhf import dialogue_in
+from penstock.prepare.formats.conversation import PreferencePair
+from penstock.prepare.formats.hh_rlhf import parse_dialogue
 from penstock.prepare.formats.messages import Turn
 from penstock.prepare.settings import DatasetSettings
 
-WORSE = "rejected_response"
+REJECTED_RESPONSE = "rejected_response"
 """The worse answer's usual column beside a conversation that ends with the better one."""
 
-GREATEST_GAP = float(np.finfo(np.float32).max)
+MAX_SCORE_GAP = float(np.finfo(np.float32).max)
 """Between two scores: gaps are kept in fp32."""
 
 
-def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
-    """The two answers of a record. Raises BadRow where they cannot be told apart or used."""
-    return replace(_pair(settings, record), score_gap=_score_gap(settings, record))
+def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
+    """The two answers of a record. Raises BadRecord where they cannot be told apart or used."""
+    return replace(_parse_pair(settings, record), score_gap=_score_gap(settings, record))
 
 
-def _pair(settings: DatasetSettings, record: Mapping[str, Any]) -> Pair:
+def _parse_pair(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
     asked = read_prompt(settings, record) or read_conversation(settings, record)
-    if asked and asked.is_answered and record.get(settings.field_chosen) is None:
-        prompt, chosen = asked.before_its_answer()
+    if asked and asked.ends_with_assistant and record.get(settings.field_chosen) is None:
+        prompt, chosen = asked.split_last_answer()
         name = settings.field_rejected
-        worse = _side(WORSE if record.get(name) is None and WORSE in record else name, record)
+        worse = _parse_side(
+            REJECTED_RESPONSE if record.get(name) is None and REJECTED_RESPONSE in record else name,
+            record,
+        )
         return build_pair(settings, record, prompt, chosen, worse)
-    chosen = _side(settings.field_chosen, record)
-    rejected = _side(settings.field_rejected, record)
-    if asked is None and not (chosen.is_whole and rejected.is_whole):
-        return _of_text(settings, record, chosen, rejected)
-    return build_pair(settings, record, *_parted(asked, chosen, rejected))
+    chosen = _parse_side(settings.field_chosen, record)
+    rejected = _parse_side(settings.field_rejected, record)
+    if asked is None and not (chosen.is_conversation and rejected.is_conversation):
+        return _pair_from_text(settings, record, chosen, rejected)
+    return build_pair(settings, record, *_split_prompt(asked, chosen, rejected))
 
 
 def build_pair(
     settings: DatasetSettings,
     record: Mapping[str, Any],
-    prompt: Said,
-    chosen: Said,
-    rejected: Said,
+    prompt: Messages,
+    chosen: Messages,
+    rejected: Messages,
     system: str | None = None,
-) -> Pair:
+) -> PreferencePair:
     """A prompt and two answers that say something, and not the same."""
-    worse = rejected.as_answer()
-    better = chosen.as_answer()
-    if better.begins_with(worse.turns) and worse.begins_with(better.turns):
-        raise BadRow("same_answers", f"{better.where} and {worse.where} are the same")
-    return Pair(
-        answered(settings, record, prompt, better, system),
-        answered(settings, record, prompt, worse, system),
+    worse = rejected.require_answer()
+    better = chosen.require_answer()
+    if better.starts_with(worse.turns) and worse.starts_with(better.turns):
+        raise BadRecord("same_answers", f"{better.where} and {worse.where} are the same")
+    return PreferencePair(
+        build_completion(settings, record, prompt, better, system),
+        build_completion(settings, record, prompt, worse, system),
     )
 
 
-def _of_text(
-    settings: DatasetSettings, record: Mapping[str, Any], chosen: Said, rejected: Said
-) -> Pair:
+def _pair_from_text(
+    settings: DatasetSettings, record: Mapping[str, Any], chosen: Messages, rejected: Messages
+) -> PreferencePair:
     """Two answers to what is asked as in `alpaca`, or else two dialogues that share a prompt."""
     if record.get(settings.field_instruction) is not None:
-        asked = Said(settings.field_instruction, instruction_text(settings, record))
-        prompt, better, worse = _parted(asked, chosen, rejected)
-        return build_pair(settings, record, prompt, better, worse, system_in(settings, record))
+        asked = Messages(settings.field_instruction, instruction_turns(settings, record))
+        prompt, better, worse = _split_prompt(asked, chosen, rejected)
+        return build_pair(settings, record, prompt, better, worse, system_prompt(settings, record))
     names = (settings.field_chosen, settings.field_rejected)
-    better, worse = (dialogue_in(name, record[name]) for name in names)
-    if not (better and worse and better.is_whole and worse.is_whole):
-        raise no_prompt(settings, record)
-    return build_pair(settings, record, *_parted(None, better, worse))
+    better, worse = (parse_dialogue(name, record[name]) for name in names)
+    if not (better and worse and better.is_conversation and worse.is_conversation):
+        raise missing_prompt(settings, record)
+    return build_pair(settings, record, *_split_prompt(None, better, worse))
 
 
 def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
@@ -94,31 +97,35 @@ def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | 
     named = [name for field in SCORES if (name := getattr(settings, field)) is not None]
     if len(named) < len(SCORES):
         return None
-    better, worse = (number(record, name) for name in named)
-    if not 0 <= better - worse <= GREATEST_GAP:
+    better, worse = (get_number(record, name) for name in named)
+    if not 0 <= better - worse <= MAX_SCORE_GAP:
         told = "the worse answer has the higher score" if better < worse else "too far apart"
-        raise BadRow("bad_value", f"{named[0]} is {better:g} and {named[1]} is {worse:g}: {told}")
+        raise BadRecord(
+            "bad_value", f"{named[0]} is {better:g} and {named[1]} is {worse:g}: {told}"
+        )
     return better - worse
 
 
-def _side(name: str, record: Mapping[str, Any]) -> Said:
-    return messages_at(name, column(record, name), "assistant")
+def _parse_side(name: str, record: Mapping[str, Any]) -> Messages:
+    return parse_any_messages(name, get_column(record, name), "assistant")
 
 
-def _parted(asked: Said | None, chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
+def _split_prompt(
+    asked: Messages | None, chosen: Messages, rejected: Messages
+) -> tuple[Messages, Messages, Messages]:
     """Prompt, better answer and worse answer."""
-    prompt = asked.as_prompt() if asked else Said("", ())
-    if not chosen.is_whole and not rejected.is_whole:
+    prompt = asked.require_prompt() if asked else Messages("", ())
+    if not chosen.is_conversation and not rejected.is_conversation:
         return prompt, chosen, rejected
     count = len(prompt.turns)
-    if not count or not (chosen.begins_with(prompt.turns) and rejected.begins_with(prompt.turns)):
-        count = _shared(chosen, rejected)
+    if not count or not (chosen.starts_with(prompt.turns) and rejected.starts_with(prompt.turns)):
+        count = _shared_prompt_length(chosen, rejected)
         if not count or not _ends_with(chosen.turns[:count], prompt.turns):
             what = f"what is in {prompt.where}" if asked else "the same prompt"
             why = f"{chosen.where} and {rejected.where} do not both begin with {what}"
-            raise BadRow("bad_value", why)
-    shared, better = chosen.parted(count)
-    return shared, better, rejected.parted(count)[1]
+            raise BadRecord("bad_value", why)
+    shared, better = chosen.split_at(count)
+    return shared, better, rejected.split_at(count)[1]
 
 
 def _ends_with(turns: Sequence[Turn], prompt: Sequence[Turn]) -> bool:
@@ -127,7 +134,7 @@ def _ends_with(turns: Sequence[Turn], prompt: Sequence[Turn]) -> bool:
     return len(tail) == len(prompt) and all(map(messages_equal, tail, prompt))
 
 
-def _shared(chosen: Said, rejected: Said) -> int:
+def _shared_prompt_length(chosen: Messages, rejected: Messages) -> int:
     """How many messages both begin with, up to where the assistant speaks in both."""
     sides = list(zip(chosen.turns, rejected.turns, strict=False))
     alike = next((i for i, side in enumerate(sides) if not messages_equal(*side)), len(sides))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.prepare.formats.conversation import Conversation, Pair, RatedAnswer
+from penstock.prepare.formats.conversation import Conversation, PreferencePair, RatedCompletion
 from penstock.prepare.settings import DatasetSettings
 
 Tokens = npt.NDArray[np.int32]
@@ -21,14 +21,14 @@ class Text:
 
 
 @dataclass(slots=True)
-class Ids:
+class TokenizedSample:
     """A sample as it is: `labels[t]` is `input_ids[t]` where that is trained, -100 elsewhere."""
 
     input_ids: Tokens
     labels: Tokens
 
 
-Parsed = Conversation | Pair | RatedAnswer | Text | Ids
+Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample
 Record = Mapping[str, Any]
 Format = Callable[[DatasetSettings, Record], Parsed]
-"""What a record says. Raises BadRow where it says nothing."""
+"""What a record says. Raises BadRecord where it says nothing."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from penstock.prepare.bad_records import BadRow, checked_text, json_type_name
-from penstock.prepare.formats.json_values import Object, checked_json, checked_object, unpacked
+from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.formats.json_values import Object, check_json, check_object, parse_json_text
 
 
 def parse_tools(where: str, value: Any) -> list[Object] | None:
@@ -14,91 +14,91 @@ def parse_tools(where: str, value: Any) -> list[Object] | None:
     """
     if value is None or value == "":
         return None
-    found = unpacked(where, value)
+    found = parse_json_text(where, value)
     if not isinstance(found, list):
-        raise BadRow(
+        raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(found)} where a list of tools is meant"
         )
-    return [_tool(f"{where}[{index}]", entry) for index, entry in enumerate(found)] or None
+    return [_parse_tool(f"{where}[{index}]", entry) for index, entry in enumerate(found)] or None
 
 
 def parse_tool_calls(where: str, value: Any) -> list[Object]:
     """The calls in `value`: a list of them, or that list as JSON text."""
-    found = unpacked(where, value)
+    found = parse_json_text(where, value)
     if not isinstance(found, list):
-        raise BadRow(
+        raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(found)} where a list of calls is meant"
         )
-    return [_call(f"{where}[{index}]", entry) for index, entry in enumerate(found)]
+    return [_parse_call(f"{where}[{index}]", entry) for index, entry in enumerate(found)]
 
 
 def parse_inline_calls(where: str, value: Any) -> list[Object]:
     """The calls that a turn consists of: one or a list of them, usually as JSON text."""
-    found = unpacked(where, value)
+    found = parse_json_text(where, value)
     if isinstance(found, list) and found:
         return parse_tool_calls(where, found)
-    return [_call(where, found)]
+    return [_parse_call(where, found)]
 
 
 def parse_tool_call(where: str, value: Any) -> Object:
     """A function's name and arguments as a call."""
-    return {"type": "function", "function": _function(where, value)}
+    return {"type": "function", "function": _parse_function(where, value)}
 
 
-def _call(where: str, value: Any) -> Object:
-    entry = checked_object(where, value)
+def _parse_call(where: str, value: Any) -> Object:
+    entry = check_object(where, value)
     if entry.get("function") is None:
         return parse_tool_call(where, entry)
-    _is_of_function(where, entry)
+    _require_function_type(where, entry)
     kept = {name: part for name, part in entry.items() if part is not None}
     kept["type"] = "function"
-    kept["function"] = _function(f"{where}.function", entry["function"])
+    kept["function"] = _parse_function(f"{where}.function", entry["function"])
     return kept
 
 
-def _function(where: str, value: Any) -> Object:
-    entry = checked_object(where, value)
+def _parse_function(where: str, value: Any) -> Object:
+    entry = check_object(where, value)
     kept = {name: part for name, part in entry.items() if part is not None}
-    kept["name"] = _name(where, entry)
-    kept["arguments"] = _arguments(f"{where}.arguments", entry.get("arguments"))
+    kept["name"] = _parse_name(where, entry)
+    kept["arguments"] = _parse_arguments(f"{where}.arguments", entry.get("arguments"))
     return kept
 
 
-def _arguments(where: str, value: Any) -> Object:
+def _parse_arguments(where: str, value: Any) -> Object:
     if value is None or value == "":
         return {}
-    return checked_object(where, unpacked(where, value))
+    return check_object(where, parse_json_text(where, value))
 
 
-def _tool(where: str, value: Any) -> Object:
-    entry = checked_object(where, unpacked(where, value))
+def _parse_tool(where: str, value: Any) -> Object:
+    entry = check_object(where, parse_json_text(where, value))
     if entry.get("function") is None:
         bare = {name: part for name, part in entry.items() if name != "function"}
-        return {"type": "function", "function": _described(where, bare)}
-    _is_of_function(where, entry)
-    function = _described(f"{where}.function", entry["function"])
+        return {"type": "function", "function": _parse_definition(where, bare)}
+    _require_function_type(where, entry)
+    function = _parse_definition(f"{where}.function", entry["function"])
     return {**entry, "type": "function", "function": function}
 
 
-def _described(where: str, value: Any) -> Object:
-    entry = checked_object(where, value)
+def _parse_definition(where: str, value: Any) -> Object:
+    entry = check_object(where, value)
     kept = dict(entry)
-    kept["name"] = _name(where, entry)
+    kept["name"] = _parse_name(where, entry)
     if isinstance(kept.get("parameters"), str):
         at = f"{where}.parameters"
-        kept["parameters"] = checked_object(at, unpacked(at, kept["parameters"]))
+        kept["parameters"] = check_object(at, parse_json_text(at, kept["parameters"]))
     return kept
 
 
-def _is_of_function(where: str, entry: Object) -> None:
+def _require_function_type(where: str, entry: Object) -> None:
     said = entry.get("type")
     if said not in (None, "function"):
-        raise BadRow(
-            "bad_value", f"{where}.type is {checked_json(where, said)!r}; only 'function' is known"
+        raise BadRecord(
+            "bad_value", f"{where}.type is {check_json(where, said)!r}; only 'function' is known"
         )
 
 
-def _name(where: str, entry: Object) -> str:
+def _parse_name(where: str, entry: Object) -> str:
     if entry.get("name") is None:
-        raise BadRow("missing_column", f"{where} has no name; it has {', '.join(entry)}")
-    return checked_text(f"{where}.name", entry["name"])
+        raise BadRecord("missing_column", f"{where} has no name; it has {', '.join(entry)}")
+    return check_text(f"{where}.name", entry["name"])

@@ -19,60 +19,60 @@ ARROW_FILE = b"ARROW1"
 def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
     """The rows of the row groups `span` (all: None)."""
     with (
-        whole(source, "parquet"),
-        source.for_arrow() as stream,
-        pq.ParquetFile(stream, **_buffering(source)) as file,
+        arrow_errors(source, "parquet"),
+        source.open_arrow() as stream,
+        pq.ParquetFile(stream, **_buffer_options(source)) as file,
     ):
         groups = range(*(span or (0, file.metadata.num_row_groups)))
         row = 1
         for group in groups:
             metadata = file.metadata.row_group(group)
-            at_once = _rows_at_once(metadata.total_byte_size, metadata.num_rows)
+            at_once = _rows_per_chunk(metadata.total_byte_size, metadata.num_rows)
             for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
-                yield Chunk(batch, range(row, row + batch.num_rows), _rows)
+                yield Chunk(batch, range(row, row + batch.num_rows), _to_records)
                 row += batch.num_rows
 
 
 def arrow_file(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
     """The rows of the record batches `span` (all: None) of an Arrow IPC file."""
-    with whole(source, "arrow"), source.for_arrow() as stream:
+    with arrow_errors(source, "arrow"), source.open_arrow() as stream:
         file = pa.ipc.open_file(stream)
         indices = range(*(span or (0, file.num_record_batches)))
-        yield from _chunks(file.get_batch(index) for index in indices)
+        yield from _iter_chunks(file.get_batch(index) for index in indices)
 
 
 def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
     """The rows of an Arrow IPC stream."""
-    with whole(source, "arrow"), source.for_arrow() as stream:
-        yield from _chunks(iter(pa.ipc.open_stream(stream)))
+    with arrow_errors(source, "arrow"), source.open_arrow() as stream:
+        yield from _iter_chunks(iter(pa.ipc.open_stream(stream)))
 
 
-def _buffering(source: SourceFile) -> dict[str, Any]:
+def _buffer_options(source: SourceFile) -> dict[str, Any]:
     """Local columns are read a page at a time; remote ones at once, to make fewer requests."""
     is_local = isinstance(source.location, Path)
     return {"buffer_size": 1 << 20, "pre_buffer": False} if is_local else {}
 
 
-def _chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
+def _iter_chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
     row = 1
     for batch in batches:
-        at_once = _rows_at_once(batch.nbytes, batch.num_rows)
+        at_once = _rows_per_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, at_once):
             part = batch.slice(start, at_once)
-            yield Chunk(part, range(row + start, row + start + part.num_rows), _rows)
+            yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
         row += batch.num_rows
 
 
-def _rows_at_once(num_bytes: int, num_rows: int) -> int:
+def _rows_per_chunk(num_bytes: int, num_rows: int) -> int:
     return max(1, min(BATCH, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
-def _rows(batch: pa.RecordBatch) -> list[Value]:
+def _to_records(batch: pa.RecordBatch) -> list[Value]:
     rows: list[dict[str, Any]] = batch.to_pylist()
     padded = [field.name for field in batch.schema if _has_structs(field.type)]
     for row in rows:
         for name in padded:
-            row[name] = without_nulls(row[name])
+            row[name] = drop_nulls(row[name])
     return list[Value](rows)
 
 
@@ -82,7 +82,7 @@ def _has_structs(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) or any(_has_structs(each) for each in inner)
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Nested objects without their null members.
 
     Arrow gives every struct of a column the names of all others, with nulls. What was null and what
@@ -90,14 +90,14 @@ def without_nulls(value: Any) -> Any:
     """
     if isinstance(value, dict):
         members = cast("dict[str, Any]", value).items()
-        return {name: without_nulls(part) for name, part in members if part is not None}
+        return {name: drop_nulls(part) for name, part in members if part is not None}
     if isinstance(value, list):
-        return [without_nulls(part) for part in cast("list[Any]", value)]
+        return [drop_nulls(part) for part in cast("list[Any]", value)]
     return value
 
 
 @contextmanager
-def whole(source: SourceFile, kind: str) -> Generator[None]:
+def arrow_errors(source: SourceFile, kind: str) -> Generator[None]:
     """Turns Arrow's complaints about a file into ours; one that is absent is no such complaint."""
     try:
         yield

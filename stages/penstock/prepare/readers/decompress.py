@@ -17,7 +17,7 @@ from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
 from penstock.core.sources.local_files import detect_compression
 
-BROKEN = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
 """What a damaged compressed file raises, by the libraries that read it."""
 
 
@@ -28,7 +28,7 @@ class SourceFile:
     name: str
     location: Path | str = field(compare=False)
     pinned: Mapping[str, Any] = field(default_factory=dict)
-    beside: "SourceFile | None" = None
+    data_file: "SourceFile | None" = None
     """The file with the data, where this one is its index."""
 
     @property
@@ -37,30 +37,30 @@ class SourceFile:
         return detect_compression(self.name)
 
     @contextmanager
-    def opened(self) -> Generator[BinaryIO]:
+    def open(self) -> Generator[BinaryIO]:
         """Its bytes, decompressed and buffered. Raises StageError when compressed data breaks
         off."""
         with open_file(self.location, self.pinned) as raw:
             if self.compression is None:
-                yield _buffered(raw)
+                yield _buffer(raw)
                 return
             try:
-                with _decompressed(raw, self.compression) as stream:
-                    yield _buffered(stream)
-            except BROKEN as error:
+                with _open_decompressed(raw, self.compression) as stream:
+                    yield _buffer(stream)
+            except DECOMPRESSION_ERRORS as error:
                 raise StageError(
                     f"{self.name} cannot be decompressed as {self.compression}: {error}\n"
                     "  It may be cut short or of another kind: write it again, or rename it."
                 ) from error
 
-    def for_arrow(self) -> Any:
+    def open_arrow(self) -> Any:
         """It for pyarrow: read, not mapped, for mapped pages would count as memory."""
         if isinstance(self.location, Path):
             return pa.OSFile(str(self.location))
         return pa.PythonFile(open_file(self.location, self.pinned), mode="r")
 
 
-def _decompressed(raw: BinaryIO, compression: str) -> Any:
+def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")
     if compression == "bz2":
@@ -70,15 +70,15 @@ def _decompressed(raw: BinaryIO, compression: str) -> Any:
     return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
 
-def _buffered(stream: Any) -> BinaryIO:
+def _buffer(stream: Any) -> BinaryIO:
     if isinstance(stream, io.BufferedReader):
         return stream
     if isinstance(stream, pa.NativeFile):
-        stream = _Raw(stream)
+        stream = _ArrowRawIO(stream)
     return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 18))
 
 
-class _Raw(io.RawIOBase):
+class _ArrowRawIO(io.RawIOBase):
     """An Arrow stream as one of Python's."""
 
     def __init__(self, stream: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from penstock.core.errors import StageError
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
 
@@ -23,13 +23,13 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
 
     Raises StageError where the document breaks off or is not JSON.
     """
-    with file.opened() as raw:
+    with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
         reader = _JsonReader(stream, file.name)
         is_array = reader.peek() == "["
         if is_array:
             reader.skip()
-        yield from _runs(_values(reader, is_array), _objects)
+        yield from _group_items(_iter_values(reader, is_array), _parse_objects)
         if is_array and not reader.peek():
             raise StageError(
                 f"{file.name} breaks off at line {reader.line}: its array is never closed.\n"
@@ -43,7 +43,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
     Raises StageError where it is not CSV.
     """
     csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than one long document
-    with file.opened() as raw:
+    with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         reader = csv.reader(stream, strict=True, delimiter=detect_delimiter(file))
         try:
@@ -58,7 +58,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                     "  Rename one of them in its first line."
                 )
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
-            yield from _runs(rows, lambda rows: [_row(header, row) for row in rows])
+            yield from _group_items(rows, lambda rows: [_parse_row(header, row) for row in rows])
         except (csv.Error, UnicodeDecodeError) as error:
             raise StageError(
                 f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
@@ -68,14 +68,14 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 def detect_delimiter(file: SourceFile) -> str:
     """What parts the columns of a CSV file: a comma, unless its header has none and parts into
     several names at another of the usual characters."""
-    with file.opened() as raw:
+    with file.open() as raw:
         head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
     if "," in head:
         return ","
     return max(DELIMITERS, key=head.count) if any(each in head for each in DELIMITERS) else ","
 
 
-def _runs(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
+def _group_items(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
     """(place, item, size) as chunks of at most `BATCH` items and about `BATCH_BYTES`."""
     items: list[Any] = []
     places: list[int] = []
@@ -91,17 +91,17 @@ def _runs(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
         yield Chunk(items, places, parse)
 
 
-def _row(header: list[str], fields: list[str]) -> Value:
+def _parse_row(header: list[str], fields: list[str]) -> Value:
     if len(fields) == len(header):
         return dict(zip(header, fields, strict=True))
-    return BadRow("wrong_type", f"{len(fields)} fields where the header has {len(header)}")
+    return BadRecord("wrong_type", f"{len(fields)} fields where the header has {len(header)}")
 
 
-def _objects(values: list[Any]) -> list[Value]:
+def _parse_objects(values: list[Any]) -> list[Value]:
     return [as_object(value) for value in values]
 
 
-def _values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, Any, int]]:
+def _iter_values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, Any, int]]:
     while (character := reader.peek()) and not (is_array and character == "]"):
         if character == ",":
             reader.skip()

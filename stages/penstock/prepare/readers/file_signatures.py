@@ -7,10 +7,10 @@ from typing import Literal
 from penstock.core.errors import StageError
 from penstock.prepare.readers.decompress import SourceFile
 
-SNIFFED = 4096
+HEAD_BYTES = 4096
 """Bytes at the beginning of a file that tell what it is."""
 
-BINARY = {
+BINARY_SIGNATURES = {
     b"PAR1": "parquet.\n  Write ds_type: parquet, or rename it to .parquet.",
     b"ARROW1": "an Arrow file.\n  Write ds_type: arrow, or rename it to .arrow.",
     b"\x1f\x8b": "compressed by gzip.\n  Rename it to {name}.gz.",
@@ -22,16 +22,16 @@ BINARY = {
 }
 """What cannot be read as text, by how it begins."""
 
-PAGE = ("<!doctype", "<html", "<?xml")
+HTML_PREFIXES = ("<!doctype", "<html", "<?xml")
 
 Kind = Literal["json", "csv", "text"]
 
 
 def require_text(file: SourceFile, kind: Kind) -> None:
     """Raise StageError for a file that cannot be read as text of this kind."""
-    with file.opened() as stream:
-        head = stream.read(SNIFFED)
-    for beginning, what in BINARY.items():
+    with file.open() as stream:
+        head = stream.read(HEAD_BYTES)
+    for beginning, what in BINARY_SIGNATURES.items():
         if head.startswith(beginning):
             raise StageError(f"{file.name} is {what.format(name=file.name)}")
     _require_utf8(file.name, head)
@@ -54,7 +54,7 @@ def _require_records(name: str, kind: Kind, head: bytes) -> None:
     """Refuse text that is no table and no JSON, whatever its name says."""
     if head.startswith(b"version https://git-lfs"):
         raise StageError(f"{name} is a pointer of Git LFS.\n  git lfs pull fetches the file.")
-    if head[:9].decode(errors="replace").lower().startswith(PAGE):
+    if head[:9].decode(errors="replace").lower().startswith(HTML_PREFIXES):
         raise StageError(
             f"{name} is a web page, not data.\n  Download the file itself (its raw address)."
         )

@@ -19,17 +19,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.core.cache.digests import derived, digest_files
+from penstock.core.cache.digests import cached_value, digest_files
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, split_range
-from penstock.prepare.readers.columnar import ARROW_FILE, whole
+from penstock.prepare.readers.columnar import ARROW_FILE, arrow_errors
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import detect_delimiter
 from penstock.prepare.readers.file_signatures import require_text
-from penstock.prepare.readers.lines import BOM, line_start, parsed
+from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
 
 SLICE_BYTES = 16 << 20
@@ -58,12 +58,12 @@ Reader = Literal[
     "stream",
     "builtin",
 ]
-Cut = dict[str, Any]
+SplitSpec = dict[str, Any]
 """One part of a file as plain JSON: reader, span, before, num_bytes, and lines_sha256 if known."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileSplit:
     """One part of a file, of a hub data set, or a built-in set whole."""
 
     reader: Reader
@@ -74,7 +74,7 @@ class Piece:
     span: tuple[int, int] | None = None
     """Bytes, row groups, record batches, documents or rows, the second excluded; a shard and their
     number."""
-    before: int | None = 0
+    records_before: int | None = 0
     """Lines or rows ahead of it; None where only reading tells."""
     num_bytes: int = 0
     """How much work it is, about."""
@@ -101,7 +101,7 @@ def split_source(
     streaming: bool,
     token: bool | None,
     split: tuple[str, str] | None = None,
-) -> list[Piece]:
+) -> list[FileSplit]:
     """The pieces of a source, in the order of its records.
 
     `split` is for Megatron's files: the shares of their splits, and which of them is meant.
@@ -111,30 +111,34 @@ def split_source(
     """
     pin = dict(source.pin)
     if pin["kind"] == "builtin":
-        return [Piece("builtin", str(pin["name"]), pin)]
+        return [FileSplit("builtin", str(pin["name"]), pin)]
     if pin["kind"] == "hub":
-        return _of_hub(pin, streaming, token)
+        return _split_hub(pin, streaming, token)
     entries = zip(pin["files"], source.paths or source.urls, strict=True)
     files = [SourceFile(str(entry["name"]), location, entry) for entry, location in entries]
-    pieces = [piece for file in _indexed(files) for piece in _of_file(file, ds_type)]
-    return _of_split(pieces, source, split) if split else pieces
+    pieces = [
+        piece for file in _attach_megatron_data(files) for piece in _split_file(file, ds_type)
+    ]
+    return _select_documents(pieces, source, split) if split else pieces
 
 
-def _indexed(files: Sequence[SourceFile]) -> list[SourceFile]:
+def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
     """The files, with the data of each index of Megatron's beside it."""
     found: list[SourceFile] = []
     for file in files:
         if found and found[-1].name.endswith(INDEX) and file.name.endswith(DATA):
-            found[-1] = replace(found[-1], beside=file)
+            found[-1] = replace(found[-1], data_file=file)
         else:
             found.append(file)
     return found
 
 
-def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -> list[Piece]:
+def _select_documents(
+    pieces: Sequence[FileSplit], source: Source, split: tuple[str, str]
+) -> list[FileSplit]:
     """What one split has of the pieces: each file is split by itself. Raises StageError where that
     is nothing."""
-    found: list[Piece] = []
+    found: list[FileSplit] = []
     last = {piece.name: piece.span[1] for piece in pieces if piece.span}
     for piece in pieces:
         if piece.reader != "megatron" or not piece.span:
@@ -147,7 +151,7 @@ def _of_split(pieces: Sequence[Piece], source: Source, split: tuple[str, str]) -
         if first < end:
             share = (end - first) / (piece.span[1] - piece.span[0])
             size = int(piece.num_bytes * share)
-            found.append(replace(piece, span=(first, end), before=first, num_bytes=size))
+            found.append(replace(piece, span=(first, end), records_before=first, num_bytes=size))
     if not found:
         raise StageError(
             f"{source.pin['label']} has {sum(last.values()):,} documents, of which splits_string"
@@ -168,25 +172,25 @@ def require_unchanged(files: Iterable[SourceFile | None]) -> None:
             )
 
 
-def _of_file(file: SourceFile, ds_type: str | None) -> list[Piece]:
+def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:
     if file.pinned.get("bytes") == 0:
         raise StageError(f"{file.name} is empty.\n  Remove it from data.datasets, or fill it.")
     content = {key: value for key, value in file.pinned.items() if key != "name"}
-    if file.beside:
-        content["data"] = {k: v for k, v in file.beside.pinned.items() if k != "name"}
+    if file.data_file:
+        content["data"] = {k: v for k, v in file.data_file.pinned.items() if k != "name"}
     kind = ds_type or detect_file_kind(file.name) or ""
     asked = digest_json([FORMAT, SLICE_BYTES, kind, file.name, content])
 
-    def cuts() -> list[Cut]:
-        found = list(_CUTS[kind](file))
-        require_unchanged([file, file.beside])
+    def cuts() -> list[SplitSpec]:
+        found = list(_SPLITTERS[kind](file))
+        require_unchanged([file, file.data_file])
         return found
 
-    whole_file = Piece("csv", file.name, content, file)
-    return [_piece(whole_file, cut) for cut in derived(asked, cuts)]
+    whole_file = FileSplit("csv", file.name, content, file)
+    return [_build_split(whole_file, cut) for cut in cached_value(asked, cuts)]
 
 
-def _piece(whole_file: Piece, cut: Cut) -> Piece:
+def _build_split(whole_file: FileSplit, cut: SplitSpec) -> FileSplit:
     content = whole_file.content
     if digest := cut.get("lines_sha256"):
         # Faults are told with their lines, so where the lines begin is part of what is made.
@@ -198,23 +202,23 @@ def _piece(whole_file: Piece, cut: Cut) -> Piece:
         reader=cut["reader"],
         content=content,
         span=tuple(cut["span"]) if cut["span"] else None,
-        before=cut["before"],
+        records_before=cut["before"],
         num_bytes=cut["num_bytes"],
     )
 
 
-def _whole(reader: Reader, file: SourceFile) -> Cut:
+def _whole_file(reader: Reader, file: SourceFile) -> SplitSpec:
     size = file.pinned.get("bytes") or SLICE_BYTES
     return {"reader": reader, "span": None, "before": 0, "num_bytes": size}
 
 
-def _lines(reader: Reader) -> Callable[[SourceFile], Iterator[Cut]]:
-    def cuts(file: SourceFile) -> Iterator[Cut]:
+def _line_splitter(reader: Reader) -> Callable[[SourceFile], Iterator[SplitSpec]]:
+    def cuts(file: SourceFile) -> Iterator[SplitSpec]:
         size = file.pinned.get("bytes")
         if file.compression or size is None:
-            yield _whole(reader, file)
+            yield _whole_file(reader, file)
         elif isinstance(file.location, Path):
-            yield from _ranges_of_lines(reader, file.location, size)
+            yield from _split_local_lines(reader, file.location, size)
         else:
             for start in range(0, size, SLICE_BYTES):
                 stop = min(start + SLICE_BYTES, size)
@@ -228,12 +232,12 @@ def _lines(reader: Reader) -> Callable[[SourceFile], Iterator[Cut]]:
     return cuts
 
 
-def _ranges_of_lines(reader: Reader, path: Path, size: int) -> Iterator[Cut]:
+def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitSpec]:
     with path.open("rb") as stream:
         bounds = [*(line_start(stream, at) for at in range(0, size, SLICE_BYTES)), size]
     spans = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
     with ThreadPoolExecutor(min(THREADS, len(spans))) as pool:
-        read = list(pool.map(lambda span: _digest_and_lines(path, *span), spans))
+        read = list(pool.map(lambda span: _digest_and_count_lines(path, *span), spans))
     lines_before = accumulate((lines for _, lines in read), initial=0)
     for span, (digest, _), before in zip(spans, read, lines_before, strict=False):
         yield {
@@ -245,7 +249,7 @@ def _ranges_of_lines(reader: Reader, path: Path, size: int) -> Iterator[Cut]:
         }
 
 
-def _digest_and_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
+def _digest_and_count_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
     digest, lines = hashlib.sha256(), 0
     with path.open("rb") as stream:
         stream.seek(start)
@@ -256,28 +260,28 @@ def _digest_and_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
     return digest.hexdigest(), lines
 
 
-def _json(file: SourceFile) -> Iterator[Cut]:
+def _split_json(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "json")
-    if _is_lines(file):
-        yield from _lines("json_lines")(file)
+    if _is_json_lines(file):
+        yield from _line_splitter("json_lines")(file)
     else:
-        yield _whole("json_document", file)
+        yield _whole_file("json_document", file)
 
 
-def _is_lines(file: SourceFile) -> bool:
+def _is_json_lines(file: SourceFile) -> bool:
     """Whether a JSON file is lines of JSON. What is in it decides; its name does where the first
     line is neither an object nor the beginning of a longer value."""
     stem = Path(file.name).stem if file.compression else file.name
-    with file.opened() as stream:
+    with file.open() as stream:
         first = next((line for line in stream if line.strip()), b"").removeprefix(BOM).strip()
-        if first.startswith(b"{") and isinstance(parsed(first), dict):
+        if first.startswith(b"{") and isinstance(parse_line(first), dict):
             return True
         if not stem.lower().endswith((".jsonl", ".ndjson")):
             return False
-        return not _is_document(first, stream.read(BLOCK))
+        return not _is_json_document(first, stream.read(BLOCK))
 
 
-def _is_document(first: bytes, more: bytes) -> bool:
+def _is_json_document(first: bytes, more: bytes) -> bool:
     """Whether a file that is named as lines is an array of objects, or objects over several lines,
     or with commas between them. `first` is its first line, `more` what follows."""
     decoder = json.JSONDecoder()
@@ -292,21 +296,25 @@ def _is_document(first: bytes, more: bytes) -> bool:
     return isinstance(value, dict) and (end > len(first.decode()) or head[end] == ",")
 
 
-def _text(file: SourceFile) -> Iterator[Cut]:
+def _split_text(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "text")
-    return _lines("text_lines")(file)
+    return _line_splitter("text_lines")(file)
 
 
-def _csv(file: SourceFile) -> Iterator[Cut]:
+def _split_csv(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "csv")
     delimiter = detect_delimiter(file)
     # Files that were read before delimiters were looked for keep their slices.
     told = {} if delimiter == "," else {"delimiter": delimiter}
-    yield {**_whole("csv", file), **told}
+    yield {**_whole_file("csv", file), **told}
 
 
-def _parquet(file: SourceFile) -> Iterator[Cut]:
-    with whole(file, "parquet"), file.for_arrow() as stream, pq.ParquetFile(stream) as opened:
+def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
+    with (
+        arrow_errors(file, "parquet"),
+        file.open_arrow() as stream,
+        pq.ParquetFile(stream) as opened,
+    ):
         footer = opened.metadata
         groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     start, rows, num_bytes, before = 0, 0, 0, 0
@@ -319,13 +327,13 @@ def _parquet(file: SourceFile) -> Iterator[Cut]:
             start, before, rows, num_bytes = index, before + rows, 0, 0
 
 
-def _arrow(file: SourceFile) -> Iterator[Cut]:
-    with file.opened() as stream:
+def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
+    with file.open() as stream:
         is_stream = stream.read(len(ARROW_FILE)) != ARROW_FILE
     if is_stream:
-        yield _whole("arrow_stream", file)
+        yield _whole_file("arrow_stream", file)
         return
-    with whole(file, "arrow"), file.for_arrow() as source:
+    with arrow_errors(file, "arrow"), file.open_arrow() as source:
         batches = pa.ipc.open_file(source).num_record_batches
     size = file.pinned.get("bytes") or 0
     count = max(1, min(batches, -(-size // SLICE_BYTES)))
@@ -339,7 +347,7 @@ def _arrow(file: SourceFile) -> Iterator[Cut]:
         }
 
 
-def _megatron(file: SourceFile) -> Iterator[Cut]:
+def _split_megatron(file: SourceFile) -> Iterator[SplitSpec]:
     sizes = read_index(file).document_bytes()
     numbers = (np.cumsum(sizes) - sizes) // SLICE_BYTES
     cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
@@ -353,39 +361,41 @@ def _megatron(file: SourceFile) -> Iterator[Cut]:
             }
 
 
-_CUTS: dict[str, Callable[[SourceFile], Iterator[Cut]]] = {
-    "json": _json,
-    "text": _text,
-    "csv": _csv,
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "megatron": _megatron,
+_SPLITTERS: dict[str, Callable[[SourceFile], Iterator[SplitSpec]]] = {
+    "json": _split_json,
+    "text": _split_text,
+    "csv": _split_csv,
+    "parquet": _split_parquet,
+    "arrow": _split_arrow,
+    "megatron": _split_megatron,
 }
 
 
-def _of_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list[Piece]:
+def _split_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list[FileSplit]:
     repo = str(pin["repo"])
     if streaming:
-        shards = derived(digest_json([FORMAT, "shards", pin]), lambda: _num_shards(pin, token))
+        shards = cached_value(
+            digest_json([FORMAT, "shards", pin]), lambda: _count_shards(pin, token)
+        )
         return [
-            Piece("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
+            FileSplit("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
             for index in range(shards)
         ]
     asked = digest_json([FORMAT, SLICE_BYTES, "rows", pin])
     return [
-        Piece("hub", repo, pin, span=(start, stop), before=start, num_bytes=num_bytes)
-        for start, stop, num_bytes in derived(asked, lambda: _runs_of_rows(pin, token))
+        FileSplit("hub", repo, pin, span=(start, stop), records_before=start, num_bytes=num_bytes)
+        for start, stop, num_bytes in cached_value(asked, lambda: _split_hub_rows(pin, token))
     ]
 
 
-def _num_shards(pin: dict[str, Any], token: bool | None) -> int:
+def _count_shards(pin: dict[str, Any], token: bool | None) -> int:
     # The library takes a second to import, which all other sources are spared.
     from penstock.prepare.readers.hub import open_stream  # noqa: PLC0415
 
     return open_stream(pin, token).num_shards
 
 
-def _runs_of_rows(pin: dict[str, Any], token: bool | None) -> list[list[int]]:
+def _split_hub_rows(pin: dict[str, Any], token: bool | None) -> list[list[int]]:
     from penstock.prepare.readers.hub import open_hub  # noqa: PLC0415 - as above
 
     data = open_hub(pin, token)

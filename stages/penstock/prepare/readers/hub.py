@@ -17,7 +17,7 @@ from datasets import (
 from datasets.exceptions import DatasetsError
 
 from penstock.core.errors import CapabilityError, StageError
-from penstock.prepare.readers.columnar import without_nulls
+from penstock.prepare.readers.columnar import drop_nulls
 from penstock.prepare.readers.records import BATCH, Chunk, Value
 
 Pin = Mapping[str, Any]
@@ -29,22 +29,22 @@ def open_hub(pin: Pin, token: bool | None) -> Dataset:
 
     Raises StageError for a part that it does not have, CapabilityError when it cannot be fetched.
     """
-    return cast("Dataset", _loaded(*_names(pin), token, streaming=False))
+    return cast("Dataset", _load(*_load_arguments(pin), token, streaming=False))
 
 
 def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
     """The data set, downloaded as it is read and not kept. Raises as `open_hub`."""
-    return cast("IterableDataset", _loaded(*_names(pin), token, streaming=True))
+    return cast("IterableDataset", _load(*_load_arguments(pin), token, streaming=True))
 
 
 def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """Rows `span` of a downloaded data set."""
     data = open_hub(pin, token)
-    padded = _padded(data.features)
+    padded = _struct_columns(data.features)
     for start in range(*span, BATCH):
         columns = data[start : min(start + BATCH, span[1])]
         rows = [
-            _unpadded(dict(zip(columns, values, strict=True)), padded)
+            _drop_padding(dict(zip(columns, values, strict=True)), padded)
             for values in zip(*columns.values(), strict=True)
         ]
         first = start - span[0] + 1
@@ -54,12 +54,12 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """The rows of the shards `span[0]` of `span[1]`. Raises as `open_hub` where it breaks off."""
     shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
-    padded = _padded(shard.features)
+    padded = _struct_columns(shard.features)
     rows: list[Value] = []
     first = 1
     with _Fetching(pin):
         for row in shard:
-            rows.append(_unpadded(row, padded))
+            rows.append(_drop_padding(row, padded))
             if len(rows) == BATCH:
                 yield Chunk(rows, range(first, first + BATCH), _as_they_are)
                 first += BATCH
@@ -72,30 +72,30 @@ def _as_they_are(rows: list[Value]) -> list[Value]:
     return rows
 
 
-def _padded(features: Mapping[str, Any] | None) -> list[str]:
+def _struct_columns(features: Mapping[str, Any] | None) -> list[str]:
     """Columns whose values have the names of all others, with nulls: those of structs."""
-    return [name for name, feature in (features or {}).items() if _is_padded(feature)]
+    return [name for name, feature in (features or {}).items() if _is_struct(feature)]
 
 
-def _is_padded(feature: Any) -> bool:
+def _is_struct(feature: Any) -> bool:
     """JSON keeps its own nulls, also inside of a struct."""
     if isinstance(feature, dict):
         return not any(isinstance(part, Json) for part in cast("dict[str, Any]", feature).values())
     inner = getattr(feature, "feature", None)
-    return inner is not None and _is_padded(inner)
+    return inner is not None and _is_struct(inner)
 
 
-def _unpadded(row: dict[str, Any], padded: Sequence[str]) -> dict[str, Any]:
-    return {**row, **{name: without_nulls(row[name]) for name in padded}}
+def _drop_padding(row: dict[str, Any], padded: Sequence[str]) -> dict[str, Any]:
+    return {**row, **{name: drop_nulls(row[name]) for name in padded}}
 
 
-def _names(pin: Pin) -> tuple[Any, ...]:
+def _load_arguments(pin: Pin) -> tuple[Any, ...]:
     files = pin["data_files"]
     return pin["repo"], pin["commit"], pin["name"], pin["split"], tuple(files) if files else None
 
 
 @lru_cache(maxsize=8)
-def _loaded(
+def _load(
     repo: str,
     commit: str,
     name: str | None,

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from penstock.prepare.bad_records import BadRow
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
 
@@ -19,47 +19,47 @@ Span = tuple[int, int]
 
 def json_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
     """The objects of a file of JSON lines; blank lines are none."""
-    with file.opened() as stream:
+    with file.open() as stream:
         number = 1
-        for lines in _runs_of_lines(stream, span):
+        for lines in _iter_line_batches(stream, span):
             places = range(number, number + len(lines))
             number += len(lines)
             if any(map(bytes.isspace, lines)):
                 kept = [i for i, line in enumerate(lines) if not line.isspace()]
-                yield Chunk([lines[i] for i in kept], [places[i] for i in kept], _objects)
+                yield Chunk([lines[i] for i in kept], [places[i] for i in kept], _parse_lines)
             else:
-                yield Chunk(lines, places, _objects)
+                yield Chunk(lines, places, _parse_lines)
 
 
 def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
     """The lines of a text file, each as `{"text": …}`."""
-    with file.opened() as stream:
+    with file.open() as stream:
         number = 1
-        for lines in _runs_of_lines(stream, span):
+        for lines in _iter_line_batches(stream, span):
             if number == 1 and not (span and span[0]):
                 lines[0] = lines[0].removeprefix(BOM)
-            yield Chunk(lines, range(number, number + len(lines)), _texts)
+            yield Chunk(lines, range(number, number + len(lines)), _parse_texts)
             number += len(lines)
 
 
-def parsed(line: bytes) -> Value:
+def parse_line(line: bytes) -> Value:
     """One line of JSON."""
     try:
         value = json.loads(line)
     except RecursionError:
-        return BadRow("invalid_json", "not JSON: nested too deeply")
+        return BadRecord("invalid_json", "not JSON: nested too deeply")
     except UnicodeDecodeError as error:
-        return BadRow("invalid_json", not_utf8(error))
+        return BadRecord("invalid_json", utf8_error(error))
     except json.JSONDecodeError as error:
-        return BadRow("invalid_json", _not_json(line, error))
+        return BadRecord("invalid_json", _explain_json_error(line, error))
     except ValueError as error:  # a number of thousands of digits
-        return BadRow("invalid_json", f"not JSON: {error}")
+        return BadRecord("invalid_json", f"not JSON: {error}")
     return as_object(value)
 
 
-def lines_before(file: SourceFile, at: int) -> int:
+def count_lines_before(file: SourceFile, at: int) -> int:
     """Lines of the file ahead of the first that starts at byte `at` or after it."""
-    with file.opened() as stream:
+    with file.open() as stream:
         left, found = line_start(stream, at), 0
         stream.seek(0)
         while left and (block := stream.read(min(BLOCK, left))):
@@ -80,7 +80,7 @@ def line_start(stream: BinaryIO, at: int) -> int:
     return at - 1
 
 
-def _runs_of_lines(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]:
+def _iter_line_batches(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]:
     """Lines with their ends, at most `BATCH` at once. How they are cut follows from content."""
     at, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
     if at:
@@ -96,27 +96,27 @@ def _runs_of_lines(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]
         yield from (lines[first : first + BATCH] for first in range(0, len(lines), BATCH))
 
 
-def _objects(lines: list[bytes]) -> list[Value]:
-    return [parsed(line) for line in lines]
+def _parse_lines(lines: list[bytes]) -> list[Value]:
+    return [parse_line(line) for line in lines]
 
 
-def _texts(lines: list[bytes]) -> list[Value]:
-    return [_text(line) for line in lines]
+def _parse_texts(lines: list[bytes]) -> list[Value]:
+    return [_parse_text(line) for line in lines]
 
 
-def _text(line: bytes) -> Value:
+def _parse_text(line: bytes) -> Value:
     try:
         return {"text": line.rstrip(b"\r\n").decode()}
     except UnicodeDecodeError as error:
-        return BadRow("bad_value", not_utf8(error))
+        return BadRecord("bad_value", utf8_error(error))
 
 
-def not_utf8(error: UnicodeDecodeError) -> str:
+def utf8_error(error: UnicodeDecodeError) -> str:
     """Why a line cannot be decoded, and what to do about it."""
     return f"not UTF-8: {error.reason} at byte {error.start + 1}; save the file as UTF-8"
 
 
-def _not_json(line: bytes, error: json.JSONDecodeError) -> str:
+def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     """Why a line is not JSON, with the usual slips by name."""
     text = line.decode(errors="replace").strip()
     rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None

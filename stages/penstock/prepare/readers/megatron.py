@@ -30,16 +30,16 @@ from penstock.core.errors import StageError
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
 
-MAPPED, CACHED = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
+MMIDIDX, TNTIDX = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 VERSION = 1
 
-TYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+DTYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Token types by their codes."""
 
-FLOATS = (6, 7)
+FLOAT_CODES = (6, 7)
 """Codes of types that hold no token ids."""
 
-FARTHEST = 1 << 56
+MAX_TOKENS = 1 << 56
 """Tokens that no file holds; as bytes they still are numbers of 64 bits."""
 
 Numbers = npt.NDArray[np.int64]
@@ -47,7 +47,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class MegatronIndex:
     """What an index says. Document d is the sequences `starts[d]` up to `starts[d + 1]`."""
 
     dtype: np.dtype[np.integer]
@@ -67,7 +67,7 @@ class Index:
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         return np.diff(ends[self.starts]) * self.dtype.itemsize
 
-    def end_beyond(self, available: int) -> int | None:
+    def out_of_range_end(self, available: int) -> int | None:
         """Where the last of the sequences ends, in bytes, that do not lie within so many; None if
         all do. Numbers of a damaged index may be so large that their sum would overflow."""
         size = self.dtype.itemsize
@@ -78,21 +78,21 @@ class Index:
         return max(ends, default=None)
 
 
-def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
+def read_documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
     """The documents `span` (all: None) as records with `input_ids` and, the same, `labels`.
 
     Raises StageError where the two files do not belong together, or one is cut short.
     """
     index = read_index(file)
     first, last = span or (0, index.num_documents)
-    assert file.beside
-    assert isinstance(file.beside.location, Path)
-    data = _bytes_of(file.beside.location)
+    assert file.data_file
+    assert isinstance(file.data_file.location, Path)
+    data = _map_file(file.data_file.location)
     sizes = index.document_bytes()[first:last]
     batches = np.cumsum(sizes) // BATCH_BYTES + np.arange(len(sizes)) // BATCH
 
     def parse(numbers: list[int]) -> list[Value]:
-        return [_record(index, data, number) for number in numbers]
+        return [_read_document(index, data, number) for number in numbers]
 
     row = 1
     for batch in np.split(np.arange(first, last), np.flatnonzero(np.diff(batches)) + 1):
@@ -101,26 +101,26 @@ def documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
             row += len(batch)
 
 
-def read_index(file: SourceFile) -> Index:
+def read_index(file: SourceFile) -> MegatronIndex:
     """The index in a file, checked against itself and against the size of its data.
 
     Raises StageError where it is none, is cut short, or tells of more than the data holds.
     """
-    assert file.beside
+    assert file.data_file
     assert isinstance(file.location, Path)
-    assert isinstance(file.beside.location, Path)
+    assert isinstance(file.data_file.location, Path)
     status = file.location.stat()
     try:
-        index = _read(file.location, (status.st_mtime_ns, status.st_size))
+        index = _read_index_file(file.location, (status.st_mtime_ns, status.st_size))
     except ValueError as error:
         raise StageError(
             f"{file.name} is no index of Megatron's: {error}.\n"
             "  Write both files again, or name the prefix of others."
         ) from None
-    available = file.beside.location.stat().st_size
-    if (end := index.end_beyond(available)) is not None:
+    available = file.data_file.location.stat().st_size
+    if (end := index.out_of_range_end(available)) is not None:
         raise StageError(
-            f"{file.beside.name} has {available} bytes, and {file.name} tells of"
+            f"{file.data_file.name} has {available} bytes, and {file.name} tells of"
             f" {end}: it is cut short, or belongs to another index.\n"
             "  Write both files again."
         )
@@ -128,19 +128,19 @@ def read_index(file: SourceFile) -> Index:
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, stamp: tuple[int, int]) -> Index:
+def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
     """The index in a file; `stamp` differs when the file has been written again."""
     del stamp
-    return _parsed(_bytes_of(path))
+    return _parse_index(_map_file(path))
 
 
-def _bytes_of(path: Path) -> Bytes:
+def _map_file(path: Path) -> Bytes:
     """A file mapped into memory."""
     empty = not path.stat().st_size
     return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
 
 
-def _record(index: Index, data: Bytes, number: int) -> Value:
+def _read_document(index: MegatronIndex, data: Bytes, number: int) -> Value:
     first, last = int(index.starts[number]), int(index.starts[number + 1])
     parts = [
         np.frombuffer(data, index.dtype, int(length), int(pointer))
@@ -153,14 +153,14 @@ def _record(index: Index, data: Bytes, number: int) -> Value:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _parsed(raw: Bytes) -> Index:
-    magic = raw[: len(MAPPED)].tobytes()
-    if magic == MAPPED:
-        index, modes = _mapped(raw)
-    elif magic.startswith(CACHED):
-        index, modes = _cached(raw)
+def _parse_index(raw: Bytes) -> MegatronIndex:
+    magic = raw[: len(MMIDIDX)].tobytes()
+    if magic == MMIDIDX:
+        index, modes = _parse_mmidx(raw)
+    elif magic.startswith(TNTIDX):
+        index, modes = _parse_tntidx(raw)
     else:
-        raise ValueError(f"it begins with {magic!r}, and not with {MAPPED!r} or {CACHED!r}")
+        raise ValueError(f"it begins with {magic!r}, and not with {MMIDIDX!r} or {TNTIDX!r}")
     if np.any(modes):
         raise ValueError("its sequences have modes, as those of pictures have; text alone is read")
     if len(index.lengths) and index.lengths.min() < 0:
@@ -172,8 +172,8 @@ def _parsed(raw: Bytes) -> Index:
     return index
 
 
-def _mapped(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
-    reader = _Reader(raw, len(MAPPED))
+def _parse_mmidx(raw: Bytes) -> tuple[MegatronIndex, npt.NDArray[np.int8]]:
+    reader = _BinaryReader(raw, len(MMIDIDX))
     reader.version()
     dtype = _dtype(reader.number("B"))
     sequences, documents = reader.number("Q"), reader.number("Q")
@@ -182,11 +182,11 @@ def _mapped(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
     starts = reader.array("<i8", documents)
     modes = reader.array("i1", sequences) if reader.left else np.empty(0, np.int8)
     reader.end()
-    return Index(dtype, lengths, pointers, starts), modes.astype(np.int8)
+    return MegatronIndex(dtype, lengths, pointers, starts), modes.astype(np.int8)
 
 
-def _cached(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
-    reader = _Reader(raw, len(CACHED))
+def _parse_tntidx(raw: Bytes) -> tuple[MegatronIndex, npt.NDArray[np.int8]]:
+    reader = _BinaryReader(raw, len(TNTIDX))
     reader.version()
     dtype, size = _dtype(reader.number("Q")), reader.number("Q")
     if size != dtype.itemsize:
@@ -197,22 +197,22 @@ def _cached(raw: Bytes) -> tuple[Index, npt.NDArray[np.int8]]:
     sizes = reader.array("<i8", num_sizes)
     starts = reader.array("<i8", documents)
     reader.end()
-    if offsets.min() < 0 or offsets.max() > FARTHEST:
+    if offsets.min() < 0 or offsets.max() > MAX_TOKENS:
         raise ValueError("a sequence begins where no file reaches")
     if num_sizes != sequences or not np.array_equal(dimensions, np.arange(sequences + 1)):
         raise ValueError("its sequences are no lists of tokens")
-    return Index(dtype, sizes, offsets[:-1] * size, starts), np.empty(0, np.int8)
+    return MegatronIndex(dtype, sizes, offsets[:-1] * size, starts), np.empty(0, np.int8)
 
 
 def _dtype(code: int) -> np.dtype[np.integer]:
-    if code in FLOATS:
+    if code in FLOAT_CODES:
         raise ValueError("it holds floating-point numbers, which are no token ids")
-    if code not in TYPES:
+    if code not in DTYPES:
         raise ValueError(f"{code} is the code of no type of tokens")
-    return np.dtype(TYPES[code])
+    return np.dtype(DTYPES[code])
 
 
-class _Reader:
+class _BinaryReader:
     """Numbers of a file one after another. Raises ValueError beyond its end."""
 
     def __init__(self, raw: Bytes, at: int) -> None:

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 
-from penstock.prepare.readers.file_splits import Piece
-from penstock.prepare.readers.lines import lines_before
+from penstock.prepare.readers.file_splits import FileSplit
+from penstock.prepare.readers.lines import count_lines_before
 from penstock.prepare.readers.records import Batch, Chunk
-from penstock.prepare.readers.registry import chunks, records_in
+from penstock.prepare.readers.registry import count_records, read_chunks
 from penstock.prepare.slices import Slice
 
-HAVE_LINES = ("json_lines", "text_lines", "csv", "json_document")
+LINE_READERS = ("json_lines", "text_lines", "csv", "json_document")
 """Readers of files in which people look for a line."""
 
 
-def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
+def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     """The slice's records in the order of its source.
 
     Raises StageError where a file breaks off; CapabilityError where the hub, asked with `token`
@@ -23,8 +23,8 @@ def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     seen = 0
     for piece in item.pieces:
         before = cache(partial(count_records_before, piece, token))
-        number, has_lines = piece.start + 1, piece.reader in HAVE_LINES
-        for chunk in _within(chunks(piece, token), piece.start, piece.stop):
+        number, has_lines = piece.start + 1, piece.reader in LINE_READERS
+        for chunk in _limit_chunks(read_chunks(piece, token), piece.start, piece.stop):
             first = (item.first - seen) % item.step
             seen += len(chunk)
             chosen = chunk.part(first, None, item.step) if item.step > 1 else chunk
@@ -33,10 +33,12 @@ def records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
                 numbers = range(number + first, number + len(chunk), item.step)
             number += len(chunk)
             if len(chosen):
-                yield Batch(piece.name, chosen.values(), chosen.places, before, numbers, has_lines)
+                yield Batch(
+                    piece.name, chosen.values(), chosen.positions, before, numbers, has_lines
+                )
 
 
-def _within(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:
+def _limit_chunks(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:
     """Records `start` to `stop` of all; what comes after them is not read."""
     at = 0
     for chunk in found:
@@ -48,13 +50,13 @@ def _within(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Ch
             return
 
 
-def count_records_before(piece: Piece, token: bool | None) -> int:
+def count_records_before(piece: FileSplit, token: bool | None) -> int:
     """Lines or rows ahead of the piece in its file, read where the plan did not tell."""
-    if piece.before is not None:
-        return piece.before
+    if piece.records_before is not None:
+        return piece.records_before
     assert piece.span
     if piece.reader in ("json_lines", "text_lines"):
         assert piece.file
-        return lines_before(piece.file, piece.span[0])
+        return count_lines_before(piece.file, piece.span[0])
     ahead = replace(piece, span=(0, piece.span[0]))
-    return records_in(ahead, token)
+    return count_records(ahead, token)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.prepare.bad_records import BadRow, json_type_name
+from penstock.prepare.bad_records import BadRecord, json_type_name
 
 BATCH = 1000
 """Records in a run, at most."""
@@ -18,7 +18,7 @@ BATCH = 1000
 BATCH_BYTES = 1 << 20
 """Bytes from which on a run is closed, so that long records need no more memory than short ones."""
 
-Value = dict[str, Any] | BadRow
+Value = dict[str, Any] | BadRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,7 @@ class Batch:
 
     file: str
     values: list[Value]
-    places: Sequence[int]
+    positions: Sequence[int]
     """Line of each in the part of the file that is read, from 1; its row where no lines are."""
     before: Callable[[], int]
     """Lines or rows of the file ahead of that part. Asked only for a fault: it may take a read."""
@@ -38,7 +38,7 @@ class Batch:
 
     def line(self, index: int) -> int:
         """Where people find record number `index` of this run in the file, from 1."""
-        return self.before() + self.places[index]
+        return self.before() + self.positions[index]
 
     def record(self, index: int) -> int | None:
         """Which record of the file number `index` of this run is, from 1; None where its line says
@@ -54,12 +54,12 @@ class Chunk:
 
     items: Any
     """A list, or a RecordBatch."""
-    places: Sequence[int]
+    positions: Sequence[int]
     parse: Callable[[Any], list[Value]]
     """Items to values."""
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def part(self, start: int, stop: int | None = None, step: int = 1) -> "Chunk":
         """Every `step`th record from `start` on, `stop` excluded."""
@@ -69,7 +69,7 @@ class Chunk:
             items = self.items.slice(start, len(rows)) if step == 1 else self.items.take(rows)
         else:
             items = self.items[at]
-        return Chunk(items, self.places[at], self.parse)
+        return Chunk(items, self.positions[at], self.parse)
 
     def values(self) -> list[Value]:
         """The records, parsed."""
@@ -80,4 +80,6 @@ def as_object(value: Any) -> Value:
     """A JSON value as a record, which must be an object."""
     if isinstance(value, dict):
         return value
-    return BadRow("wrong_type", f"the record is {json_type_name(value)} where an object is meant")
+    return BadRecord(
+        "wrong_type", f"the record is {json_type_name(value)} where an object is meant"
+    )

@@ -3,26 +3,26 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from penstock.core.cache.digests import derived
+from penstock.core.cache.digests import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.prepare.builtin import generate
 from penstock.prepare.readers.columnar import arrow_file, arrow_stream, parquet
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import csv_rows, json_document
-from penstock.prepare.readers.file_splits import FORMAT, Piece, require_unchanged
+from penstock.prepare.readers.file_splits import FORMAT, FileSplit, require_unchanged
 from penstock.prepare.readers.lines import json_lines, text_lines
-from penstock.prepare.readers.megatron import documents
+from penstock.prepare.readers.megatron import read_documents
 from penstock.prepare.readers.records import BATCH, Chunk, Value
 
 
-def chunks(piece: Piece, token: bool | None = None) -> Iterator[Chunk]:
+def read_chunks(piece: FileSplit, token: bool | None = None) -> Iterator[Chunk]:
     """All records of a piece, `start` and `stop` aside."""
-    if piece.file and piece.reader in _IN_PARTS:
-        return _IN_PARTS[piece.reader](piece.file, piece.span)
+    if piece.file and piece.reader in _SPAN_READERS:
+        return _SPAN_READERS[piece.reader](piece.file, piece.span)
     if piece.file:
-        return _WHOLE[piece.reader](piece.file)
+        return _FILE_READERS[piece.reader](piece.file)
     if piece.reader == "builtin":
-        return _generated(piece.name)
+        return _builtin_chunks(piece.name)
     # The library takes a second to import, which all other sources are spared.
     from penstock.prepare.readers.hub import hub_rows, streamed_rows  # noqa: PLC0415
 
@@ -31,21 +31,21 @@ def chunks(piece: Piece, token: bool | None = None) -> Iterator[Chunk]:
     return rows(piece.content, piece.span, token)
 
 
-_IN_PARTS: dict[str, Callable[[SourceFile, tuple[int, int] | None], Iterator[Chunk]]] = {
+_SPAN_READERS: dict[str, Callable[[SourceFile, tuple[int, int] | None], Iterator[Chunk]]] = {
     "json_lines": json_lines,
     "text_lines": text_lines,
     "parquet": parquet,
     "arrow_file": arrow_file,
-    "megatron": documents,
+    "megatron": read_documents,
 }
-_WHOLE: dict[str, Callable[[SourceFile], Iterator[Chunk]]] = {
+_FILE_READERS: dict[str, Callable[[SourceFile], Iterator[Chunk]]] = {
     "json_document": json_document,
     "csv": csv_rows,
     "arrow_stream": arrow_stream,
 }
 
 
-def _generated(name: str) -> Iterator[Chunk]:
+def _builtin_chunks(name: str) -> Iterator[Chunk]:
     values = iter(generate(name))
     first = 1
     while run := list(islice(values, BATCH)):
@@ -57,12 +57,12 @@ def _as_they_are(values: list[Value]) -> list[Value]:
     return values
 
 
-def records_in(piece: Piece, token: bool | None = None) -> int:
+def count_records(piece: FileSplit, token: bool | None = None) -> int:
     """How many records a piece holds, counted once for each content; none of them is parsed."""
 
     def count() -> int:
-        found = sum(len(chunk) for chunk in chunks(piece, token))
+        found = sum(len(chunk) for chunk in read_chunks(piece, token))
         require_unchanged([piece.file])
         return found
 
-    return derived(digest_json([FORMAT, "records", piece.as_json()]), count)
+    return cached_value(digest_json([FORMAT, "records", piece.as_json()]), count)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.prepare.select.ngrams import Hashes, Runs, Samples, iter_samples, ngram_hashes
+from penstock.prepare.select.ngrams import Hashes, NGrams, TokenLists, iter_samples, ngram_hashes
 
 CLEAN = -1
 
@@ -30,7 +30,7 @@ def half_ngram(length: int) -> int:
     return max(1, length // 2)
 
 
-def short_runs(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
+def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
     """Of one slice, shape [2, runs]: the runs of half the length, and in how many samples each is.
 
     A run is told of in order of its hash.
@@ -65,13 +65,13 @@ def ngrams_excluding_common(
         for samples in iter_samples(batch):
             runs = ngram_hashes(samples, length)
             covered = np.concatenate(
-                [[0], np.cumsum(_covered(samples, half_ngram(length), common))]
+                [[0], np.cumsum(_mask_common(samples, half_ngram(length), common))]
             )
             found.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
     return np.unique(np.concatenate(found))
 
 
-class Avoided:
+class ContaminationIndex:
     """The runs that must not be trained on, of several data sets."""
 
     def __init__(self, runs: Sequence[tuple[int, Hashes]]) -> None:
@@ -84,19 +84,19 @@ class Avoided:
         self._slots = np.zeros(size, dtype=bool)
         self._slots[self._hashes % np.uint64(size)] = True
 
-    def found_in(self, batches: Iterable[pa.RecordBatch], length: int) -> npt.NDArray[np.int16]:
+    def match(self, batches: Iterable[pa.RecordBatch], length: int) -> npt.NDArray[np.int16]:
         """For every sample, the data set that it shares a run with, or CLEAN."""
         parts = [np.empty(0, dtype=np.int16)]
         for batch in batches:
             for samples in iter_samples(batch):
                 found = np.full(len(samples), CLEAN, dtype=np.int16)
-                known, places = self._known(ngram_hashes(samples, length))
+                known, places = self._lookup(ngram_hashes(samples, length))
                 # Backwards, so that the first of a sample's runs is the one that stays.
                 found[known[::-1]] = self._datasets[places[::-1]]
                 parts.append(found)
         return np.concatenate(parts)
 
-    def _known(self, runs: Runs) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _lookup(self, runs: NGrams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(sample, place of the hash) of the runs that are to be avoided."""
         likely = self._slots[runs.hashes % np.uint64(len(self._slots))]
         hashes, of = runs.hashes[likely], runs.samples[likely]
@@ -106,7 +106,7 @@ class Avoided:
         return of[is_known], places[is_known]
 
 
-def _covered(samples: Samples, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
+def _mask_common(samples: TokenLists, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
     """Which tokens lie in a common run."""
     runs = ngram_hashes(samples, length)
     starts = runs.starts[np.isin(runs.hashes, common)]

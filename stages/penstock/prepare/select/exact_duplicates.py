@@ -11,7 +11,7 @@ from penstock.rows.reader import flat
 from penstock.rows.sample_order import Indices
 
 
-def digests_of_tokens(batches: Iterable[pa.RecordBatch]) -> Hashes:
+def token_digests(batches: Iterable[pa.RecordBatch]) -> Hashes:
     """128 bits of every sample, shape [2, samples], that two samples share when their tokens (and
     what is said of them) are the same. Labels are not looked at."""
     found = b"".join(digest for batch in batches for digest in _digests(batch))

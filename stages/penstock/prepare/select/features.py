@@ -21,14 +21,14 @@ from penstock.core.cache.digests import sha256_file
 from penstock.core.cache.record import digest_json
 from penstock.core.files import PART, fsync
 from penstock.prepare.select.decontaminate import (
-    Avoided,
+    ContaminationIndex,
     common_ngrams,
+    count_short_ngrams,
     ngrams_excluding_common,
-    short_runs,
 )
-from penstock.prepare.select.exact_duplicates import digests_of_tokens
+from penstock.prepare.select.exact_duplicates import token_digests
 from penstock.prepare.select.near_duplicates import SHINGLE, lsh_bands, rows_per_band
-from penstock.prepare.slices import Finished
+from penstock.prepare.slices import TokenizedSlice
 from penstock.rows.prepared import trained_tokens
 from penstock.rows.reader import flat
 
@@ -50,32 +50,32 @@ class Features:
 
     workers: int = 1
 
-    def counts(self, entries: Sequence[Finished]) -> list[Array]:
+    def counts(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Of each slice: tokens, trained tokens and length of its samples, shape [3, samples]."""
-        return self._of_all(entries, "counts", None, _counts)
+        return self._load_or_compute(entries, "counts", None, _count_tokens)
 
-    def digests(self, entries: Sequence[Finished]) -> list[Array]:
+    def digests(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Of each slice: what equal samples share, shape [2, samples]."""
-        return self._of_all(entries, "tokens", None, digests_of_tokens)
+        return self._load_or_compute(entries, "tokens", None, token_digests)
 
-    def bands(self, entries: Sequence[Finished], threshold: float) -> list[Array]:
+    def bands(self, entries: Sequence[TokenizedSlice], threshold: float) -> list[Array]:
         """Of each slice: what near samples probably share, shape [bands, samples]."""
         rows = rows_per_band(threshold)
-        return self._of_all(
+        return self._load_or_compute(
             entries, "near", [SHINGLE, rows], lambda batches: lsh_bands(batches, rows)
         )
 
     def contaminated(
-        self, entries: Sequence[Finished], avoid: Sequence[Finished], length: int
+        self, entries: Sequence[TokenizedSlice], avoid: Sequence[TokenizedSlice], length: int
     ) -> list[Array]:
         """Of each slice: the data set of `avoid` that a sample shares a run with, or CLEAN; shape
         [samples]."""
-        halves = self._of_all(
-            avoid, "halves", length, lambda batches: short_runs(batches, length), "run"
+        halves = self._load_or_compute(
+            avoid, "halves", length, lambda batches: count_short_ngrams(batches, length), "run"
         )
         common = common_ngrams(halves, sum(tally.rows for _, _, tally in avoid))
         parameters = [length, common.tolist()]
-        runs = self._of_all(
+        runs = self._load_or_compute(
             avoid,
             "runs",
             parameters,
@@ -83,15 +83,15 @@ class Features:
             "run",
         )
         datasets = [item.dataset for item, _, _ in avoid]
-        avoided = Avoided(list(zip(datasets, runs, strict=True)))
+        avoided = ContaminationIndex(list(zip(datasets, runs, strict=True)))
         parameters = [*parameters, [(item.dataset, item.content) for item, _, _ in avoid]]
-        return self._of_all(
-            entries, "clean", parameters, lambda batches: avoided.found_in(batches, length)
+        return self._load_or_compute(
+            entries, "clean", parameters, lambda batches: avoided.match(batches, length)
         )
 
-    def _of_all(
+    def _load_or_compute(
         self,
-        entries: Sequence[Finished],
+        entries: Sequence[TokenizedSlice],
         name: str,
         parameters: Any,
         compute: Callable[[Iterable[pa.RecordBatch]], Array],
@@ -104,7 +104,7 @@ class Features:
             target = path.with_name(f"{path.stem}.{name}-{digest}.npy")
             known = _read(target)
             if known is None or (per == "sample" and known.shape[-1] != num_samples[path]):
-                known = compute(_streamed(path))
+                known = compute(_iter_batches(path))
                 _publish(known, target)
             return known
 
@@ -145,7 +145,7 @@ def _read(path: Path) -> Array | None:
         return None
 
 
-def _streamed(path: Path) -> Iterator[pa.RecordBatch]:
+def _iter_batches(path: Path) -> Iterator[pa.RecordBatch]:
     """The batches of a slice, one at a time in memory."""
     with pa.OSFile(str(path)) as source:
         reader = pa.ipc.open_file(source)
@@ -153,12 +153,12 @@ def _streamed(path: Path) -> Iterator[pa.RecordBatch]:
             yield reader.get_batch(index)
 
 
-def _counts(batches: Iterable[pa.RecordBatch]) -> Array:
-    parts = [np.empty((3, 0), dtype=np.int32), *(_counts_of(batch) for batch in batches)]
+def _count_tokens(batches: Iterable[pa.RecordBatch]) -> Array:
+    parts = [np.empty((3, 0), dtype=np.int32), *(_count_batch(batch) for batch in batches)]
     return np.concatenate(parts, axis=1)
 
 
-def _counts_of(batch: pa.RecordBatch) -> Array:
+def _count_batch(batch: pa.RecordBatch) -> Array:
     found = np.zeros((3, batch.num_rows), dtype=np.int32)
     for name in batch.schema.names:
         if name.endswith("labels"):

@@ -13,102 +13,102 @@ import pyarrow as pa
 from penstock.prepare.select.features import Array
 from penstock.prepare.select.near_duplicates import compute_shingles
 from penstock.prepare.select.ngrams import Hashes, iter_samples
-from penstock.prepare.slices import Finished
+from penstock.prepare.slices import TokenizedSlice
 from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
 
 Mask = npt.NDArray[np.bool_]
-Dropped = Literal["max_samples", "contaminated", "exact_duplicate", "near_duplicate"]
+DropReason = Literal["max_samples", "contaminated", "exact_duplicate", "near_duplicate"]
 
 EXAMPLES = 3
 """Samples told of for each reason."""
 
-SETS_KEPT = 4096
+SHINGLE_CACHE_SIZE = 4096
 """Samples whose runs stay in memory while near duplicates are judged."""
 
 
-class Choice:
+class FilterState:
     """Finished slices, told by their place among them, and which of their samples are still in."""
 
-    def __init__(self, finished: Sequence[Finished]) -> None:
+    def __init__(self, finished: Sequence[TokenizedSlice]) -> None:
         """At first every sample is in."""
         self.finished = finished
-        self.kept: list[Mask] = [np.ones(tally.rows, dtype=bool) for _, _, tally in finished]
+        self.keep_masks: list[Mask] = [np.ones(tally.rows, dtype=bool) for _, _, tally in finished]
         self.dropped: list[Counter[str]] = [Counter() for _ in finished]
         self.examples: list[dict[str, Any]] = []
-        self._told: Counter[str] = Counter()
+        self._num_examples: Counter[str] = Counter()
 
-    def places(self, role: str) -> list[int]:
+    def slice_indices(self, role: str) -> list[int]:
         """The slices of a role, in order."""
         return [place for place, (item, *_) in enumerate(self.finished) if item.role == role]
 
-    def entries(self, places: Sequence[int]) -> list[Finished]:
+    def slices_at(self, places: Sequence[int]) -> list[TokenizedSlice]:
         """The slices at these places."""
         return [self.finished[place] for place in places]
 
-    def drop(self, place: int, rows: Indices, reason: Dropped) -> list[int]:
+    def drop(self, place: int, rows: Indices, reason: DropReason) -> list[int]:
         """Leave samples of a slice out. Returns those whose fate is to be told as an example."""
-        self.kept[place][rows] = False
+        self.keep_masks[place][rows] = False
         if len(rows):
             self.dropped[place][reason] += len(rows)
-        told = rows[: EXAMPLES - self._told[reason]].tolist()
-        self._told[reason] += len(told)
+        told = rows[: EXAMPLES - self._num_examples[reason]].tolist()
+        self._num_examples[reason] += len(told)
         return told
 
-    def tell(self, place: int, row: int, reason: Dropped, why: str) -> None:
+    def add_example(self, place: int, row: int, reason: DropReason, why: str) -> None:
         """Keep one sample that was left out as an example, with the reason in a sentence."""
         item, path, _ = self.finished[place]
         where = {"source": item.label, "slice": item.key, "row": record_index(path, row)}
         self.examples.append({**where, "reason": reason, "why": why})
 
 
-class Pool:
+class SamplePool:
     """Samples that are still in, numbered through several slices."""
 
-    def __init__(self, choice: Choice, places: Sequence[int]) -> None:
+    def __init__(self, choice: FilterState, places: Sequence[int]) -> None:
         """The pool as it is now; samples that are left out later stay numbered."""
-        self._choice, self._places = choice, places
-        self._rows = [np.flatnonzero(choice.kept[place]) for place in places]
+        self._state, self._slices = choice, places
+        self._rows = [np.flatnonzero(choice.keep_masks[place]) for place in places]
         self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
-        self._open = lru_cache(64)(_batches)
-        self.shingles = lru_cache(SETS_KEPT)(self._shingles)
+        self._open = lru_cache(64)(_map_with_starts)
+        self.shingles = lru_cache(SHINGLE_CACHE_SIZE)(self._shingles)
 
-    def num_first(self, places: int) -> int:
+    def num_samples_in(self, places: int) -> int:
         """Samples of the first so many slices."""
         return int(self._starts[places])
 
-    def gathered(self, arrays: Sequence[Array]) -> Array:
+    def gather(self, arrays: Sequence[Array]) -> Array:
         """What arrays of the slices (samples last) say of the pool's samples."""
         parts = [its[..., rows] for its, rows in zip(arrays, self._rows, strict=True)]
         return np.concatenate(parts, axis=-1)
 
-    def drop(self, samples: Indices, reason: Dropped) -> list[int]:
+    def drop(self, samples: Indices, reason: DropReason) -> list[int]:
         """Leave samples (in order) out. Returns those that are to be told as examples."""
         bounds = np.searchsorted(samples, self._starts)
         told: list[int] = []
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self._slices):
             its = samples[bounds[number] : bounds[number + 1]] - self._starts[number]
-            rows = self._choice.drop(place, self._rows[number][its], reason)
+            rows = self._state.drop(place, self._rows[number][its], reason)
             told += (self._starts[number] + np.searchsorted(self._rows[number], rows)).tolist()
         return told
 
-    def tell(self, sample: int, reason: Dropped, why: str) -> None:
+    def add_example(self, sample: int, reason: DropReason, why: str) -> None:
         """Keep a sample that was left out as an example."""
-        self._choice.tell(*self._at(sample), reason, why)
+        self._state.add_example(*self._locate(sample), reason, why)
 
-    def name(self, sample: int) -> str:
+    def describe(self, sample: int) -> str:
         """What people call a sample."""
-        place, row = self._at(sample)
-        item, path, _ = self._choice.finished[place]
+        place, row = self._locate(sample)
+        item, path, _ = self._state.finished[place]
         return f"row {record_index(path, row)} of slice {item.key} ({item.label})"
 
-    def _at(self, sample: int) -> tuple[int, int]:
+    def _locate(self, sample: int) -> tuple[int, int]:
         number = int(np.searchsorted(self._starts, sample, side="right")) - 1
-        return self._places[number], int(self._rows[number][sample - self._starts[number]])
+        return self._slices[number], int(self._rows[number][sample - self._starts[number]])
 
     def _shingles(self, sample: int) -> Hashes:
-        place, row = self._at(sample)
-        batches, starts = self._open(self._choice.finished[place][1])
+        place, row = self._locate(sample)
+        batches, starts = self._open(self._state.finished[place][1])
         number = int(np.searchsorted(starts, row, side="right")) - 1
         [found] = iter_samples(batches[number].slice(row - int(starts[number]), 1))
         return compute_shingles(found)
@@ -116,11 +116,11 @@ class Pool:
 
 def record_index(path: Path, row: int) -> int:
     """Which record of its slice a sample is; records that gave no sample are counted too."""
-    batches, starts = _batches(path)
+    batches, starts = _map_with_starts(path)
     number = int(np.searchsorted(starts, row, side="right")) - 1
     return batches[number].column("row")[row - int(starts[number])].as_py()
 
 
-def _batches(path: Path) -> tuple[list[pa.RecordBatch], Indices]:
+def _map_with_starts(path: Path) -> tuple[list[pa.RecordBatch], Indices]:
     batches = map_batches(path)
     return batches, np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)

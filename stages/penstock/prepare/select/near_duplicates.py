@@ -15,7 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.prepare.select.ngrams import Hashes, Samples, iter_samples, mixed, ngram_hashes
+from penstock.prepare.select.ngrams import (
+    Hashes,
+    TokenLists,
+    iter_samples,
+    ngram_hashes,
+    splitmix64,
+)
 from penstock.rows.sample_order import Indices
 
 SHINGLE = 5
@@ -25,11 +31,11 @@ PERMUTATIONS = 128
 RECALL = 0.999
 """The least chance that a pair at the threshold becomes a candidate."""
 
-MOST_IN_BUCKET = 1000
+MAX_PER_BUCKET = 1000
 """Samples of one bucket that later ones are compared with: what many samples share (a long system
 prompt) must not make the work quadratic."""
 
-MOST_COMPARED = 32
+MAX_CANDIDATES = 32
 """Candidates of one sample that are judged, those that share most bands with it first."""
 
 Bands = npt.NDArray[np.uint32]
@@ -51,12 +57,14 @@ def rows_per_band(threshold: float) -> int:
 def lsh_bands(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
     """One number for each band and sample, shape [PERMUTATIONS // rows, samples]."""
     parts = [
-        _banded(_signatures(samples), rows) for batch in batches for samples in iter_samples(batch)
+        _hash_bands(_minhash_signatures(samples), rows)
+        for batch in batches
+        for samples in iter_samples(batch)
     ]
     return np.concatenate([np.empty((PERMUTATIONS // rows, 0), dtype=np.uint32), *parts], axis=1)
 
 
-def compute_shingles(samples: Samples) -> Hashes:
+def compute_shingles(samples: TokenLists) -> Hashes:
     """The set of runs of one sample, sorted; a text shorter than a run is a run of its own."""
     return np.unique(ngram_hashes(samples, SHINGLE, shorter="whole").hashes)
 
@@ -88,13 +96,13 @@ def near_duplicates(
     for low, high in pairwise(bounds):
         sample, its = int(members[low]), buckets[low:high].tolist()
         if sample >= num_fixed:
-            found = _near(sample, _candidates(its, kept_in), shingles, threshold)
+            found = _find_near_duplicate(sample, _candidates(its, kept_in), shingles, threshold)
             if found is not None:
                 repeated[sample] = found
                 continue
         for bucket in its:
             kept = kept_in.setdefault(bucket, [])
-            if len(kept) < MOST_IN_BUCKET:
+            if len(kept) < MAX_PER_BUCKET:
                 kept.append(sample)
     return repeated
 
@@ -103,10 +111,10 @@ def _candidates(buckets: Sequence[int], kept_in: dict[int, list[int]]) -> list[i
     shared: Counter[int] = Counter()
     for bucket in buckets:
         shared.update(kept_in.get(bucket, ()))
-    return [sample for sample, _ in shared.most_common(MOST_COMPARED)]
+    return [sample for sample, _ in shared.most_common(MAX_CANDIDATES)]
 
 
-def _near(
+def _find_near_duplicate(
     sample: int, candidates: list[int], shingles: Callable[[int], Hashes], threshold: float
 ) -> int | None:
     if not candidates:
@@ -134,34 +142,34 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
     return sample[order], bucket[order]
 
 
-def _signatures(samples: Samples) -> npt.NDArray[np.uint32]:
+def _minhash_signatures(samples: TokenLists) -> npt.NDArray[np.uint32]:
     """The smallest hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
     found = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
     hashes, of, _ = ngram_hashes(samples, SHINGLE, shorter="whole")
     first = np.flatnonzero(np.diff(of, prepend=-1))
     values = (hashes >> np.uint64(32)).astype(np.uint32)
     permuted = np.empty_like(values)
-    for number, (factor, term) in enumerate(_PERMUTED):
+    for number, (factor, term) in enumerate(_PERMUTATIONS):
         np.multiply(values, factor, out=permuted)
         np.add(permuted, term, out=permuted)
         np.minimum.reduceat(permuted, first, out=found[number])
     return found
 
 
-def _banded(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:
+def _hash_bands(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:
     count = PERMUTATIONS // rows
     total = np.zeros((count, signatures.shape[1]), dtype=np.uint64)
     for row in range(rows):
-        total = mixed(total + signatures[row * count : (row + 1) * count])
+        total = splitmix64(total + signatures[row * count : (row + 1) * count])
     return (total >> np.uint64(32)).astype(np.uint32)
 
 
-def _permutations() -> npt.NDArray[np.uint32]:
+def _build_permutations() -> npt.NDArray[np.uint32]:
     """Factor and term of maps of 32-bit numbers one to one; the factors are odd."""
-    drawn = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
+    drawn = splitmix64(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
     pairs = drawn.reshape(PERMUTATIONS, 2)
     pairs[:, 0] |= 1
     return pairs
 
 
-_PERMUTED = _permutations()
+_PERMUTATIONS = _build_permutations()

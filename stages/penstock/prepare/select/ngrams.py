@@ -28,7 +28,7 @@ _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 @dataclass(frozen=True)
-class Samples:
+class TokenLists:
     """Tokens of consecutive samples; list k, `values[offsets[k]:offsets[k + 1]]`, belongs to sample
     `k // lists_per_sample`, counted from `first`."""
 
@@ -41,7 +41,7 @@ class Samples:
         return (len(self.offsets) - 1) // self.lists_per_sample
 
 
-def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[Samples]:
+def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[TokenLists]:
     """The samples of a prepared batch, of whatever kind, in pieces."""
     names = [name for name in batch.schema.names if name.endswith("input_ids")]
     sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
@@ -50,11 +50,11 @@ def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[Samples]:
     for low, high in pairwise([0, *cuts.tolist(), batch.num_rows]):
         if low < high:
             columns = [batch.column(name).slice(low, high - low) for name in names]
-            values, offsets = _side_by_side(columns)
-            yield Samples(first + low, values, offsets, len(columns))
+            values, offsets = _interleave(columns)
+            yield TokenLists(first + low, values, offsets, len(columns))
 
 
-class Runs(NamedTuple):
+class NGrams(NamedTuple):
     """Runs of consecutive tokens, in order."""
 
     hashes: Hashes
@@ -64,7 +64,9 @@ class Runs(NamedTuple):
     """Where it begins in the samples' values."""
 
 
-def ngram_hashes(samples: Samples, length: int, shorter: Literal["none", "whole"] = "none") -> Runs:
+def ngram_hashes(
+    samples: TokenLists, length: int, shorter: Literal["none", "whole"] = "none"
+) -> NGrams:
     """Every run of `length` tokens.
 
     A list of fewer tokens gives no run, or with `shorter="whole"` a single one of all its tokens.
@@ -80,14 +82,14 @@ def ngram_hashes(samples: Samples, length: int, shorter: Literal["none", "whole"
     ends = np.minimum(starts + length, offsets[of_list + 1])
     values = samples.values
     sums = np.zeros(len(values) + 1, dtype=np.uint64)
-    tokens = mixed(values.astype(np.uint64) + np.uint64(1))
+    tokens = splitmix64(values.astype(np.uint64) + np.uint64(1))
     np.cumsum(tokens * _powers(_BASE, len(values)), out=sums[1:])
     hashes = (sums[ends] - sums[starts]) * _powers(_BASE_INVERSE, len(values))[starts]
-    hashes = mixed(hashes + (ends - starts).astype(np.uint64))
-    return Runs(hashes, of_list // samples.lists_per_sample, starts)
+    hashes = splitmix64(hashes + (ends - starts).astype(np.uint64))
+    return NGrams(hashes, of_list // samples.lists_per_sample, starts)
 
 
-def mixed(values: Hashes) -> Hashes:
+def splitmix64(values: Hashes) -> Hashes:
     """A bijection of 64-bit numbers after which near ones are far apart (splitmix64's finalizer:
     Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     z = values
@@ -103,7 +105,7 @@ def _powers(base: int, count: int) -> Hashes:
     return np.cumprod(factors, dtype=np.uint64)
 
 
-def _side_by_side(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
+def _interleave(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
     """Several list columns as one, the lists of a sample beside one another."""
     if len(columns) == 1:
         lists = columns[0]

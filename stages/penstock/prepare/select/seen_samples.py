@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.files import read_json
-from penstock.prepare.select.exact_duplicates import digests_of_tokens
+from penstock.prepare.select.exact_duplicates import token_digests
 from penstock.prepare.select.ngrams import Hashes
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
@@ -20,7 +20,7 @@ from penstock.rows.reader import map_batches
 SAMPLES = "samples.npy"
 
 
-def _nothing() -> Hashes:
+def _no_hashes() -> Hashes:
     return np.empty(0, dtype=np.uint64)
 
 
@@ -28,7 +28,7 @@ def _nothing() -> Hashes:
 class SeenSamples:
     """Samples of training data."""
 
-    digests: Hashes = field(default_factory=_nothing)
+    digests: Hashes = field(default_factory=_no_hashes)
     """Sorted, each once."""
     files: frozenset[str] = frozenset()
     """Files of prepared data that hold nothing else, by what their plan says of their content."""
@@ -45,7 +45,7 @@ class SeenSamples:
             np.save(stream, self.digests)
         return target
 
-    def without(self, others: "SeenSamples") -> int:
+    def count_not_in(self, others: "SeenSamples") -> int:
         """How many samples are not among the others."""
         return int((~np.isin(self.digests, others.digests, assume_unique=True)).sum())
 
@@ -53,13 +53,13 @@ class SeenSamples:
         return SeenSamples(np.union1d(self.digests, others.digests), self.files | others.files)
 
 
-def known_in(prepared: Path, but: Collection[str] = ()) -> SeenSamples:
+def load_seen_samples(prepared: Path, but: Collection[str] = ()) -> SeenSamples:
     """The training samples of prepared data, but for those in files whose content is among `but`.
 
     Only the others are read.
     """
     plan: dict[str, Any] = read_json(prepared / PLAN)
     entries = [entry for entry in plan["splits"]["train"] if entry["content"] not in but]
-    found = [digests_of_tokens(map_batches(prepared / entry["file"]))[0] for entry in entries]
-    digests = np.unique(np.concatenate([_nothing(), *found]))
+    found = [token_digests(map_batches(prepared / entry["file"]))[0] for entry in entries]
+    digests = np.unique(np.concatenate([_no_hashes(), *found]))
     return SeenSamples(digests, frozenset(entry["content"] for entry in entries))

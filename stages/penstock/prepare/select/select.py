@@ -19,15 +19,15 @@ from penstock.prepare.mix import check_mix, mix_settings
 from penstock.prepare.select.decontaminate import CLEAN
 from penstock.prepare.select.exact_duplicates import exact_duplicates
 from penstock.prepare.select.features import Features
-from penstock.prepare.select.filter_state import Choice, Mask, Pool
+from penstock.prepare.select.filter_state import FilterState, Mask, SamplePool
 from penstock.prepare.select.near_duplicates import SHINGLE, jaccard, near_duplicates
-from penstock.prepare.select.ngrams import Hashes, mixed
+from penstock.prepare.select.ngrams import Hashes, splitmix64
 from penstock.prepare.settings import PrepareSettings
-from penstock.prepare.slices import Finished
+from penstock.prepare.slices import TokenizedSlice
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitMasks:
     """Which samples of a slice are stored in each split; None: all of them."""
 
     train: Mask | None
@@ -38,7 +38,7 @@ class Part:
 class Selection:
     """What is stored of every finished slice, and what became of the rest."""
 
-    parts: tuple[Part, ...]
+    masks: tuple[SplitMasks, ...]
     dropped: tuple[Counter[str], ...]
     """Of every slice: samples that are stored nowhere, by reason."""
     examples: tuple[dict[str, Any], ...]
@@ -46,7 +46,7 @@ class Selection:
 
 
 def select(
-    finished: Sequence[Finished], settings: PrepareSettings, *, workers: int = 1
+    finished: Sequence[TokenizedSlice], settings: PrepareSettings, *, workers: int = 1
 ) -> Selection:
     """Choose the samples that are stored. What it needs to know of them is kept beside the slices,
     and computed by `workers` threads where it is missing.
@@ -55,19 +55,19 @@ def select(
     goes, and a share for validation grows. Raises StageError when training, or a source that is to
     be drawn from, is left without samples.
     """
-    choice = Choice(finished)
+    state = FilterState(finished)
     features = Features(workers)
-    _use_the_first(choice, settings)
-    _leave_out_contaminated(choice, settings, features)
+    _apply_max_samples(state, settings)
+    _drop_contaminated(state, settings, features)
     if settings.deduplicate:
-        _leave_out_exact(choice, features)
+        _drop_exact_duplicates(state, features)
     if settings.deduplicate == "near":
-        _leave_out_near(choice, settings, features)
-    held = _set_aside(choice, settings)
-    parts = tuple(_part(choice, held, place) for place in range(len(finished)))
+        _drop_near_duplicates(state, settings, features)
+    held = _split_validation(state, settings)
+    parts = tuple(_split_masks(state, held, place) for place in range(len(finished)))
     count = len(settings.datasets)
     num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
-    for place in choice.places("train"):
+    for place in state.slice_indices("train"):
         item, _, tally = finished[place]
         num_rows[item.dataset] += count_kept(parts[place].train, tally.rows)
         labels[item.dataset] = item.label
@@ -76,7 +76,7 @@ def select(
     # Of all samples, also of those that are left out: near enough to judge how long an epoch is.
     mean_tokens = [max(1.0, t / max(1, n)) for t, n in zip(tokens, rows, strict=True)]
     check_mix(num_rows, labels, settings, mean_tokens)
-    return Selection(parts, tuple(choice.dropped), tuple(choice.examples))
+    return Selection(parts, tuple(state.dropped), tuple(state.examples))
 
 
 def count_kept(mask: Mask | None, rows: int) -> int:
@@ -89,11 +89,11 @@ def validation_count(size: int | float | None, total: int) -> int:
     return max(1, round(size * total)) if isinstance(size, float) else size or 0
 
 
-def held_out(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
+def validation_masks(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
     """Which samples are set aside, slice by slice: those of the lowest ranks.
 
     `size` is a number of samples (int) or a share below one (float; rounded, at least one). Slices
-    that are added leave the choice among the others nearly as it is.
+    that are added leave the state among the others nearly as it is.
     """
     every = np.concatenate([np.empty(0, dtype=np.uint64), *ranks])
     is_held = np.zeros(len(every), dtype=bool)
@@ -109,83 +109,85 @@ def random_ranks(key: str, rows: int, seed: int) -> Hashes:
     """A random number for every sample of a slice, which the seed, the slice's key and the sample's
     place in it decide alone."""
     start = int.from_bytes(blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little")
-    return mixed(mixed(np.arange(1, rows + 1, dtype=np.uint64)) ^ np.uint64(start))
+    return splitmix64(splitmix64(np.arange(1, rows + 1, dtype=np.uint64)) ^ np.uint64(start))
 
 
-def _use_the_first(choice: Choice, settings: PrepareSettings) -> None:
+def _apply_max_samples(state: FilterState, settings: PrepareSettings) -> None:
     for role, mix in (("train", settings.mix), ("validation", settings.test_mix)):
         used: Counter[int] = Counter()
-        for place in choice.places(role):
-            item, _, tally = choice.finished[place]
+        for place in state.slice_indices(role):
+            item, _, tally = state.finished[place]
             limit = mix_settings(mix, item.dataset).max_samples
             if limit is None:
                 continue
             first = max(0, limit - used[item.dataset])
             used[item.dataset] += tally.rows
-            for row in choice.drop(place, np.arange(first, tally.rows), "max_samples"):
-                choice.tell(place, row, "max_samples", f"{limit} samples come before it")
+            for row in state.drop(place, np.arange(first, tally.rows), "max_samples"):
+                state.add_example(place, row, "max_samples", f"{limit} samples come before it")
 
 
-def _leave_out_contaminated(choice: Choice, settings: PrepareSettings, features: Features) -> None:
-    avoid, places = choice.entries(choice.places("avoid")), choice.places("train")
+def _drop_contaminated(state: FilterState, settings: PrepareSettings, features: Features) -> None:
+    avoid, places = state.slices_at(state.slice_indices("avoid")), state.slice_indices("train")
     if not avoid:
         return
     labels = {item.dataset: item.label for item, _, _ in avoid}
     length = settings.decontaminate_ngram
-    flags = features.contaminated(choice.entries(places), avoid, length)
+    flags = features.contaminated(state.slices_at(places), avoid, length)
     for place, found in zip(places, flags, strict=True):
-        rows = np.flatnonzero(choice.kept[place] & (found != CLEAN))
-        for row in choice.drop(place, rows, "contaminated"):
+        rows = np.flatnonzero(state.keep_masks[place] & (found != CLEAN))
+        for row in state.drop(place, rows, "contaminated"):
             why = f"it shares {length} tokens in a row with {labels[int(found[row])]}"
-            choice.tell(place, row, "contaminated", why)
+            state.add_example(place, row, "contaminated", why)
 
 
-def _leave_out_exact(choice: Choice, features: Features) -> None:
-    pool, places, num_fixed = _pool_of(choice)
-    first = exact_duplicates(pool.gathered(features.digests(choice.entries(places))))
+def _drop_exact_duplicates(state: FilterState, features: Features) -> None:
+    pool, places, num_fixed = _build_pool(state)
+    first = exact_duplicates(pool.gather(features.digests(state.slices_at(places))))
     repeated = np.flatnonzero(first[num_fixed:] >= 0) + num_fixed
     for sample in pool.drop(repeated, "exact_duplicate"):
-        why = f"it has the same tokens as {pool.name(int(first[sample]))}"
-        pool.tell(sample, "exact_duplicate", why)
+        why = f"it has the same tokens as {pool.describe(int(first[sample]))}"
+        pool.add_example(sample, "exact_duplicate", why)
 
 
-def _leave_out_near(choice: Choice, settings: PrepareSettings, features: Features) -> None:
-    pool, places, num_fixed = _pool_of(choice)
+def _drop_near_duplicates(
+    state: FilterState, settings: PrepareSettings, features: Features
+) -> None:
+    pool, places, num_fixed = _build_pool(state)
     threshold = settings.near_duplicate_threshold
-    bands = features.bands(choice.entries(places), threshold)
-    agreeing = (pool.gathered([its[band] for its in bands]) for band in range(len(bands[0])))
+    bands = features.bands(state.slices_at(places), threshold)
+    agreeing = (pool.gather([its[band] for its in bands]) for band in range(len(bands[0])))
     near = near_duplicates(agreeing, pool.shingles, threshold, num_fixed)
     for sample in pool.drop(np.array(sorted(near), dtype=np.int64), "near_duplicate"):
         other = near[sample]
         alike = jaccard(pool.shingles(sample), pool.shingles(other))
-        why = f"of its runs of {SHINGLE} tokens and those of {pool.name(other)} {alike:.0%} are one"
-        pool.tell(sample, "near_duplicate", why)
+        why = f"of its runs of {SHINGLE} tokens and those of {pool.describe(other)} {alike:.0%} are one"
+        pool.add_example(sample, "near_duplicate", why)
 
 
-def _pool_of(choice: Choice) -> tuple[Pool, list[int], int]:
+def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
     """What is still in, validation sources first: (pool, slices, samples that are to stay)."""
-    fixed = choice.places("validation")
-    places = [*fixed, *choice.places("train")]
-    pool = Pool(choice, places)
-    return pool, places, pool.num_first(len(fixed))
+    fixed = state.slice_indices("validation")
+    places = [*fixed, *state.slice_indices("train")]
+    pool = SamplePool(state, places)
+    return pool, places, pool.num_samples_in(len(fixed))
 
 
-def _set_aside(choice: Choice, settings: PrepareSettings) -> dict[int, Mask]:
+def _split_validation(state: FilterState, settings: PrepareSettings) -> dict[int, Mask]:
     """For every training slice, which of its samples are validation."""
-    places = choice.places("train")
-    left = sum(int(choice.kept[place].sum()) for place in places)
+    places = state.slice_indices("train")
+    left = sum(int(state.keep_masks[place].sum()) for place in places)
     if not left:
-        reasons = sum(choice.dropped, Counter[str]())
+        reasons = sum(state.dropped, Counter[str]())
         told = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         raise StageError(
             f"No sample is left to train on: {told or 'the sources hold none'}.\n"
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
     ranks = [
-        random_ranks(item.key, tally.rows, settings.seed)[choice.kept[place]]
-        for place, (item, _, tally) in zip(places, choice.entries(places), strict=True)
+        random_ranks(item.key, tally.rows, settings.seed)[state.keep_masks[place]]
+        for place, (item, _, tally) in zip(places, state.slices_at(places), strict=True)
     ]
-    masks = held_out(ranks, settings.val_set_size)
+    masks = validation_masks(ranks, settings.val_set_size)
     taken = sum(int(mask.sum()) for mask in masks)
     if taken >= left:
         raise StageError(
@@ -194,19 +196,21 @@ def _set_aside(choice: Choice, settings: PrepareSettings) -> dict[int, Mask]:
         )
     found: dict[int, Mask] = {}
     for place, mask in zip(places, masks, strict=True):
-        found[place] = np.zeros(len(choice.kept[place]), dtype=bool)
-        found[place][np.flatnonzero(choice.kept[place])[mask]] = True
+        found[place] = np.zeros(len(state.keep_masks[place]), dtype=bool)
+        found[place][np.flatnonzero(state.keep_masks[place])[mask]] = True
     return found
 
 
-def _part(choice: Choice, held: dict[int, Mask], place: int) -> Part:
-    kept = choice.kept[place]
+def _split_masks(state: FilterState, held: dict[int, Mask], place: int) -> SplitMasks:
+    kept = state.keep_masks[place]
     nothing = np.zeros(len(kept), dtype=bool)
-    role = choice.finished[place][0].role
+    role = state.finished[place][0].role
     if role == "train":
-        return Part(_told(kept & ~held[place]), _told(kept & held[place]))
-    return Part(_told(nothing), _told(kept if role == "validation" else nothing))
+        return SplitMasks(_none_if_all(kept & ~held[place]), _none_if_all(kept & held[place]))
+    return SplitMasks(
+        _none_if_all(nothing), _none_if_all(kept if role == "validation" else nothing)
+    )
 
 
-def _told(mask: Mask) -> Mask | None:
+def _none_if_all(mask: Mask) -> Mask | None:
     return None if len(mask) and mask.all() else mask

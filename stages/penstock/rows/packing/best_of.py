@@ -5,13 +5,13 @@ from penstock.rows.packing.exact import evenest, exact_fit, longest
 from penstock.rows.packing.patterns import Patterns, best_fit
 
 
-def quickly(counts: Indices, capacity: int, enough: int) -> Patterns:
+def best_fit_only(counts: Indices, capacity: int, enough: int) -> Patterns:
     """Best fit decreasing only; `enough` is ignored."""
     del enough
     return best_fit(counts, (), capacity)
 
 
-def tightest(counts: Indices, capacity: int, enough: int) -> Patterns:
+def search_best(counts: Indices, capacity: int, enough: int) -> Patterns:
     """The plan with the fewest rows among several, for `counts[length]` samples of each length.
 
     The search stops at `enough` rows.

@@ -5,11 +5,11 @@ import numpy.typing as npt
 
 from penstock.rows.bin_plan import Indices, Sizes, next_fit
 
-STRETCH = 64
+ROWS_PER_STRETCH = 64
 """Approximate rows per stretch. Stretches of consecutive samples are packed in parallel (SIMD); the
 last row of each stretch stays emptier than the others."""
 
-FEW = 128
+MIN_STRETCHES = 128
 """Minimum number of stretches for which packing in parallel is faster."""
 
 
@@ -18,8 +18,8 @@ def deal(sizes: Sizes, level: int) -> Indices:
 
     A row has at most `level` tokens, or one longer sample.
     """
-    num_stretches = int(sizes.sum(dtype=np.int64)) // (STRETCH * level)
-    if num_stretches < FEW:
+    num_stretches = int(sizes.sum(dtype=np.int64)) // (ROWS_PER_STRETCH * level)
+    if num_stretches < MIN_STRETCHES:
         ends = next_fit(sizes, level)
     else:
         ends = np.append(np.flatnonzero(_opens(sizes, level, num_stretches))[1:], len(sizes))

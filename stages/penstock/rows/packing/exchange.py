@@ -21,7 +21,7 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         return
     num_rows, totals = rows.num_rows, rows.totals
     row = np.repeat(np.arange(num_rows), rows.widths)
-    rows.samples = rows.held(np.arange(num_rows))
+    rows.samples = rows.samples_in(np.arange(num_rows))
     sizes = rows.lengths[rows.samples]
     for _ in range(rounds):
         chance = np.frombuffer(rng.bytes(num_rows), dtype=np.uint8)

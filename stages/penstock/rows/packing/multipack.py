@@ -6,13 +6,13 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from penstock.rows.bin_plan import PackingPlan, Sizes, alone, join
-from penstock.rows.packing.best_of import quickly, tightest
+from penstock.rows.bin_plan import PackingPlan, Sizes, join, one_per_row
+from penstock.rows.packing.best_of import best_fit_only, search_best
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.patterns import Patterns
 from penstock.rows.packing.random_start import random_starts, repack
-from penstock.rows.packing.rows import Rows, planned, row_starts
+from penstock.rows.packing.rows import Rows, build_rows, row_starts
 from penstock.rows.packing.sorting import count_values
 
 BLOCK = 1 << 20
@@ -41,7 +41,7 @@ def multipack(
     if len(sizes) and (sizes.max() > capacity or sizes.min() < 1):
         raise ValueError(f"lengths from {sizes.min()} to {sizes.max()} for rows of {capacity}")
     if group_size == 1:
-        return alone(len(sizes))
+        return one_per_row(len(sizes))
     parts: list[PackingPlan] = []
     for start in range(0, len(sizes), group_size):
         group = sizes[start : start + group_size].astype(np.min_scalar_type(capacity))
@@ -63,19 +63,19 @@ def _best(lengths: Sizes, samples: Sizes, capacity: int, rng: np.random.Generato
     starts = random_starts(samples, sizes, counts, capacity, least, rng)
     for placed, widths, totals in islice(starts, tries):
         rows = Rows(lengths, placed, row_starts(widths), widths, totals, capacity)
-        repack(rows, least, 0.02, quickly)
+        repack(rows, least, 0.02, best_fit_only)
         if rows.num_rows > least:
-            plan = plan or tightest(counts, capacity, least + least // CLOSE)
-            repack(rows, plan.num_rows, 0.1, tightest)
+            plan = plan or search_best(counts, capacity, least + least // CLOSE)
+            repack(rows, plan.num_rows, 0.1, search_best)
         if plan is None or rows.num_rows <= plan.num_rows:
             exchange(rows, min(60, int(3 * thorough)), rng)
             return rows
-    plan = plan or tightest(counts, capacity, least + least // CLOSE)
-    rows = planned(lengths, samples, plan, capacity)
+    plan = plan or search_best(counts, capacity, least + least // CLOSE)
+    rows = build_rows(lengths, samples, plan, capacity)
     rounds = int(15 * min(8.0, max(1.0, math.sqrt(thorough))))
     exchange(rows, rounds, rng)
     if rows.num_rows > least:
         # After mixing, the rows that are not full can be packed better than at first.
-        repack(rows, least, 0.1, tightest)
+        repack(rows, least, 0.1, search_best)
         exchange(rows, rounds // 3, rng)
     return rows

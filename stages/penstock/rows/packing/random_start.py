@@ -12,7 +12,7 @@ from penstock.rows.bin_plan import Indices, Sizes
 from penstock.rows.packing.deal import deal
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.patterns import Patterns, best_fit
-from penstock.rows.packing.rows import Rows, plan_slots, planned, row_starts
+from penstock.rows.packing.rows import Rows, build_rows, plan_slots, row_starts
 from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
 
 Start = tuple[Sizes, Indices, Indices]
@@ -48,7 +48,7 @@ def random_starts(
         limit = int(np.searchsorted(tokens, 2 * share * int(tokens[-1])))
         level = _level(sizes[:PROBED], limit, capacity, int(tokens[-1]) / least)
         if level <= capacity:
-            yield _filled(samples, sizes, limit, level, capacity, rng)
+            yield _fill(samples, sizes, limit, level, capacity, rng)
 
 
 def repack(
@@ -62,15 +62,15 @@ def repack(
     if rows.num_rows <= wanted:
         return
     loosest = stable_argsort(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
-    samples = rows.held(loosest)
+    samples = rows.samples_in(loosest)
     counts = count_values(rows.lengths[samples], rows.capacity)
     enough = len(loosest) - (rows.num_rows - wanted)
     plan = pack(counts, rows.capacity, max(enough, fewest_rows(counts, rows.capacity)))
     if plan.num_rows < len(loosest):
-        rows.replace(loosest, planned(rows.lengths, samples, plan, rows.capacity))
+        rows.replace(loosest, build_rows(rows.lengths, samples, plan, rows.capacity))
 
 
-def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
+def _hold_back(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
     """Indices of samples placed first, and of those held back: half of those up to `limit`.
 
     Samples are in random order, so every second one is a random half.
@@ -83,7 +83,7 @@ def _kept(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
 def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> int:
     """Fill level in tokens at which the samples that are not held back need the target number of
     rows. Above `capacity` if they do not fit."""
-    dealt = sizes[_kept(sizes, limit)[0]]
+    dealt = sizes[_hold_back(sizes, limit)[0]]
     if not len(dealt):
         return capacity + 1
     tokens = int(dealt.sum(dtype=np.int64))
@@ -91,7 +91,7 @@ def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> in
     return round(tokens / (OPENED * int(sizes.sum(dtype=np.int64)) / tokens_per_row) + gap)
 
 
-def _filled(
+def _fill(
     samples: Sizes,
     sizes: Sizes,
     limit: int,
@@ -100,7 +100,7 @@ def _filled(
     rng: np.random.Generator,
 ) -> Start:
     """Fill rows to `level` by next fit, then fill their gaps with the samples held back."""
-    dealt, back = _kept(sizes, limit)
+    dealt, back = _hold_back(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
     widths = deal(dealt_sizes, level)
     totals = np.add.reduceat(dealt_sizes, row_starts(widths), dtype=np.int64)

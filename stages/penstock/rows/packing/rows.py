@@ -28,7 +28,7 @@ class Rows:
         """Number of rows."""
         return len(self.widths)
 
-    def held(self, rows: Indices) -> Indices:
+    def samples_in(self, rows: Indices) -> Indices:
         """Sample indices of these rows, row by row."""
         found = ranges(self.starts[rows], self.widths[rows])
         found[:] = self.samples[found]
@@ -46,7 +46,7 @@ class Rows:
     def bins(self, first: int, rng: np.random.Generator) -> PackingPlan:
         """The rows in random order as a plan; `first` is added to the sample indices."""
         order = rng.permutation(self.num_rows)
-        samples = self.held(order)
+        samples = self.samples_in(order)
         samples += first
         return PackingPlan(samples, np.cumsum(self.widths[order]))
 
@@ -84,7 +84,7 @@ def plan_slots(plan: Patterns) -> Slots:
     return Slots(length, ranges(first, rows), each, held, plan.num_rows)
 
 
-def planned(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Rows:
+def build_rows(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Rows:
     """Build the rows of a plan from these samples.
 
     Samples of equal length are assigned to rows in the order given.
