@@ -52,7 +52,7 @@ def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[st
     }
 
 
-def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
+def prepare_on_cluster(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
     """Have the workers of a cluster tokenize what is missing, in `count` shares.
 
     Sealing it is left to the stage, which finds all slices done.
@@ -60,7 +60,7 @@ def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
     step = planned.step("prepare")
     if not isinstance(step.stage, Prepare) or find_cached(step):
         return
-    stage, out = elsewhere(step.stage), step.path.absolute()
+    stage, out = with_absolute_paths(step.stage), step.path.absolute()
     # An embedded server's address is in no setting, and each worker would start a server for want
     # of one.
     with (
@@ -82,7 +82,7 @@ def spread(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
     create_table_artifact(key="penstock-prepare-shares", table=rows)
 
 
-def elsewhere(stage: Prepare) -> Prepare:
+def with_absolute_paths(stage: Prepare) -> Prepare:
     """The stage as another process can run it: no path relative to this one's working directory.
 
     A worker is not allowed processes of its own, so it works alone.
@@ -107,7 +107,7 @@ def elsewhere(stage: Prepare) -> Prepare:
     )
 
 
-def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
+def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
     """What the run spreads its slices over. Raises CapabilityError where that is not installed."""
     kind, address = run.pipeline.task_runner, run.pipeline.task_runner_address
     if kind is None:
@@ -115,7 +115,7 @@ def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
     try:
         package = importlib.import_module(f"prefect_{kind}")
         if kind == "ray":
-            _send_in_full(importlib.import_module("ray.cloudpickle"))
+            _pickle_by_value_in_ray(importlib.import_module("ray.cloudpickle"))
     except ImportError as error:
         raise CapabilityError(
             f"pipeline.task_runner is {kind}, which needs a package that is not installed "
@@ -123,7 +123,7 @@ def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
             "to use processes of this machine."
         ) from error
     if kind == "dask":
-        of_its_own = {
+        local_cluster = {
             "n_workers": num_shares(run),
             "threads_per_worker": 1,
             "memory_limit": 0,  # else a worker gets this machine's memory divided by its CPUs
@@ -133,7 +133,7 @@ def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
             "security": True,
         }
         return package.DaskTaskRunner(
-            address=address, cluster_kwargs=None if address else of_its_own
+            address=address, cluster_kwargs=None if address else local_cluster
         )
     return package.RayTaskRunner(
         address=address,
@@ -144,7 +144,7 @@ def task_runner(run: RunConfig) -> TaskRunner[Any] | None:
     )
 
 
-def _send_in_full(pickler: ModuleType) -> None:
+def _pickle_by_value_in_ray(pickler: ModuleType) -> None:
     """Have Ray's own copy of cloudpickle send the same modules in full."""
     for name in cloudpickle.list_registry_pickle_by_value():
         pickler.register_pickle_by_value(sys.modules[name])

@@ -38,10 +38,10 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed
 
-from cluster import num_shares, spread, task_runner
-from overview import chat_command, overview_shown
-from parameters import ConfigFile, Forced, Overrides, build_run_title, loaded, typed
-from penstock.api.pipeline import bring_stages
+from cluster import build_task_runner, num_shares, prepare_on_cluster
+from overview import chat_command, show_overview
+from parameters import ConfigFile, Forced, Overrides, build_run_title, load_run, parse_argv
+from penstock.api.pipeline import run_stages
 from penstock.api.tables import outcome_table
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import short, stage_key
@@ -50,7 +50,13 @@ from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
 from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
-from prefect_artifacts import log_notice, noticed, prepare_logged, show, training_shown
+from prefect_artifacts import (
+    build_notify,
+    forward_prepare_logs,
+    log_notice,
+    show_stage_result,
+    show_training,
+)
 
 # Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
 for script in (
@@ -64,122 +70,122 @@ Ending = str | State[str]
 """Where the last result lies, or `Stopped`: training was asked to stop by others than Prefect."""
 
 
-def named_after_run() -> str:
+def build_flow_run_name() -> str:
     """What runs: the run's name, and what was laid over its file."""
     given = flow_run.parameters
     try:
         overrides = given.get("overrides")
-        return build_run_title(loaded(Path(given["config"]), overrides), overrides)
+        return build_run_title(load_run(Path(given["config"]), overrides), overrides)
     except PenstockError:
         return "misconfigured"  # the flow itself says in which way
 
 
-def _named_after_stage_and_key() -> str:
+def _build_task_run_name() -> str:
     planned, name = task_run.parameters["planned"], task_run.parameters["name"]
     verb = "evaluate" if name == "train" and planned.run.train.eval_only else name
     return f"{verb} {short(stage_key(planned.step(name).stage))}"
 
 
-@task(task_run_name=_named_after_stage_and_key, cache_policy=NO_CACHE, persist_result=False)
-def realise(planned: Plan, name: StageName, wishes: RebuildOptions) -> State[StageResult]:
+@task(task_run_name=_build_task_run_name, cache_policy=NO_CACHE, persist_result=False)
+def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> State[StageResult]:
     """Bring one stage up in the store, and say whether it was there already."""
     step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
-        shown = training_shown(step.path, called, logger) if name == "train" else nullcontext()
-        with shown, prepare_logged(logger):
-            outcome = execute_stage(step, planned.run, wishes, noticed(name, called, logger))
+        shown = show_training(step.path, called, logger) if name == "train" else nullcontext()
+        with shown, forward_prepare_logs(logger):
+            outcome = execute_stage(step, planned.run, rebuild, build_notify(name, called, logger))
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
-    show(outcome, called, logger)
+    show_stage_result(outcome, called, logger)
     reused = outcome.status == "cached"
     message = f"reused {outcome.where}" if reused else f"{outcome.status} -> {outcome.where}"
     return Completed(name="Cached" if reused else "Completed", message=message, data=outcome)
 
 
-def brought(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
+def run_stage_with_retries(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
     """One stage, as a task that is tried again where its fault may pass. Raises what it raises."""
-    wish = planned.run.pipeline
-    persistent = realise.with_options(
-        retries=wish.retries,
-        retry_delay_seconds=backoff_seconds(wish.retries, wish.retry_delay) or 0,
-        retry_condition_fn=_may_pass,
+    options = planned.run.pipeline
+    persistent = run_stage.with_options(
+        retries=options.retries,
+        retry_delay_seconds=backoff_seconds(options.retries, options.retry_delay) or 0,
+        retry_condition_fn=_is_transient_failure,
     )
-    state = persistent(planned, name, wishes, return_state=True)
+    state = persistent(planned, name, rebuild, return_state=True)
     if state.is_cancelled():
         raise Interrupted(state.message or "", signal.SIGTERM)
     return cast(StageResult, state.result())
 
 
-def _may_pass(_task: object, _run: object, state: State[StageResult]) -> bool:
+def _is_transient_failure(_task: object, _run: object, state: State[StageResult]) -> bool:
     return isinstance(state.data, BaseException) and is_transient(state.data)
 
 
-def chain(
-    run: RunConfig, wishes: RebuildOptions, chat: Sequence[str], *wanted: StageName
+def run_pipeline(
+    run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *wanted: StageName
 ) -> list[StageResult]:
     """Realise every step in order, in the flow's own thread: only there can it be cancelled.
 
     `chat` is the command that talks to the model.
     """
-    runner, logger = task_runner(run), get_run_logger()
+    runner, logger = build_task_runner(run), get_run_logger()
     planned = plan(run, wanted or None)
-    for name in wishes.force:
+    for name in rebuild.force:
         planned.step(name)  # raises for one that would be ignored
 
-    def bring(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
+    def bring(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
         if runner and name == "prepare":
-            with prepare_logged(logger):
-                spread(planned, runner, num_shares(run))
-        return brought(planned, name, wishes)
+            with forward_prepare_logs(logger):
+                prepare_on_cluster(planned, runner, num_shares(run))
+        return run_stage_with_retries(planned, name, rebuild)
 
-    with overview_shown(planned, chat, logger) as outcomes:
-        done = bring_stages(planned, bring, wishes, notify=lambda line: log_notice(line, logger))
+    with show_overview(planned, chat, logger) as outcomes:
+        done = run_stages(planned, bring, rebuild, notify=lambda line: log_notice(line, logger))
         for outcome in done:  # so that those before a failure are shown
             outcomes.append(outcome)
     logger.info("\n%s", outcome_table(outcomes))
     return outcomes
 
 
-@flow(name="finetune", flow_run_name=named_after_run, persist_result=False)
+@flow(name="finetune", flow_run_name=build_flow_run_name, persist_result=False)
 def finetune(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
     """All stages that the run lists: from prepare to export, or to push where it has a target."""
-    return _bring(config, overrides, force)
+    return _run_flow(config, overrides, force)
 
 
-def _ending_with(stage: StageName) -> Flow[..., Ending]:
+def _build_stage_flow(stage: StageName) -> Flow[..., Ending]:
     """A flow for that stage alone, and for what it needs."""
 
     def bring(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-        return _bring(config, overrides, force, stage)
+        return _run_flow(config, overrides, force, stage)
 
     bring.__name__ = bring.__qualname__ = stage  # by which Prefect finds it in this file
     about = f"Bring up {stage}, after what that needs."
-    return flow(name=stage, description=about, flow_run_name=named_after_run, persist_result=False)(
-        bring
-    )
+    return flow(
+        name=stage, description=about, flow_run_name=build_flow_run_name, persist_result=False
+    )(bring)
 
 
-prepare = _ending_with("prepare")
-pack = _ending_with("pack")
-reference = _ending_with("reference")
-train = _ending_with("train")
-export = _ending_with("export")
-push = _ending_with("push")
+prepare = _build_stage_flow("prepare")
+pack = _build_stage_flow("pack")
+reference = _build_stage_flow("reference")
+train = _build_stage_flow("train")
+export = _build_stage_flow("export")
+push = _build_stage_flow("push")
 
 
-def _bring(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
-    wishes = RebuildOptions(force=frozenset(force or ()))
+def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
+    rebuild = RebuildOptions(force=frozenset(force or ()))
     try:
-        run, chat = loaded(config, overrides), chat_command(config, overrides)
-        return chain(run, wishes, chat, *wanted)[-1].where
+        run, chat = load_run(config, overrides), chat_command(config, overrides)
+        return run_pipeline(run, rebuild, chat, *wanted)[-1].where
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
 
 
-def by_hand(which: Flow[..., Any], script: str) -> int:
+def run_from_command_line(which: Flow[..., Any], script: str) -> int:
     """Run a flow with what was typed behind the script's name; the exit status."""
     try:
-        ended = which(*typed(sys.argv[1:], script), return_state=True)
+        ended = which(*parse_argv(sys.argv[1:], script), return_state=True)
         if ended.is_cancelled():
             raise Interrupted(ended.message or "", signal.SIGTERM)
         ended.result()
@@ -190,4 +196,4 @@ def by_hand(which: Flow[..., Any], script: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(by_hand(finetune, "finetune.py"))
+    sys.exit(run_from_command_line(finetune, "finetune.py"))

@@ -17,12 +17,12 @@ from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.remote.urls import redact_text
 from penstock.plan import Plan
 from penstock.train.report.format import duration, number
-from prefect_artifacts import offered
+from prefect_artifacts import ignore_server_errors
 from training_log import Logger
 
 KEY = "penstock-run"
 
-WORDS: Mapping[Status, str] = {
+STATUS_WORDS: Mapping[Status, str] = {
     "ran": "built",
     "resumed": "built, gone on with",
     "cached": "cached",
@@ -31,7 +31,7 @@ WORDS: Mapping[Status, str] = {
 
 
 @contextmanager
-def overview_shown(
+def show_overview(
     planned: Plan, chat: Sequence[str], logger: Logger
 ) -> Generator[list[StageResult]]:
     """Around the stages of a run: gives the list for their outcomes, and shows it at the end, or
@@ -58,7 +58,7 @@ def _show(
     logger: Logger,
     error: PenstockError | None,
 ) -> None:
-    with offered("the table of the run", logger):
+    with ignore_server_errors("the table of the run", logger):
         done = {outcome.stage: outcome for outcome in outcomes}
         lines = ["| stage | result | time | key | folder |", "| --- | --- | --- | --- | --- |"]
         lines += [_row(step, done.get(step.stage.name)) for step in planned.steps]
@@ -66,25 +66,31 @@ def _show(
         if error:
             what = "Stopped" if isinstance(error, Interrupted) else "Failed"
             lines += ["", f"**{what}:**", "", *(f"    {line}" for line in str(error).splitlines())]
-        elif facts := list(_results(result)):
+        elif facts := list(_result_rows(result)):
             lines += ["", "| result | |", "| --- | --- |"]
-            lines += [f"| {name} | {_cell(value)} |" for name, value in facts]
+            lines += [f"| {name} | {_escape_cell(value)} |" for name, value in facts]
         lines += ["", *(f"- {each['text']}" for each in result.get("warnings", ()))]
         if not error and "train" in done:
             lines += ["", f"Next, in {Path.cwd()}:", "", f"    {shlex.join(chat)}"]
-        brief = f"{planned.run.pipeline.name}: {_in_brief(result, len(done), len(planned.steps))}"
+        brief = f"{planned.run.pipeline.name}: {_summarize(result, len(done), len(planned.steps))}"
         create_markdown_artifact(redact_text("\n".join(lines)), KEY, brief)
 
 
 def _row(step: PlannedStage, outcome: StageResult | None) -> str:
-    status = WORDS[outcome.status] if outcome else "not done"
+    status = STATUS_WORDS[outcome.status] if outcome else "not done"
     time = duration(outcome.seconds) if outcome else ""
     where = step.where if step.remote else str(step.path.absolute())
-    cells = (step.stage.name, status, time, f"`{short(stage_key(step.stage))}`", _cell(where))
+    cells = (
+        step.stage.name,
+        status,
+        time,
+        f"`{short(stage_key(step.stage))}`",
+        _escape_cell(where),
+    )
     return f"| {' | '.join(cells)} |"
 
 
-def _results(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("steps", "epochs", "tokens"):
         if name in result:
             yield name, f"{result[name]:,}"
@@ -92,24 +98,24 @@ def _results(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         first = result["first_loss"]
         before = "" if first is None else f"{number(first)} at first, "
         yield "loss", f"{before}{number(result['final_loss'])} at last"
-    for name in _held_out(result):
+    for name in _held_out_losses(result):
         yield f"held-out loss ({name})", number(result[name])
     for name in ("model", "report"):
         if result[name]:
             yield name, str(Path(result[name]).absolute())
 
 
-def _in_brief(result: Mapping[str, Any], done: int, all_of_them: int) -> str:
+def _summarize(result: Mapping[str, Any], done: int, all_of_them: int) -> str:
     told = [f"{done} of {all_of_them} stages"]
     if "final_loss" in result:
         told.append(f"{result['steps']:,} steps, loss {number(result['final_loss'])}")
-    told += [f"{name} {number(result[name])}" for name in _held_out(result)]
+    told += [f"{name} {number(result[name])}" for name in _held_out_losses(result)]
     return ", ".join(told)
 
 
-def _held_out(result: Mapping[str, Any]) -> list[str]:
+def _held_out_losses(result: Mapping[str, Any]) -> list[str]:
     return [name for name in result if name.startswith("eval_") and name.endswith("loss")]
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", r"\|")

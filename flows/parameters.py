@@ -17,7 +17,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import redact_text
 from penstock.plan import StageName
 
-DOTTED = r"^[A-Za-z_]\w*(\.[\w-]+)+$"
+FIELD_NAME = r"^[A-Za-z_]\w*(\.[\w-]+)+$"
 """Names of settings, as they are written behind dashes on the command line."""
 
 CREDENTIAL = (
@@ -30,12 +30,12 @@ CREDENTIAL = (
 CREDENTIALS_NAME = r"(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$"
 """How variables are called that hold one."""
 
-LONGEST = 100
+MAX_TITLE_CHARS = 100
 """Characters of a run's name, at most."""
 
 
 @dataclass(frozen=True)
-class Described:
+class Description:
     """What the form says under a parameter: Prefect reads no description of pydantic's there."""
 
     text: str
@@ -47,49 +47,49 @@ class Described:
         return {**handler(core), "description": self.text}
 
 
-def _open(depth: int) -> dict[str, Any]:
+def _value_schema(depth: int) -> dict[str, Any]:
     """The schema of a value without credentials, as deep as settings are."""
     schema: dict[str, Any] = {"not": {"type": "string", "pattern": CREDENTIAL}}
     if depth:
-        below = _open(depth - 1)
+        below = _value_schema(depth - 1)
         names = {"not": {"pattern": CREDENTIALS_NAME}}
         schema |= {"items": below, "additionalProperties": below, "propertyNames": names}
     return schema
 
 
 ConfigFile = Annotated[
-    Path, Described("A YAML file, as seen from the folder that the deployment works in.")
+    Path, Description("A YAML file, as seen from the folder that the deployment works in.")
 ]
 Overrides = Annotated[
     Annotated[
         dict[str, JsonValue],
         Field(
             json_schema_extra={
-                "propertyNames": {"pattern": DOTTED, "not": {"pattern": CREDENTIALS_NAME}},
-                "additionalProperties": _open(3),
+                "propertyNames": {"pattern": FIELD_NAME, "not": {"pattern": CREDENTIALS_NAME}},
+                "additionalProperties": _value_schema(3),
             }
         ),
     ]
     | None,
-    Described(
+    Description(
         'Settings laid over the file, by dotted name, such as {"train.lr": 2e-5}. Any JSON; a text '
         "is read as on the command line."
     ),
 ]
 Forced = Annotated[
     Annotated[list[StageName], Field(json_schema_extra={"uniqueItems": True})] | None,
-    Described("Stages to build again even if they are there."),
+    Description("Stages to build again even if they are there."),
 ]
 
 
-def loaded(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConfig:
+def load_run(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConfig:
     """The run that the file and the overrides describe. Raises ConfigError with all faults."""
     return load_config(
         config, [Override(name, format_value(v)) for name, v in (overrides or {}).items()]
     )
 
 
-def typed(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
+def parse_argv(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
     """Config and overrides as somebody typed them behind a script's name."""
     rest, written = split_overrides(words)
     if len(rest) != 1 or rest[0].startswith("-"):
@@ -116,4 +116,4 @@ def build_run_title(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -
     """What is running: the run's name and what was laid over its file, without what is secret."""
     told = [f"{name}={format_value(value)}" for name, value in (overrides or {}).items()]
     title = redact_text(": ".join([run.pipeline.name, *([", ".join(told)] if told else [])]))
-    return title if len(title) <= LONGEST else f"{title[: LONGEST - 1]}…"
+    return title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 1]}…"

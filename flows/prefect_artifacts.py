@@ -32,7 +32,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from penstock.core.cache.store import StageResult
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json
-from penstock.train.launch.job import METRICS, REPORT, ENVIRONMENT
+from penstock.train.launch.job import ENVIRONMENT, METRICS, REPORT
 from penstock.train.trackers.registry import TRACKERS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from training_log import Logger, TrainingLog, server_only
@@ -41,34 +41,34 @@ from training_progress import TrainingProgress
 WARNING = re.compile(r"(\w+: )?warning: ")
 """How notices begin that people should act on."""
 
-SOONEST, LATEST = 5.0, 60.0
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 5.0, 60.0
 """Seconds between two looks at a run: the longer it has lasted, the longer."""
 
-LOOKS = 200
+MAX_POLLS = 200
 """Looks in which a run's time so far is parted, between those two."""
 
-LAST_SECONDS = 5.0
+JOIN_SECONDS = 5.0
 """How long the end of training waits for what is shown last."""
 
 RETRIES = 2
 """How often what a stage shows is sent again; no stage waits for the server."""
 
 
-def show(outcome: StageResult, name: str, logger: Logger) -> None:
+def show_stage_result(outcome: StageResult, name: str, logger: Logger) -> None:
     """A table of what became of a stage of the run called `name`, one fact in a row."""
     rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
-    table = [{"fact": fact, "value": _plain(value)} for fact, value in rows.items()]
-    with offered(f"the table of {outcome.stage}", logger):
+    table = [{"fact": fact, "value": _format_fact(value)} for fact, value in rows.items()]
+    with ignore_server_errors(f"the table of {outcome.stage}", logger):
         create_table_artifact(table, f"penstock-{outcome.stage}", f"{name}: {outcome.status}")
 
 
-def noticed(stage: str, name: str, logger: Logger) -> Callable[[str], None]:
+def build_notify(stage: str, name: str, logger: Logger) -> Callable[[str], None]:
     """Takes notices of a stage of the run called `name`, which are logged and shown: that it waits
     for another run, what is odd about the data."""
 
     def tell(line: str) -> None:
         log_notice(line, logger)
-        with offered(f"the notice of {stage}", logger):
+        with ignore_server_errors(f"the notice of {stage}", logger):
             create_markdown_artifact(line, "penstock-notice", f"{name}: {stage}")
 
     return tell
@@ -91,7 +91,7 @@ class _RunLogHandler(logging.Handler):
 
 
 @contextmanager
-def prepare_logged(run_logger: Logger) -> Generator[None]:
+def forward_prepare_logs(run_logger: Logger) -> Generator[None]:
     """While the block runs, what preparing data logs is in the log of a run, and there alone.
 
     Prefect's PREFECT_LOGGING_EXTRA_LOGGERS is read before the script of a deployed flow.
@@ -107,7 +107,7 @@ def prepare_logged(run_logger: Logger) -> Generator[None]:
 
 
 @contextmanager
-def offered(what: str, logger: Logger) -> Generator[None]:
+def ignore_server_errors(what: str, logger: Logger) -> Generator[None]:
     """Around showing something that a stage does not wait for long, and that may be missed."""
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
@@ -116,14 +116,14 @@ def offered(what: str, logger: Logger) -> Generator[None]:
         logger.warning("%s could not be shown: %s: %s", what, type(error).__name__, error)
 
 
-class Links:
+class TrainingLinks:
     """Ways from Prefect to a training run's report and trackers, each shown once."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._shown: set[str] = set()
 
-    def show(self) -> None:
+    def show_stage_result(self) -> None:
         """Those that are known by now and were not shown before."""
         for key, url, title in self._known():
             if key not in self._shown:
@@ -140,36 +140,36 @@ class Links:
 
 
 @contextmanager
-def training_shown(folder: Path, name: str, logger: Logger) -> Generator[None]:
+def show_training(folder: Path, name: str, logger: Logger) -> Generator[None]:
     """While the block runs, show and log the training called `name` that goes on in `folder`."""
     ended = threading.Event()
-    shown = Shown(folder, name, logger)
+    shown = TrainingMonitor(folder, name, logger)
     # As the flow sees Prefect: its server, and the run that all this belongs to.
     run = contextvars.copy_context().run
     thread = threading.Thread(target=run, args=(shown.follow, ended), daemon=True)
     thread.start()
     try:
         yield
-        shown.is_done = True
+        shown.is_complete = True
     finally:
         ended.set()
-        thread.join(LAST_SECONDS)
+        thread.join(JOIN_SECONDS)
 
 
-class Shown:
+class TrainingMonitor:
     """One training run in Prefect's UI: a bar, a table, links, and lines in its log."""
 
     def __init__(self, folder: Path, name: str, logger: Logger) -> None:
         self._folder, self._name, self._logger = folder, name, logger
-        self._links = Links(folder, name)
+        self._links = TrainingLinks(folder, name)
         since = time.time()
         self._since, self._metrics = since, FileTail(folder / METRICS)
         self._progress = TrainingProgress()
         self._log = TrainingLog(folder, server_only(logger), since=since)
         self._bar: UUID | None = None
         self._table: UUID | None = None
-        self._is_told = False
-        self.is_done = False
+        self._is_warned = False
+        self.is_complete = False
         """Whether the stage came to its end."""
 
     def follow(self, ended: threading.Event) -> None:
@@ -177,43 +177,43 @@ class Shown:
         # A look that fails is followed by another one; only the flow itself waits for the server.
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
             began = time.monotonic()
-            while not ended.wait(_pause(time.monotonic() - began)):
-                self._look()
-            self._look()
-            self._log.end()
+            while not ended.wait(_poll_interval(time.monotonic() - began)):
+                self._update()
+            self._update()
+            self._log.flush()
 
-    def _look(self) -> None:
-        self._log.pass_on_words()
-        self._read_on()
-        self._progress.is_ended = self.is_done
-        if not self._progress.step and not self.is_done:
+    def _update(self) -> None:
+        self._log.forward_rank_logs()
+        self._read_new_records()
+        self._progress.is_ended = self.is_complete
+        if not self._progress.step and not self.is_complete:
             return  # what lies there now may be of another run
         try:
             if self._progress.step:
                 self._show(self._progress)
             self._links.show()
         except (httpx.HTTPError, PrefectException, OSError) as error:
-            if not self._is_told:
+            if not self._is_warned:
                 self._logger.warning(
                     "the progress of training cannot be shown just now; training goes on: %s: %s",
                     type(error).__name__,
                     error,
                 )
-            self._is_told = True
+            self._is_warned = True
         else:
-            self._is_told = False
+            self._is_warned = False
 
-    def _read_on(self) -> None:
+    def _read_new_records(self) -> None:
         for line in self._metrics.read_new_lines():
             record = json.loads(line)
             if record["time"] < self._since:
                 continue
             self._progress.read_total(self._folder / ENVIRONMENT)
-            self._progress.take(record)
-            self._log.take(record, self._progress)
+            self._progress.add_record(record)
+            self._log.add_record(record, self._progress)
 
     def _show(self, progress: TrainingProgress) -> None:
-        brief = f"{self._name}: {progress.in_brief}"
+        brief = f"{self._name}: {progress.summary}"
         if self._bar is None:
             self._bar = cast(
                 UUID, create_progress_artifact(progress.percent, "penstock-progress", brief)
@@ -230,9 +230,9 @@ class Shown:
             )
 
 
-def _pause(lasted: float) -> float:
-    return min(LATEST, max(SOONEST, lasted / LOOKS))
+def _poll_interval(lasted: float) -> float:
+    return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, lasted / MAX_POLLS))
 
 
-def _plain(value: Any) -> str:
+def _format_fact(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

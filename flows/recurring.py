@@ -9,7 +9,7 @@ import re
 import sys
 
 # First, for what it sets before Prefect is imported.
-from finetune import brought, by_hand, named_after_run  # isort: skip
+from finetune import run_stage_with_retries, run_from_command_line, build_flow_run_name  # isort: skip
 
 import cloudpickle
 from prefect import flow, get_run_logger
@@ -17,8 +17,8 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed
 
-from cluster import num_shares, spread, task_runner
-from parameters import ConfigFile, Overrides, loaded
+from cluster import build_task_runner, num_shares, prepare_on_cluster
+from parameters import ConfigFile, Overrides, load_run
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
 from penstock.plan import Plan, RebuildOptions, StageName
@@ -44,16 +44,16 @@ SHOWN = 20
 COLUMNS = ("time", "verdict", "release", "new_samples", "slices", "reused_slices", "line")
 
 
-@flow(name="recurring", flow_run_name=named_after_run, persist_result=False)
+@flow(name="recurring", flow_run_name=build_flow_run_name, persist_result=False)
 def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
     """Train again if the sources have grown, and release the model if it is better."""
-    run, say = loaded(config, overrides), get_run_logger().info
-    runner = task_runner(run)
+    run, say = load_run(config, overrides), get_run_logger().info
+    runner = build_task_runner(run)
 
     def bring(planned: Plan, name: StageName) -> StageResult:
         if runner and name == "prepare":
-            spread(planned, runner, num_shares(run))
-        return brought(planned, name, RebuildOptions())
+            prepare_on_cluster(planned, runner, num_shares(run))
+        return run_stage_with_retries(planned, name, RebuildOptions())
 
     try:
         decision = tick(run, bring, say)
@@ -75,4 +75,4 @@ def _slug(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(by_hand(recurring, "recurring.py"))
+    sys.exit(run_from_command_line(recurring, "recurring.py"))

@@ -24,16 +24,16 @@ from training_progress import TrainingProgress
 
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
-SOONEST, LATEST = 1.0, 60.0
+MIN_SECONDS, MAX_SECONDS = 1.0, 60.0
 """Seconds between two lines of steps, or of evaluations: the longer a run lasts, the longer."""
 
-LINES = 200
+MAX_LINES = 200
 """Lines in which a run's time so far is parted, between those two."""
 
-MOST_WORDS = 20
+MAX_RANK_ENTRIES = 20
 """Lines of ranks that are passed on at one look; the others are counted."""
 
-LONGEST = 2000
+MAX_LINE_CHARS = 2000
 """Characters of a line, at most."""
 
 LOG_ENTRY = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.S)
@@ -80,48 +80,52 @@ class TrainingLog:
         """Of the run in `folder`, what happens from the time `since` on."""
         logs = folder / LOGS
         self._logger, self._since = logger, since
-        self._speakers = [
+        self._rank_logs = [
             (file, RankLog(file, since=since)) for file in (logs / "rank_0.log", logs / WATCH_LOG)
         ]
-        self._told = {"step": -math.inf, "evaluation": -math.inf}
+        self._last_logged = {"step": -math.inf, "evaluation": -math.inf}
         """When of each kind the record was told that was logged last."""
-        self._waiting: dict[str, str] = {}
+        self._pending: dict[str, str] = {}
         """Lines that came too soon after another one."""
         self._last_step, self._last_time = 0, -math.inf
 
-    def take(self, record: Mapping[str, Any], progress: TrainingProgress) -> None:
+    def add_record(self, record: Mapping[str, Any], progress: TrainingProgress) -> None:
         """The next record of metrics.jsonl; `progress` has taken it already."""
         if "loss" in record:
-            self._see_return(record)
-            self._offer("step", record["time"], progress.line)
-        elif told := _evaluated(record):
-            self._offer("evaluation", record["time"], f"step {record['step']:,}: {told}")
+            self._warn_on_restart(record)
+            self._log_rate_limited("step", record["time"], progress.line)
+        elif told := _format_evaluation(record):
+            self._log_rate_limited("evaluation", record["time"], f"step {record['step']:,}: {told}")
 
-    def pass_on_words(self) -> None:
+    def forward_rank_logs(self) -> None:
         """Log what ranks and their watch have said since the last look."""
-        for file, speaker in self._speakers:
+        for file, rank_log in self._rank_logs:
             # What ended a rank is told as the error of the task.
-            said = [(level, text) for level, text in speaker.read_new() if level != "ERROR"]
-            for level, text in said[:MOST_WORDS]:
+            said = [(level, text) for level, text in rank_log.read_new() if level != "ERROR"]
+            for level, text in said[:MAX_RANK_ENTRIES]:
                 self._log(logging.getLevelNamesMapping().get(level, logging.INFO), text)
-            if len(said) > MOST_WORDS:
-                self._log(logging.WARNING, f"{len(said) - MOST_WORDS} more lines are in {file}")
+            if len(said) > MAX_RANK_ENTRIES:
+                self._log(
+                    logging.WARNING, f"{len(said) - MAX_RANK_ENTRIES} more lines are in {file}"
+                )
 
-    def end(self) -> None:
+    def flush(self) -> None:
         """Log the last step and the last evaluation, unless they are."""
-        for line in self._waiting.values():
+        for line in self._pending.values():
             self._log(logging.INFO, line)
-        self._waiting.clear()
+        self._pending.clear()
 
-    def _offer(self, kind: str, time: float, line: str) -> None:
-        if time - self._told[kind] >= min(LATEST, max(SOONEST, (time - self._since) / LINES)):
-            self._told[kind] = time
-            self._waiting.pop(kind, None)
+    def _log_rate_limited(self, kind: str, time: float, line: str) -> None:
+        if time - self._last_logged[kind] >= min(
+            MAX_SECONDS, max(MIN_SECONDS, (time - self._since) / MAX_LINES)
+        ):
+            self._last_logged[kind] = time
+            self._pending.pop(kind, None)
             self._log(logging.INFO, line)
-        elif time > self._told[kind]:
-            self._waiting[kind] = line
+        elif time > self._last_logged[kind]:
+            self._pending[kind] = line
 
-    def _see_return(self, record: Mapping[str, Any]) -> None:
+    def _warn_on_restart(self, record: Mapping[str, Any]) -> None:
         step, time = record["step"], record["time"]
         if step <= self._last_step and time > self._last_time:
             self._log(
@@ -130,10 +134,10 @@ class TrainingLog:
         self._last_step, self._last_time = step, time
 
     def _log(self, level: int, text: str) -> None:
-        self._logger.log(level, "%s", redact_text(text)[:LONGEST])
+        self._logger.log(level, "%s", redact_text(text)[:MAX_LINE_CHARS])
 
 
-def _evaluated(record: Mapping[str, Any]) -> str:
+def _format_evaluation(record: Mapping[str, Any]) -> str:
     """The numbers of an evaluation, those of single files and groups left out."""
     return ", ".join(
         f"{name} {number(value)}"

@@ -22,13 +22,13 @@ class TrainingProgress:
         """Whether there will be no more of them."""
         self._total: int | None = None
         self._last: Mapping[str, Any] = {}
-        self._held_out: Mapping[str, Any] = {}
+        self._last_eval: Mapping[str, Any] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add_record(self, record: Mapping[str, Any]) -> None:
         """The next record of metrics.jsonl."""
         if "eval_loss" in record:
-            self._held_out = record
+            self._last_eval = record
         if "loss" not in record:
             return
         if record["step"] <= self.step:
@@ -49,7 +49,7 @@ class TrainingProgress:
         return min(100.0, 100 * self.step / self._total) if self._total else 0.0
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until the end, if steps take as long as the last ones; None if not known yet."""
         (first, began), (last, now) = self._recent[0], self._recent[-1]
         if not self._total or first == last:
@@ -57,12 +57,16 @@ class TrainingProgress:
         return max(0, self._total - last) * (now - began) / (last - first)
 
     @property
-    def in_brief(self) -> str:
+    def summary(self) -> str:
         """One line."""
         told = f"step {self._steps}, loss {number(self._last['loss'])}"
         if self.is_ended:
             return f"{told}, ended"
-        return told if self.left is None else f"{told}, about {duration(self.left)} left"
+        return (
+            told
+            if self.seconds_left is None
+            else f"{told}, about {duration(self.seconds_left)} left"
+        )
 
     @property
     def line(self) -> str:
@@ -72,8 +76,8 @@ class TrainingProgress:
         if "grad_norm" in last:
             told.append(f"grad norm {number(last['grad_norm'])}")
         told.append(f"{amount(last['tokens_per_second'])} tokens/s")
-        if self.left is not None:
-            told.append(f"about {duration(self.left)} left")
+        if self.seconds_left is not None:
+            told.append(f"about {duration(self.seconds_left)} left")
         return ", ".join(told)
 
     @property
@@ -92,10 +96,10 @@ class TrainingProgress:
             ("step", f"{self._steps} ({self.percent:.1f}%)"),
             ("loss", number(last["loss"])),
         ]
-        if self.left is not None and not self.is_ended:
-            rows.append(("left, about", duration(self.left)))
-        if self._held_out:
-            held = self._held_out
+        if self.seconds_left is not None and not self.is_ended:
+            rows.append(("left, about", duration(self.seconds_left)))
+        if self._last_eval:
+            held = self._last_eval
             rows.append(("held-out loss", f"{number(held['eval_loss'])} (step {held['step']:,})"))
         rows += [
             ("learning rate", number(last["lr"])),

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.machine.gpus import Gpus, gpus_here
+from penstock.core.machine.gpus import Gpus, detect_gpus
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
@@ -60,11 +60,11 @@ def world_size(run: RunConfig) -> int:
 def check_machine(run: RunConfig) -> None:
     """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
     asks = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
-    devices = gpus_here() if asks else Gpus(env.num_gpus())
+    devices = detect_gpus() if asks else Gpus(env.num_gpus())
     gpus = devices.count
-    check_entries(run)
+    check_foundation_entries(run)
     check_attention(run.model.attn_implementation, gpus)
-    require_hidden_answers(run)
+    require_prefix_sharing_attention(run)
     if not gpus and run.model.moe_implementation in ("triton", "quack"):
         raise CapabilityError(
             f"model.moe_implementation is {run.model.moe_implementation}, which needs a CUDA "
@@ -78,7 +78,7 @@ def check_machine(run: RunConfig) -> None:
         )
     require_nvlink(run, devices)
     if run.train.enable_fp8_training:
-        check_float8(run, devices.capability)
+        check_fp8(run, devices.capability)
     if not gpus and run.train.init_device == "cuda":
         raise CapabilityError(
             "train.init_device is cuda, and there is no CUDA device.\n"
@@ -117,7 +117,7 @@ def check_machine(run: RunConfig) -> None:
     require_one_machine(run, world_size(run), num_local_ranks(run))
 
 
-def check_entries(run: RunConfig) -> None:
+def check_foundation_entries(run: RunConfig) -> None:
     """Refuse entries of `model.foundation` that would change nothing."""
     if run.model.foundation:
         from penstock.models.foundation import check_foundation
@@ -135,7 +135,7 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
             "  Leave it out. anyprecision_adamw keeps its states in half the memory on any machine."
         )
     if run.train.fuse_optimizer_step:
-        require_one_pass(run)
+        require_single_micro_batch(run)
     if "." in run.train.optimizer:
         # Torch is imported where an optimizer of its own is asked for, and nowhere else here.
         from penstock.optim.optimizer_by_name import named_optimizer
@@ -143,7 +143,7 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
         named_optimizer(run.train)
 
 
-def require_one_pass(run: RunConfig) -> None:
+def require_single_micro_batch(run: RunConfig) -> None:
     """Refuse a step of several micro-batches where gradients are used as soon as they are there."""
     count = accumulation_steps(
         run.train, build_parallel_dims(run.train, world_size(run)).num_replicas
@@ -170,7 +170,7 @@ def check_attention(written: str | None, gpus: int) -> None:
         )
 
 
-def require_hidden_answers(run: RunConfig) -> None:
+def require_prefix_sharing_attention(run: RunConfig) -> None:
     """Refuse attention that would show an answer the other one to their shared prompt."""
     written, over_ring = run.model.attn_implementation, run.train.ringattn_parallel_size > 1
     hides = written not in PACKAGES and not (written == "native" and over_ring)
@@ -182,7 +182,7 @@ def require_hidden_answers(run: RunConfig) -> None:
         )
 
 
-def check_float8(run: RunConfig, capability: tuple[int, int] | None) -> None:
+def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     """Refuse to compute in float8 where GPUs cannot, and what cannot be: every layer of the model,
     or parts of one."""
     from penstock.engine.precision.fp8_layers import float8_layers, require_float8
@@ -264,7 +264,7 @@ def check_layout(run: RunConfig, gpus: int = 0) -> None:
     """Refuse a world that the model cannot be cut over. `gpus` are those of the machines that will
     train, where they are known."""
     counts = model_dims(run) if is_model_parallel(run.train) else None
-    validate_layout(run, world_size, counts, _launches(run, gpus))
+    validate_layout(run, world_size, counts, _suggest_launches(run, gpus))
 
 
 def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
@@ -277,7 +277,7 @@ def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
     return None
 
 
-def rows_of_a_step(run: RunConfig) -> int:
+def resolve_rows_per_step(run: RunConfig) -> int:
     """Packed rows in one optimizer step over all ranks.
 
     Raises ConfigError or CapabilityError where they follow from the layout, and there is none.
@@ -309,7 +309,7 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
     return read_hf_config(source, entries)
 
 
-def _launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
+def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
     """Other numbers of processes that this machine could start."""
     if env.rank_variables():
         return []

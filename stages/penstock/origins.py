@@ -22,7 +22,7 @@ from penstock.core.sources.pin import (
 from penstock.engine.model_source import LoraArgs, ModelSource, quantization_args
 from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
 
-TAKEN = {
+ADAPTER_FIELDS = {
     "lora_rank": "r",
     "lora_alpha": "lora_alpha",
     "use_rslora": "use_rslora",
@@ -31,7 +31,7 @@ TAKEN = {
 }
 """Settings that an adapter to go on from decides, and what PEFT calls them."""
 
-DEFAULTS: Mapping[str, Any] = {
+PEFT_DEFAULTS: Mapping[str, Any] = {
     "lora_rank": 8,
     "lora_alpha": 8,
     "use_rslora": False,
@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What PEFT means where its config is silent."""
 
-NOT_TRAINED = {
+UNSUPPORTED_KEYS = {
     "rank_pattern": "layers of several ranks",
     "alpha_pattern": "layers of several alphas",
     "modules_to_save": "whole modules beside the factors",
@@ -49,7 +49,12 @@ NOT_TRAINED = {
 }
 """What adapters may have and is merged, and not trained on."""
 
-ELSEWHERE = ("target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
+OTHER_TARGET_KEYS = (
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
 """Where a PEFT config says of its targets what `target_modules` does not."""
 
 
@@ -104,16 +109,16 @@ def with_adapter(run: RunConfig) -> RunConfig:
     if path is None:
         return run
     said = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
-    for key, what in NOT_TRAINED.items():
+    for key, what in UNSUPPORTED_KEYS.items():
         if said.get(key):
             raise CapabilityError(
                 f"lora.init_adapter_path: {redact(path)} has {what} ({key}), which are not trained "
                 "on.\n"
                 "  Merge it with penstock merge, and start from the merged model."
             )
-    taken = {name: _agreed(run, name, said, key) for name, key in TAKEN.items()}
+    taken = {name: _resolve_field(run, name, said, key) for name, key in ADAPTER_FIELDS.items()}
     if run.lora.lora_target_modules is None:
-        taken["lora_target_modules"] = _targets(path, said)
+        taken["lora_target_modules"] = _resolve_targets(path, said)
     try:
         lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
     except ValidationError as error:
@@ -131,7 +136,7 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
 
     A written value that is the default cannot be told from an unset one, so it is reported too.
     """
-    pairs = ((name, getattr(before.lora, name), getattr(run.lora, name)) for name in TAKEN)
+    pairs = ((name, getattr(before.lora, name), getattr(run.lora, name)) for name in ADAPTER_FIELDS)
     taken = [
         f"{name}: {json.dumps(theirs)} instead of {json.dumps(mine)}"
         for name, mine, theirs in pairs
@@ -143,11 +148,11 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
     return (f"lora.init_adapter_path: the adapter {path} has {', '.join(taken)}",)
 
 
-def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
+def _resolve_field(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
     """The adapter's value, which is what is written if anything is."""
     mine, theirs = getattr(run.lora, name), said.get(key)
     if theirs is None:
-        theirs = DEFAULTS[name]
+        theirs = PEFT_DEFAULTS[name]
     if run.lora.asks_for(name) and mine != theirs:
         path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
@@ -158,9 +163,9 @@ def _agreed(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any
     return theirs
 
 
-def _targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
+def _resolve_targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
     targets: Any = said.get("target_modules")
-    elsewhere = [key for key in ELSEWHERE if said.get(key)]
+    elsewhere = [key for key in OTHER_TARGET_KEYS if said.get(key)]
     if elsewhere or not targets or not (isinstance(targets, list) or targets == "all-linear"):
         why = elsewhere[0] if elsewhere else f"target_modules: {targets}"
         raise ConfigError(

@@ -11,7 +11,7 @@ from penstock.core.writable import refusal_to_write
 from penstock.machine import needs_login, require_push
 from penstock.plan import Plan
 
-OF_STAGES = {
+FOLDER_STAGES = {
     "data.dataset_prepared_path": ("prepare", "pack", "reference"),
     "train.output_dir": ("train",),
     "pipeline.artifacts_path": ("export", "push"),
@@ -30,11 +30,11 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
     return {
         name: folder
         for name, folder in folders.items()
-        if not is_url(folder) and wanted & set(OF_STAGES[name])
+        if not is_url(folder) and wanted & set(FOLDER_STAGES[name])
     }
 
 
-def unwritable(folders: Mapping[str, str]) -> list[str]:
+def find_unwritable(folders: Mapping[str, str]) -> list[str]:
     """A line for each of the settings whose folder cannot be written to."""
     refusals = {
         name: refusal_to_write(local_cache_dir(each).absolute()) for name, each in folders.items()
@@ -50,7 +50,7 @@ def require_writable(planned: Plan) -> None:
     """Raise ConfigError for folders that stages whose results are not there could not write to, and
     CapabilityError for a push to the hub that nobody is logged in for."""
     missing = [step.stage.name for step in planned.steps if find_cached(step) is None]
-    if refusals := unwritable(output_folders(planned.run, missing)):
+    if refusals := find_unwritable(output_folders(planned.run, missing)):
         raise ConfigError(
             "\n".join([*refusals, "  Name folders that can be written to, or change their modes."])
         )

@@ -13,18 +13,18 @@ from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
 from penstock.core.sources.pin import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
 from penstock.pack.stage import Pack
-from penstock.prepare.own_files import refuse_own_files
+from penstock.prepare.own_files import require_not_own_files
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.reference.stage import SCORES, Reference
 
-MADE = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
+RESULT_FOLDERS = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
 """Folders in data.dataset_prepared_path."""
 
-LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
+DATASET_FIELDS = ("datasets", "test_datasets", "decontaminate_datasets")
 """Fields of the section `data` that name sources."""
 
 
-CHECKPOINTS = ("load_checkpoint_path", "init_checkpoint_path")
+CHECKPOINT_FIELDS = ("load_checkpoint_path", "init_checkpoint_path")
 """Fields of the section `train` that name checkpoints."""
 
 
@@ -35,19 +35,19 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     sources = tuple(pin_dataset(each, data.hf_use_auth_token) for each in datasets)
     root = local_cache_dir(data.dataset_prepared_path)
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
-        refuse_own_files(f"data.{field}[{index}].path", each, source, root, MADE)
+        require_not_own_files(f"data.{field}[{index}].path", each, source, root, RESULT_FOLDERS)
     return sources
 
 
-def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The run with the types of its data sets, and a line for each that was not written but told
     from its first records. Raises ConfigError where they do not tell."""
     told: list[str] = []
     lists: dict[str, list[DatasetConfig]] = {}
-    for name in LISTS:
+    for name in DATASET_FIELDS:
         if written := getattr(run.data, name):
             lists[name] = [
-                typed_dataset(run, f"data.{name}.{index}", each, told)
+                resolve_dataset_type(run, f"data.{name}.{index}", each, told)
                 for index, each in enumerate(written)
             ]
     if not told:
@@ -58,7 +58,7 @@ def with_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return found, tuple(told)
 
 
-def typed_dataset(
+def resolve_dataset_type(
     run: RunConfig, where: str, dataset: DatasetConfig, told: list[str]
 ) -> DatasetConfig:
     """The data set with its type, and a line in `told` if that came from its first records.
@@ -81,7 +81,7 @@ def typed_dataset(
     if found is None:
         return dataset
     told.append(f"{where} ({redact(dataset.path)}) is read as {found}")
-    return dataset.model_copy(update=found.values())
+    return dataset.model_copy(update=found.settings())
 
 
 def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
@@ -104,7 +104,7 @@ def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
     return source
 
 
-def pinned_checkpoint(run: RunConfig) -> Source | None:
+def pin_load_checkpoint(run: RunConfig) -> Source | None:
     """The checkpoint that the config names to start from, if it does."""
     path = run.train.load_checkpoint_path
     if path is None or path == "auto":
@@ -113,7 +113,7 @@ def pinned_checkpoint(run: RunConfig) -> Source | None:
     return pin_checkpoint(path)
 
 
-def pinned_start(run: RunConfig) -> Source | None:
+def pin_init_checkpoint(run: RunConfig) -> Source | None:
     """The checkpoint of whose weights alone the run starts, if one is named."""
     path = run.train.init_checkpoint_path
     if path is None or not is_checkpoint(path):
@@ -123,7 +123,7 @@ def pinned_start(run: RunConfig) -> Source | None:
 
 def check_checkpoints(run: RunConfig) -> None:
     """Raise what the two above raise for folders of this machine, without reading a weight."""
-    given = {name: getattr(run.train, name) for name in CHECKPOINTS}
+    given = {name: getattr(run.train, name) for name in CHECKPOINT_FIELDS}
     for name, path in given.items():
         if path is None or path == "auto" or is_url(path):
             continue

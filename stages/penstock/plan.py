@@ -34,7 +34,13 @@ from penstock.engine.model_source import ModelSource
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
-from penstock.machine import check_hub, check_machine, check_model, rows_of_a_step, why_cannot_train
+from penstock.machine import (
+    check_hub,
+    check_machine,
+    check_model,
+    resolve_rows_per_step,
+    why_cannot_train,
+)
 from penstock.origins import (
     adapter_notes,
     resolve_init_checkpoint,
@@ -42,20 +48,25 @@ from penstock.origins import (
     with_adapter,
 )
 from penstock.pack.stage import Pack, PackSettings
-from penstock.pins import pin_sources, pinned_checkpoint, pinned_start, with_types
+from penstock.pins import (
+    pin_init_checkpoint,
+    pin_load_checkpoint,
+    pin_sources,
+    resolve_dataset_types,
+)
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.prepare.user_prepared import (
     ExternalPrepared,
     artifacts_root,
-    given_step,
-    nothing_given,
-    tokens_at,
+    find_token_dataset,
+    find_user_prepared,
+    no_prepared_data,
     use_external,
 )
 from penstock.reference.settings import reference_settings
 from penstock.reference.stage import Reference, no_reference
-from penstock.train.launch.multi_node import DistributedStage, lends, run_worker_node
+from penstock.train.launch.multi_node import DistributedStage, is_worker_node, run_worker_node
 from penstock.train.stage import Train, TrainSettings, claim
 
 ORDER = STAGES
@@ -105,14 +116,14 @@ def plan(
     Raises ConfigError or CapabilityError for what cannot be honoured.
     """
     check_hub(run)
-    run, notes = (run, ()) if run.data.skip_prepare_dataset else with_types(run)
+    run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
     wanted = wanted or run.stages
-    steps = [given_data(run) if run.data.skip_prepare_dataset else prepare_step(run)]
-    if needs(wanted, "pack"):
+    steps = [user_prepared_step(run) if run.data.skip_prepare_dataset else prepare_step(run)]
+    if includes_stage(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))
-    if needs(wanted, "reference"):
+    if includes_stage(wanted, "reference"):
         origin = resolve_model_source(run)
         prepared, packed = (step.artifact for step in steps)
         reference = None
@@ -121,16 +132,16 @@ def plan(
             reference = steps[-1].artifact
         elif "reference" in wanted:
             raise no_reference(run)
-        if needs(wanted, "train"):
+        if includes_stage(wanted, "train"):
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
         if find_cached(steps[-1]) is None:
             if refusal := why_cannot_train(run):
                 raise refusal
             check_model(run)
-        if needs(wanted, "export"):
+        if includes_stage(wanted, "export"):
             steps.append(export_step(run, steps[-1].artifact, origin))
-    if needs(wanted, "push"):
+    if includes_stage(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
     return Plan(run, tuple(steps), notes)
 
@@ -145,13 +156,13 @@ def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
     return (f"train: {note}",) if note else ()
 
 
-def needs(wanted: tuple[str, ...], name: str) -> bool:
+def includes_stage(wanted: tuple[str, ...], name: str) -> bool:
     """Whether a run of the `wanted` stages contains stage `name` or one that reads it."""
     return any(later in wanted for later in ORDER[ORDER.index(name) :])
 
 
 def execute_stage(
-    step: PlannedStage, run: RunConfig, wishes: RebuildOptions, notify: Callable[[str], None]
+    step: PlannedStage, run: RunConfig, rebuild: RebuildOptions, notify: Callable[[str], None]
 ) -> StageResult:
     """Realise one step as the run and the command line wish.
 
@@ -160,38 +171,38 @@ def execute_stage(
     name = step.stage.name
     limit = run.pipeline.timeouts.get(cast(StageName, name))
     deadline = Deadline(limit)
-    with deadline.kept(
+    with deadline.enforce(
         f"{name} was ended after {limit} s (pipeline.timeouts.{name}).\n"
         f"  What it wrote is kept in {step.where}: run it again to go on, with more time if that "
         "is what it needs."
     ):
-        return _brought(step, run, wishes, notify, deadline)
+        return _execute(step, run, rebuild, notify, deadline)
 
 
-def _brought(
+def _execute(
     step: PlannedStage,
     run: RunConfig,
-    wishes: RebuildOptions,
+    rebuild: RebuildOptions,
     notify: Callable[[str], None],
     deadline: Deadline,
 ) -> StageResult:
     def claimed(step: PlannedStage) -> None:
-        deadline.begin()
+        deadline.start()
         if step.stage.name == "train":
-            claim(step, fresh=wishes.fresh)
+            claim(step, fresh=rebuild.fresh)
 
     if isinstance(step.stage, ExternalPrepared):
-        if step.stage.name in wishes.force:
+        if step.stage.name in rebuild.force:
             raise ConfigError(
                 "prepare cannot be forced with data.skip_prepare_dataset: true, which takes its "
                 "result as it is.\n  Leave out --force prepare, or set it to false."
             )
         outcome = use_external(step, run.pipeline.verify)
     else:
-        cache = cache_for(step, run, wishes)
+        cache = resolve_cache(step, run, rebuild)
         if isinstance(step.stage, DistributedStage) and cache != "reuse":
             check_machine(run)
-        if lends(step):
+        if is_worker_node(step):
             outcome = run_worker_node(step, cache, notify)
         else:
             verify = run.pipeline.verify
@@ -202,16 +213,16 @@ def _brought(
     if step.stage.name == "export":
         link_exported(outcome, run)
     if step.stage.name == "prepare" and run.data.push_dataset_to_hub:
-        outcome = send_to_hub(step, outcome, run.data.push_dataset_to_hub, notify)
+        outcome = push_prepared_to_hub(step, outcome, run.data.push_dataset_to_hub, notify)
     return outcome
 
 
 def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterable[str]:
     """What a result that has just been made is to be told with."""
     if step.stage.name == "prepare":
-        from penstock.prepare.notices import prepared_notices
+        from penstock.prepare.notices import data_warnings
 
-        return prepared_notices(outcome.facts)
+        return data_warnings(outcome.facts)
     if step.stage.name == "pack" and "row_length" in outcome.facts:
         from penstock.rows.sizing import row_length_line
 
@@ -220,7 +231,7 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
     return []
 
 
-def send_to_hub(
+def push_prepared_to_hub(
     step: PlannedStage, outcome: StageResult, repo: str, notify: Callable[[str], None]
 ) -> StageResult:
     """Push prepared data that is sealed; where it went is told, and no part of the result."""
@@ -231,11 +242,11 @@ def send_to_hub(
     return replace(outcome, facts={**outcome.facts, "hub": receipt})
 
 
-def cache_for(step: PlannedStage, run: RunConfig, wishes: RebuildOptions) -> Cache:
+def resolve_cache(step: PlannedStage, run: RunConfig, rebuild: RebuildOptions) -> Cache:
     """How this step treats what is already there."""
     name = step.stage.name
-    started = wishes.start is not None and ORDER.index(name) >= ORDER.index(wishes.start)
-    if name in wishes.force or started:
+    started = rebuild.start is not None and ORDER.index(name) >= ORDER.index(rebuild.start)
+    if name in rebuild.force or started:
         return "refresh"
     return run.pipeline.cache
 
@@ -291,21 +302,23 @@ def prepare_step(run: RunConfig) -> PlannedStage:
         num_proc=data.dataset_num_proc or env.num_processors(),
         hub_token=data.hf_use_auth_token,
     )
-    return _keyed(stage, root)
+    return _planned_in(stage, root)
 
 
-def given_data(run: RunConfig) -> PlannedStage:
+def user_prepared_step(run: RunConfig) -> PlannedStage:
     """Prepared data that is there, which data.skip_prepare_dataset takes as it is.
 
     Tokens that another program has left there are laid out anew, and not tokenized.
     """
     place = Path(run.data.dataset_prepared_path)
-    if tokens := tokens_at(place):
-        return prepare_step(_over(run, tokens))
+    if tokens := find_token_dataset(place):
+        return prepare_step(_with_sources(run, tokens))
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
-    step = given_step(place, lambda: stage_key(prepare_step(run).stage), tokenizer, Prepare.version)
+    step = find_user_prepared(
+        place, lambda: stage_key(prepare_step(run).stage), tokenizer, Prepare.version
+    )
     if step is None:
-        raise nothing_given(place)
+        raise no_prepared_data(place)
     return step
 
 
@@ -333,7 +346,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
         num_proc=data.dataset_num_proc or env.num_processors(),
         start_method=data.sample_packing_mp_start_method or "spawn",
     )
-    return _keyed(stage, data_root(run))
+    return _planned_in(stage, data_root(run))
 
 
 def _kl_pairing(run: RunConfig) -> dict[str, Any]:
@@ -365,9 +378,9 @@ def reference_step(
         root=local_cache_dir(root),
         ranks=ranks,
         # Of a run with adapters a checkpoint holds these alone, and what is beneath is the model.
-        initial=None if run.lora.enable_lora else pinned_start(run),
+        initial=None if run.lora.enable_lora else pin_init_checkpoint(run),
     )
-    return _keyed(stage, root)
+    return _planned_in(stage, root)
 
 
 def data_root(run: RunConfig) -> str:
@@ -389,7 +402,7 @@ def train_step(
         model=identity_fields(run, "model"),
         train=identity_fields(run, "train"),
         lora=identity_fields(run, "lora") if run.lora.enable_lora else {},
-        rows_per_step=rows_of_a_step(run),
+        rows_per_step=resolve_rows_per_step(run),
         last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
         judging=eval_identity_fields(run.train),
@@ -399,11 +412,11 @@ def train_step(
         settings=settings,
         packed=packed,
         origin=origin,
-        checkpoint=pinned_checkpoint(run),
+        checkpoint=pin_load_checkpoint(run),
         run_config=run,
         ranks=ranks,
         prepared=prepared,
-        initial=pinned_start(run),
+        initial=pin_init_checkpoint(run),
         reference=reference,
     )
     typed = run.train.output_dir
@@ -430,7 +443,7 @@ def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> Plann
         trained=trained,
         origin=origin,
     )
-    return _keyed(stage, run.pipeline.artifacts_path)
+    return _planned_in(stage, run.pipeline.artifacts_path)
 
 
 def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
@@ -441,16 +454,16 @@ def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
     from penstock.push.stage import Push, PushSettings
 
     settings = PushSettings(**push.model_dump())
-    return _keyed(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
+    return _planned_in(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
 
 
-def _keyed(stage: Any, root: str) -> PlannedStage:
+def _planned_in(stage: Any, root: str) -> PlannedStage:
     below = (stage.name, short(stage_key(stage)))
     remote = url_join(root, *below) if is_url(root) else None
     return PlannedStage(stage, local_cache_dir(root).joinpath(*below), remote)
 
 
-def _over(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
+def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
     """The run with `tokens` in place of its own sources. Raises ConfigError for test_datasets."""
     if run.data.test_datasets:
         raise ConfigError(

@@ -17,11 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from filelock import FileLock, Timeout
 
 from penstock.config.schema.run import RunConfig, has_target
-from penstock.core.cache.in_use import in_use
+from penstock.core.cache.in_use import pin_artifacts
 from penstock.core.cache.manifest import content_digest, read_manifest
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short, stage_key
-from penstock.core.cache.store import PlannedStage, StageResult, find_cached, lock_path, sealed
+from penstock.core.cache.store import (
+    PlannedStage,
+    StageResult,
+    find_cached,
+    find_complete,
+    lock_path,
+)
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.files import remove
 from penstock.core.releases.local import Notify, ReleaseStore, release_folder_name
@@ -43,21 +49,21 @@ from penstock.releasing import (
     verified_folder,
 )
 from penstock.variants import (
-    below,
-    going_on,
-    in_own_folder,
-    only_evaluating,
-    trained_on,
-    with_output,
+    as_eval_only,
+    continue_from_export,
+    join_location,
+    train_step_on,
+    with_output_dir,
+    with_own_output_dir,
 )
 
 if TYPE_CHECKING:
     from penstock.prepare.select.seen_samples import SeenSamples
 
-Bring = Callable[[Plan, StageName], StageResult]
+RunStage = Callable[[Plan, StageName], StageResult]
 """Brings one stage of a plan up, wherever it runs, and says what became of it."""
 
-AT_WORK = ".at_work.lock"
+LOCK_FILE = ".at_work.lock"
 KEY = re.compile(r"[0-9a-f]{16}")
 
 EVALUATIONS = "evaluations"
@@ -80,11 +86,11 @@ class Decision:
     new_samples: int | None = None
     """None where they were not counted."""
     slices: int | None = None
-    """Slices of the sources; None where nobody looked at them."""
+    """Slices of the sources; None where the sources were not read."""
     reused_slices: int | None = None
     """Those of them that had been tokenized before."""
     keys: Mapping[str, str] | None = None
-    """Of the stages of the model that was looked at, 16 digits."""
+    """Of the stages of the candidate model, 16 hex digits."""
     figures: Figures | None = None
     """What was compared."""
 
@@ -94,19 +100,19 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class NewData:
     """What the sources hold, seen from the release."""
 
     new_samples: int
     slices: int | None = None
     reused_slices: int | None = None
 
-    def said(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
         """The part of a decision that tells of it."""
         return asdict(self)
 
 
-def tick(run: RunConfig, bring: Bring, notify: Notify) -> Decision:
+def tick(run: RunConfig, run_stage: RunStage, notify: Notify) -> Decision:
     """Look, and do what the section `release` says. What was decided is kept beside the releases.
 
     Raises ConfigError for a run that releases nothing, and what stages raise.
@@ -116,87 +122,93 @@ def tick(run: RunConfig, bring: Bring, notify: Notify) -> Decision:
             f"launch.nnodes is {run.launch.nnodes}, and a run that recurs is started on one "
             "machine.\n  Leave it out, or start each run with penstock launch."
         )
-    shelf = open_releases(run)
-    with _alone(run) as is_alone:
+    store = open_releases(run)
+    with _exclusive(run) as is_alone:
         if not is_alone:
             decision = Decision("busy", f"{run.release.name}: another run of it is at work")
         else:
             try:
-                decision = _Tick(run, shelf, bring, notify).decide()
+                decision = _Tick(run, store, run_stage, notify).decide()
             except PenstockError as error:
                 first = str(error).split("\n", 1)[0]
-                shelf.tell(Decision("failed", f"{run.release.name}: {first}").as_json())
+                store.append_decision(Decision("failed", f"{run.release.name}: {first}").as_json())
                 raise
-        shelf.tell(decision.as_json())
+        store.append_decision(decision.as_json())
     return decision
 
 
 class _Tick:
     """One tick, with what it knows from the beginning."""
 
-    def __init__(self, run: RunConfig, shelf: ReleaseStore, bring: Bring, notify: Notify) -> None:
-        self.run, self.shelf, self.bring, self.notify = run, shelf, bring, notify
-        self.wish = run.release
-        self.latest = shelf.latest()
-        self.released: dict[str, Any] = shelf.manifest(self.latest) if self.latest else {}
+    def __init__(
+        self, run: RunConfig, store: ReleaseStore, run_stage: RunStage, notify: Notify
+    ) -> None:
+        self.run, self.store, self.run_stage, self.notify = run, store, run_stage, notify
+        self.options = run.release
+        self.latest = store.latest()
+        self.released: dict[str, Any] = store.manifest(self.latest) if self.latest else {}
 
     @property
-    def standing(self) -> str:
+    def release_status(self) -> str:
         """What people call what is released now."""
         is_what = (
             f"stays at {release_folder_name(self.latest)}" if self.latest else "is not released yet"
         )
-        return f"{self.wish.name} {is_what}"
+        return f"{self.options.name} {is_what}"
 
     def decide(self) -> Decision:
         """Count, and train or not."""
-        looked = plan(self.run, ("prepare",))
-        with in_use(looked.steps):
-            arrived = self._arrived(looked)
-            if verdict := self._is_enough(arrived):
+        planned = plan(self.run, ("prepare",))
+        with pin_artifacts(planned.steps):
+            new_data = self._count_new_samples(planned)
+            if verdict := self._skip_reason(new_data):
                 verdict, why = verdict
-                return Decision(verdict, f"{self.standing}: {why}", self.latest, **arrived.said())
-            return self._train(arrived)
+                return Decision(
+                    verdict, f"{self.release_status}: {why}", self.latest, **new_data.as_fields()
+                )
+            return self._train(new_data)
 
-    def _arrived(self, looked: Plan) -> Arrivals:
-        step = looked.step("prepare")
+    def _count_new_samples(self, planned: Plan) -> NewData:
+        step = planned.step("prepare")
         assert isinstance(step.stage, Prepare)
         if self.released and self.released["inputs"]["prepare"]["key"] == stage_key(step.stage):
-            return Arrivals(0)
+            return NewData(0)
         # Only where data has come is anything imported that reads it.
-        from penstock.prepare.select.seen_samples import SeenSamples, known_in  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import SeenSamples, load_seen_samples  # noqa: PLC0415
 
         there = None if find_cached(step) else step.stage.progress(step.path)
-        outcome = self.bring(looked, "prepare")
+        outcome = self.run_stage(planned, "prepare")
         count = sum(source["slices"] for source in outcome.facts["sources"])
-        known = self._known() if self.released else SeenSamples()
-        new = known_in(outcome.path, known.files).without(known)
-        return Arrivals(new, *((there.slices, there.done) if there else (count, count)))
+        known = self._load_seen_samples() if self.released else SeenSamples()
+        new = load_seen_samples(outcome.path, known.files).count_not_in(known)
+        return NewData(new, *((there.slices, there.done) if there else (count, count)))
 
-    def _is_enough(self, arrived: Arrivals) -> tuple[Verdict, str] | None:
+    def _skip_reason(self, new_data: NewData) -> tuple[Verdict, str] | None:
         """Why nothing is trained; None where something is."""
-        count, wish = arrived.new_samples, self.wish
+        count, options = new_data.new_samples, self.options
         samples = f"{count} new sample{'' if count == 1 else 's'}"
-        if wish.train_when == "never":
+        if options.train_when == "never":
             return "paused", f"release.train_when is never; there are {samples}"
-        if wish.train_when == "always":
+        if options.train_when == "always":
             return None
         if not count:
             return "up_to_date", "nothing is new"
-        if count < wish.min_new_samples:
-            return "waiting", f"{samples}, and release.min_new_samples is {wish.min_new_samples}"
+        if count < options.min_new_samples:
+            return "waiting", f"{samples}, and release.min_new_samples is {options.min_new_samples}"
         return None
 
-    def _train(self, arrived: Arrivals) -> Decision:
-        start = self.latest if self.wish.start_from == "release" else None
+    def _train(self, new_data: NewData) -> Decision:
+        start = self.latest if self.options.start_from == "release" else None
         run = self.run
         if start is not None:
-            run = going_on(run, self._folder_of(start), self.released["facts"]["folders"])
+            run = continue_from_export(
+                run, self._release_folder(start), self.released["facts"]["folders"]
+            )
         wanted: StageName = "push" if has_target(run) else "export"
-        planned = in_own_folder(plan(run, (wanted,)))
+        planned = with_own_output_dir(plan(run, (wanted,)))
         keys = {step.stage.name: short(stage_key(step.stage)) for step in planned.steps}
-        said: dict[str, Any] = {**arrived.said(), "keys": keys}
-        if number := self._is_there_already(planned.step("export")):
+        fields: dict[str, Any] = {**new_data.as_fields(), "keys": keys}
+        if number := self._find_existing_release(planned.step("export")):
             why = "the model that the data gives is "
             why += (
                 "it already"
@@ -204,51 +216,49 @@ class _Tick:
                 else f"{release_folder_name(number)}, which is withdrawn"
             )
             verdict: Verdict = "up_to_date" if number == self.latest else "kept"
-            return Decision(verdict, f"{self.standing}: {why}", self.latest, **said)
-        with in_use(planned.steps):
+            return Decision(verdict, f"{self.release_status}: {why}", self.latest, **fields)
+        with pin_artifacts(planned.steps):
             for step in planned.steps:
                 name = cast(StageName, step.stage.name)
                 if name != "push" and (name != "prepare" or find_cached(step) is None):
-                    self.bring(planned, name)
-            return self._judge(planned, start, arrived, said)
+                    self.run_stage(planned, name)
+            return self._compare_and_release(planned, start, new_data, fields)
 
-    def _judge(
-        self, planned: Plan, start: int | None, arrived: Arrivals, said: dict[str, Any]
+    def _compare_and_release(
+        self, planned: Plan, start: int | None, new_data: NewData, fields: dict[str, Any]
     ) -> Decision:
-        figures = self._compared(planned) if self.wish.metric else None
+        figures = self._compare(planned) if self.options.metric else None
         if figures and not is_better(self.run, figures):
-            self._tidy(said["keys"]["train"])
-            line = f"{self.standing}: {_told(figures, self.latest)}{self._asked()}"
-            return Decision("kept", line, self.latest, **said, figures=figures)
+            self._delete_old_runs(fields["keys"]["train"])
+            line = f"{self.release_status}: {_format_figures(figures, self.latest)}{self._min_delta_text()}"
+            return Decision("kept", line, self.latest, **fields, figures=figures)
         if has_target(planned.run):
-            self.bring(planned, "push")
-        known = self._all_known(planned, start)
-        candidate = Candidate(planned, self.latest, start, known, arrived.new_samples, figures)
-        number = release(self.shelf, candidate, self.notify)
-        self._tidy(said["keys"]["train"])
+            self.run_stage(planned, "push")
+        known = self._all_seen_samples(planned, start)
+        candidate = Candidate(planned, self.latest, start, known, new_data.new_samples, figures)
+        number = release(self.store, candidate, self.notify)
+        self._delete_old_runs(fields["keys"]["train"])
         if number is None:
-            now = self.shelf.latest()
+            now = self.store.latest()
             released = release_folder_name(now or 0)
-            line = f"{self.wish.name}: {released} was released meanwhile; it is looked at next"
-            return Decision("kept", line, now, **said, figures=figures)
-        count = arrived.new_samples
-        why = f"{_told(figures, self.latest)}; " if figures else ""
-        line = (
-            f"{self.wish.name} {release_folder_name(number)} is released: {why}{count} new samples"
-        )
-        return Decision("released", line, number, **said, figures=figures)
+            line = f"{self.options.name}: {released} was released meanwhile; the next tick compares with it"
+            return Decision("kept", line, now, **fields, figures=figures)
+        count = new_data.new_samples
+        why = f"{_format_figures(figures, self.latest)}; " if figures else ""
+        line = f"{self.options.name} {release_folder_name(number)} is released: {why}{count} new samples"
+        return Decision("released", line, number, **fields, figures=figures)
 
-    def _compared(self, planned: Plan) -> Figures:
+    def _compare(self, planned: Plan) -> Figures:
         """What the exported model and the released one make of the rows that are held out."""
         exported = planned.step("export")
         made = find_cached(exported)
         assert made, "exported a moment ago"
-        new = self._evaluated(planned, exported.path, made["facts"]["folders"])
+        new = self._evaluate(planned, exported.path, made["facts"]["folders"])
         old: dict[str, float] = {}
         if self.latest:
             folders = self.released["facts"]["folders"]
-            old = self._evaluated(planned, self._folder_of(self.latest), folders)
-        metric = self.wish.metric or ""
+            old = self._evaluate(planned, self._release_folder(self.latest), folders)
+        metric = self.options.metric or ""
         for told in (new, *([old] if old else [])):
             if metric not in told:
                 raise ConfigError(
@@ -257,72 +267,74 @@ class _Tick:
                 )
         return Figures(metric, new[metric], old.get(metric), new, old)
 
-    def _evaluated(
+    def _evaluate(
         self, planned: Plan, folder: Path, folders: Mapping[str, str]
     ) -> dict[str, float]:
         """What a run that only evaluates tells of the model in the folder, by the data of `planned`
         even if more has come since."""
-        asked = with_adapter(only_evaluating(going_on(self.run, folder, folders)))
-        step = trained_on(asked, planned)
+        asked = with_adapter(as_eval_only(continue_from_export(self.run, folder, folders)))
+        step = train_step_on(asked, planned)
         # How much is evaluated is no part of the key of a run that nothing depends on.
         limit: list[Any] = [asked.train.eval_max_batches]
         if asked.train.eval_rows_per_batch is not None:
             limit.append(asked.train.eval_rows_per_batch)
         rows = short(digest_json([stage_key(step.stage), *limit]))
-        asked = with_output(asked, EVALUATIONS, rows)
-        steps = (planned.step("prepare"), planned.step("pack"), trained_on(asked, planned))
-        facts = self.bring(Plan(asked, steps), "train").facts
+        asked = with_output_dir(asked, EVALUATIONS, rows)
+        steps = (planned.step("prepare"), planned.step("pack"), train_step_on(asked, planned))
+        facts = self.run_stage(Plan(asked, steps), "train").facts
         return {name: value for name, value in facts.items() if name.startswith("eval_")}
 
-    def _is_there_already(self, export: PlannedStage) -> int | None:
+    def _find_existing_release(self, export: PlannedStage) -> int | None:
         """The release that is this export, among the latest and those that are withdrawn."""
-        made = sealed(export)
+        made = find_complete(export)
         if made and find_cached(export) is None:
             return None  # stale: it was made from a result that was built again since
         key, content = stage_key(export.stage), content_digest(made) if made else None
-        numbers = {*self.shelf.withdrawn, *([self.latest] if self.latest else [])}
-        for number in sorted(numbers & set(self.shelf.numbers()), reverse=True):
-            if is_release_from(self.shelf.manifest(number), key, content):
+        numbers = {*self.store.withdrawn, *([self.latest] if self.latest else [])}
+        for number in sorted(numbers & set(self.store.numbers()), reverse=True):
+            if is_release_from(self.store.manifest(number), key, content):
                 return number
         return None
 
-    def _folder_of(self, number: int) -> Path:
-        return verified_folder(self.shelf, number, self.run.pipeline.verify)
+    def _release_folder(self, number: int) -> Path:
+        return verified_folder(self.store, number, self.run.pipeline.verify)
 
-    def _known(self) -> "SeenSamples":
+    def _load_seen_samples(self) -> "SeenSamples":
         from penstock.prepare.select.seen_samples import SeenSamples  # noqa: PLC0415
 
         assert self.latest
-        return SeenSamples.read(self._folder_of(self.latest), self.released["facts"]["data_files"])
+        return SeenSamples.read(
+            self._release_folder(self.latest), self.released["facts"]["data_files"]
+        )
 
-    def _all_known(self, planned: Plan, start: int | None) -> "SeenSamples":
+    def _all_seen_samples(self, planned: Plan, start: int | None) -> "SeenSamples":
         """The samples of this data, and of the releases that training went on from."""
-        from penstock.prepare.select.seen_samples import known_in  # noqa: PLC0415
+        from penstock.prepare.select.seen_samples import load_seen_samples  # noqa: PLC0415
 
         prepared = planned.step("prepare").path
         if start is None:
-            return known_in(prepared)
-        before = self._known()
-        return before | known_in(prepared, before.files)
+            return load_seen_samples(prepared)
+        before = self._load_seen_samples()
+        return before | load_seen_samples(prepared, before.files)
 
-    def _asked(self) -> str:
-        delta = self.wish.min_delta
+    def _min_delta_text(self) -> str:
+        delta = self.options.min_delta
         return f", and release.min_delta is {delta:g}" if delta and self.latest else ""
 
-    def _tidy(self, mine: str) -> None:
+    def _delete_old_runs(self, mine: str) -> None:
         """Delete the folders of earlier models beyond `release.keep_runs`."""
-        if self.wish.keep_runs is None:
+        if self.options.keep_runs is None:
             return
         output = self.run.train.output_dir
-        decided = [each["keys"]["train"] for each in self.shelf.decisions() if each.get("keys")]
+        decided = [each["keys"]["train"] for each in self.store.decisions() if each.get("keys")]
         newest_first = list(dict.fromkeys([mine, *reversed(decided)]))
         is_here = RemotePath.of(output).names() if is_url(output) else set(newest_first)
-        for key in newest_first[self.wish.keep_runs :]:
+        for key in newest_first[self.options.keep_runs :]:
             if key not in is_here or not KEY.fullmatch(key):
                 continue
-            folder = local_cache_dir(below(output, key))
+            folder = local_cache_dir(join_location(output, key))
             if is_url(output):
-                RemoteArtifact(below(output, key), folder).delete()
+                RemoteArtifact(join_location(output, key), folder).delete()
             elif (read_manifest(folder) or {}).get("stage") != "train":
                 continue
             remove(folder)
@@ -330,11 +342,11 @@ class _Tick:
 
 
 @contextmanager
-def _alone(run: RunConfig) -> Generator[bool]:
+def _exclusive(run: RunConfig) -> Generator[bool]:
     """Whether no other tick of this release is at work on this machine, while the block runs."""
     folder = local_cache_dir(release_location(run))
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / AT_WORK)
+    lock = FileLock(folder / LOCK_FILE)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -346,7 +358,7 @@ def _alone(run: RunConfig) -> Generator[bool]:
         lock.release()
 
 
-def _told(figures: Figures, latest: int | None) -> str:
+def _format_figures(figures: Figures, latest: int | None) -> str:
     """Both numbers, and whose they are."""
     told = f"{figures.metric} of the new model is {figures.new:.6g}"
     if figures.released is not None and latest:

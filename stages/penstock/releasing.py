@@ -55,11 +55,11 @@ class Candidate:
 
     planned: Plan
     """Its run up to the export."""
-    before: int | None
+    compared_with: int | None
     """The release it was compared with; None where there was none."""
     started_from: int | None
     """The release that its training went on from; None where that was none."""
-    known: "SeenSamples"
+    seen_samples: "SeenSamples"
     """The samples it has been trained on, by itself or by way of the releases before."""
     new_samples: int
     figures: Figures | None
@@ -81,48 +81,48 @@ def open_releases(run: RunConfig) -> ReleaseStore:
     return open_release_store(release_location(run))
 
 
-def release(shelf: ReleaseStore, candidate: Candidate, notify: Notify) -> int | None:
+def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | None:
     """Give the candidate a number, and point to it. None if, since it was compared, something else
     was released."""
     exported = candidate.planned.step("export")
     made = find_cached(exported)
     if made is None:
         raise ArtifactError(f"{exported.where} is gone.\n  Run it again to have it exported anew.")
-    with shelf.writing(notify):
-        before = shelf.latest()
-        if before != candidate.before:
+    with store.writing(notify):
+        before = store.latest()
+        if before != candidate.compared_with:
             return None
-        number = _unpointed(shelf, made, before)
+        number = _find_unpublished(store, made, before)
         if number is None:
             with TemporaryDirectory() as aside:
-                samples = candidate.known.write(Path(aside))
+                samples = candidate.seen_samples.write(Path(aside))
                 files = {file["path"]: exported.path / file["path"] for file in made["files"]}
-                listed = [*made["files"], _entry(samples)]
+                listed = [*made["files"], _file_entry(samples)]
 
                 def manifest_of(number: int) -> dict[str, Any]:
-                    return _manifest(candidate, number, listed, shelf)
+                    return _manifest(candidate, number, listed, store)
 
-                number = shelf.add(manifest_of, {**files, samples.name: samples}, exported.remote)
-        shelf.point(number, shelf.withdrawn)
+                number = store.add(manifest_of, {**files, samples.name: samples}, exported.remote)
+        store.set_latest(number, store.withdrawn)
         return number
 
 
-def roll_back(shelf: ReleaseStore, to: int | None, notify: Notify) -> tuple[int | None, int]:
+def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int | None, int]:
     """Point to release `to`, or to the one before the latest, and return both numbers.
 
     Releases above it are withdrawn: a later run that comes to the same model does not release it
     again. Raises ConfigError for a number that is not there.
     """
-    with shelf.writing(notify):
-        numbers = shelf.numbers()
+    with store.writing(notify):
+        numbers = store.numbers()
         try:
-            now, withdrawn = shelf.latest(), shelf.withdrawn
+            now, withdrawn = store.latest(), store.withdrawn
         except ArtifactError:  # a damaged pointer is what this may be to mend
             if to is None:
                 raise
             now, withdrawn = None, set[int]()
         if to is None:
-            to = _before(now, numbers, withdrawn)
+            to = _rollback_target(now, numbers, withdrawn)
         if to is None or to not in numbers:
             have = ", ".join(map(release_folder_name, numbers)) or "none"
             what = (
@@ -131,17 +131,17 @@ def roll_back(shelf: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
                 else f"no release {release_folder_name(to)}"
             )
             raise ConfigError(
-                f"{shelf.where} has {what}; there are {have}.\n  Name one with --to NUMBER."
+                f"{store.where} has {what}; there are {have}.\n  Name one with --to NUMBER."
             )
         above = {number for number in numbers if to < number <= (now or numbers[-1])}
-        shelf.point(to, (withdrawn | above) - {to})
+        store.set_latest(to, (withdrawn | above) - {to})
     return now, to
 
 
-def prunable(shelf: ReleaseStore, keep_last: int) -> list[int]:
+def prunable(store: ReleaseStore, keep_last: int) -> list[int]:
     """All but the newest, the latest, and the one that a rollback from it would lead to."""
-    numbers, latest = shelf.numbers(), shelf.latest()
-    kept = {*numbers[-keep_last:], latest, _before(latest, numbers, shelf.withdrawn)}
+    numbers, latest = store.numbers(), store.latest()
+    kept = {*numbers[-keep_last:], latest, _rollback_target(latest, numbers, store.withdrawn)}
     return [number for number in numbers if number not in kept]
 
 
@@ -156,7 +156,9 @@ def is_better(run: RunConfig, figures: Figures) -> bool:
     return run.release.sign * (new - old) > run.release.min_delta
 
 
-def _before(latest: int | None, numbers: list[int], withdrawn: Collection[int]) -> int | None:
+def _rollback_target(
+    latest: int | None, numbers: list[int], withdrawn: Collection[int]
+) -> int | None:
     """Where a rollback leads: the newest release below the latest that was not withdrawn."""
     return max((n for n in numbers if n < (latest or 0) and n not in withdrawn), default=None)
 
@@ -169,9 +171,9 @@ def is_release_from(manifest: Mapping[str, Any], key: str, content: str | None) 
     return export["key"] == key
 
 
-def verified_folder(shelf: ReleaseStore, number: int, verify: Verify) -> Path:
+def verified_folder(store: ReleaseStore, number: int, verify: Verify) -> Path:
     """The files of a release on this machine, verified. Raises ArtifactError for damaged ones."""
-    folder, manifest = shelf.folder(number), shelf.manifest(number)
+    folder, manifest = store.folder(number), store.manifest(number)
     if verify != "off" and (damaged := damaged_files(folder, manifest["files"], verify)):
         raise ArtifactError(
             f"release {release_folder_name(number)} in {folder} is damaged:\n  "
@@ -181,27 +183,30 @@ def verified_folder(shelf: ReleaseStore, number: int, verify: Verify) -> Path:
     return folder
 
 
-def _unpointed(shelf: ReleaseStore, made: Mapping[str, Any], latest: int | None) -> int | None:
+def _find_unpublished(
+    store: ReleaseStore, made: Mapping[str, Any], latest: int | None
+) -> int | None:
     """The number that this export was given before its releaser died, short of pointing to it."""
-    newest = max(shelf.numbers(), default=0)
-    if newest <= (latest or 0) or newest in shelf.withdrawn:
+    newest = max(store.numbers(), default=0)
+    if newest <= (latest or 0) or newest in store.withdrawn:
         return None
-    its = shelf.manifest(newest)
+    its = store.manifest(newest)
     return newest if is_release_from(its, made["key"], content_digest(made)) else None
 
 
 def _manifest(
-    candidate: Candidate, number: int, files: list[dict[str, Any]], shelf: ReleaseStore
+    candidate: Candidate, number: int, files: list[dict[str, Any]], store: ReleaseStore
 ) -> dict[str, Any]:
     """What a release is, in the form of any result's manifest."""
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
     made = {name: find_cached(step) or {} for name, step in steps.items()}
     inputs = {
-        name: {"key": step.artifact.key, **_content(made[name])} for name, step in steps.items()
+        name: {"key": step.artifact.key, **_content_entry(made[name])}
+        for name, step in steps.items()
     }
     if candidate.started_from is not None:
-        inputs["previous"] = {"key": shelf.manifest(candidate.started_from)["key"]}
+        inputs["previous"] = {"key": store.manifest(candidate.started_from)["key"]}
     figures = candidate.figures
     prepared, trained, exported = (made[name] for name in ("prepare", "train", "export"))
     return {
@@ -217,10 +222,10 @@ def _manifest(
             "number": number,
             "folders": exported["facts"]["folders"],
             "started_from": candidate.started_from,
-            "compared_with": candidate.before,
+            "compared_with": candidate.compared_with,
             "new_samples": candidate.new_samples,
-            "known_samples": len(candidate.known.digests),
-            "data_files": sorted(candidate.known.files),
+            "known_samples": len(candidate.seen_samples.digests),
+            "data_files": sorted(candidate.seen_samples.files),
             "data": {
                 "pins": {name: each["key"] for name, each in prepared["inputs"].items()},
                 **{name: prepared["facts"].get(name) for name in ("rows", "tokens", "sources")},
@@ -243,9 +248,9 @@ def _manifest(
     }
 
 
-def _content(manifest: Mapping[str, Any]) -> dict[str, str]:
+def _content_entry(manifest: Mapping[str, Any]) -> dict[str, str]:
     return {"digest": content_digest(manifest)} if manifest else {}
 
 
-def _entry(file: Path) -> dict[str, Any]:
+def _file_entry(file: Path) -> dict[str, Any]:
     return {"path": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}

@@ -18,7 +18,7 @@ from penstock.origins import resolve_model_source
 from penstock.plan import Plan, export_step, push_step, train_step
 
 
-def going_on(run: RunConfig, folder: Path, folders: Mapping[str, str]) -> RunConfig:
+def continue_from_export(run: RunConfig, folder: Path, folders: Mapping[str, str]) -> RunConfig:
     """The run as it goes on from an exported model: from its adapter, where the run trains one and
     there is one, else from its weights. The tokenizer stays, and with it what is prepared."""
     if run.lora.enable_lora and "adapter" in folders:
@@ -41,7 +41,7 @@ def going_on(run: RunConfig, folder: Path, folders: Mapping[str, str]) -> RunCon
     return run.model_copy(update={"model": model, "lora": lora})
 
 
-def only_evaluating(run: RunConfig) -> RunConfig:
+def as_eval_only(run: RunConfig) -> RunConfig:
     """The run as one that tells what it would start from, and tells nobody else."""
     quiet = dict.fromkeys(("use_wandb", "use_tensorboard", "use_mlflow", "use_trackio"), False)
     update = {
@@ -56,10 +56,10 @@ def only_evaluating(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"train": run.train.model_copy(update=update)})
 
 
-def in_own_folder(planned: Plan) -> Plan:
+def with_own_output_dir(planned: Plan) -> Plan:
     """The plan with a folder of its own in `train.output_dir`, called after the run's key."""
-    run = with_output(planned.run, short(stage_key(planned.step("train").stage)))
-    train = trained_on(run, planned)
+    run = with_output_dir(planned.run, short(stage_key(planned.step("train").stage)))
+    train = train_step_on(run, planned)
     export = export_step(run, train.artifact, resolve_model_source(run))
     names = [step.stage.name for step in planned.steps]
     steps = [*planned.steps[: names.index("train")], train, export]
@@ -68,7 +68,7 @@ def in_own_folder(planned: Plan) -> Plan:
     return Plan(run, tuple(steps))
 
 
-def trained_on(run: RunConfig, planned: Plan) -> PlannedStage:
+def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:
     """The run's training on the data of a plan, so that all is of one look at the sources, and
     compared with what that plan's reference model says of it, if one is."""
     made = {step.stage.name: step.artifact for step in planned.steps}
@@ -82,12 +82,12 @@ def trained_on(run: RunConfig, planned: Plan) -> PlannedStage:
     )
 
 
-def with_output(run: RunConfig, *names: str) -> RunConfig:
+def with_output_dir(run: RunConfig, *names: str) -> RunConfig:
     """The run with a folder below its `train.output_dir` in place of that."""
-    folder = below(run.train.output_dir, *names)
+    folder = join_location(run.train.output_dir, *names)
     return run.model_copy(update={"train": run.train.model_copy(update={"output_dir": folder})})
 
 
-def below(location: str, *names: str) -> str:
+def join_location(location: str, *names: str) -> str:
     """The folder of these names in a folder, or behind a URL."""
     return url_join(location, *names) if is_url(location) else str(Path(location).joinpath(*names))

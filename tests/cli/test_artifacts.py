@@ -11,7 +11,7 @@ from penstock.cli.artifacts.commands import find_entries
 from penstock.cli.artifacts.prune import DAY, choose_prunable, prune
 from penstock.cli.console import Console
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.in_use import GATE, MARKS, in_use, unless_in_use
+from penstock.core.cache.in_use import GATE, MARKS, block_new_pins, pin_artifacts
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import Artifact, stage_key
@@ -217,7 +217,7 @@ def test_what_comes_into_use_after_it_was_chosen_is_not_deleted(tmp_path):
     entries = list(find_entries([str(tmp_path)]))
     doomed = choose_prunable(entries, keep_last=0, older_than=0)
     assert [entry.where for entry in doomed] == [str(step.path)]
-    with in_use([step]):
+    with pin_artifacts([step]):
         assert prune(entries, doomed, [], 0, Console(), dry_run=False)["pruned"] == []
     assert step.path.is_dir()
 
@@ -226,7 +226,7 @@ def test_marks_that_are_set_while_the_gate_is_waited_for_count(tmp_path):
     step, found = step_of(Prepare(), tmp_path), []
 
     def look():
-        with unless_in_use(tmp_path) as marked:
+        with block_new_pins(tmp_path) as marked:
             found.append(marked())
 
     (tmp_path / MARKS).mkdir()
@@ -247,7 +247,7 @@ def test_marks_that_are_set_while_the_gate_is_waited_for_count(tmp_path):
 def test_a_mark_that_was_damaged_protects_everything_and_is_named(tmp_path):
     step = step_of(Prepare(), tmp_path)
     get_or_build(step)
-    with in_use([step]):
+    with pin_artifacts([step]):
         [mark] = tmp_path.glob(".in_use/*.json")
         mark.write_text(mark.read_text().replace(stage_key(step.stage)[:4], "0000"))
         with pytest.raises(ArtifactError, match=rf"{mark.name} is damaged"):
@@ -277,6 +277,6 @@ def test_an_export_that_a_run_leads_to_is_not_pruned_until_the_run_leads_elsewhe
 
 
 def hold(step, folder):
-    with in_use([step]):
+    with pin_artifacts([step]):
         (folder / "held").touch()
         time.sleep(60)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from penstock.cli.chat.resolve_model import load_target, resolve_target
-from penstock.cli.chat.session import Chat, ChatOptions, Speaker
+from penstock.cli.chat.session import ChatOptions, ChatSession, Conversation
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.ranks import init_process_group
@@ -124,13 +124,13 @@ class Echo:
         return Reply(text, 1, "stop")
 
 
-def talking(*models: Echo, system: str | None = None, as_json: bool = False) -> Chat:
+def talking(*models: Echo, system: str | None = None, as_json: bool = False) -> ChatSession:
     options = ChatOptions("run.yaml", temperature=0, seed=5)
-    speakers = [
-        Speaker(label, "a model", model)  # pyright: ignore[reportArgumentType]
+    conversations = [
+        Conversation(label, "a model", model)  # pyright: ignore[reportArgumentType]
         for label, model in zip(("model", "base"), models, strict=False)
     ]
-    talk = Chat(options, Console(as_json), speakers, system)
+    talk = ChatSession(options, Console(as_json), conversations, system)
     talk.reset()
     return talk
 
@@ -166,16 +166,16 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(capsys: Any) -> None:
     [reply] = talk.ask("go on forever")
     assert reply.ended == "interrupted"
     assert "[interrupted]" in capsys.readouterr().err
-    talk.speakers[0].model.stop = False  # pyright: ignore[reportAttributeAccessIssue]
+    talk.conversations[0].model.stop = False  # pyright: ignore[reportAttributeAccessIssue]
     assert talk.ask("and now?")[0].ended == "stop"
 
 
 def test_lines_of_stdin_are_turns_of_one_conversation(monkeypatch: Any) -> None:
-    from penstock.cli.chat.session import _converse  # pyright: ignore[reportPrivateUsage]
+    from penstock.cli.chat.session import _run_session  # pyright: ignore[reportPrivateUsage]
 
     model = Echo()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
-    found = _converse(talking(model, as_json=True))
+    found = _run_session(talking(model, as_json=True))
     assert [answer["prompt"] for answer in found["answers"]] == ["one", "two"]
     assert found["answers"][1]["model"]["text"] == "3 at 0, 6"
 

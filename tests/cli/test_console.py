@@ -63,7 +63,7 @@ def test_overrides_may_stand_anywhere(config, place):
         (["pack", "CONFIG", "--fresh"], "no option --fresh"),
         (["push", "CONFIG", "--dry-run"], "push has nowhere to go"),
         (["push", "CONFIG"], "push has nowhere to go"),
-        (["report", "CONFIG"], "holds no training run"),
+        (["report", "CONFIG"], "contains no training run"),
         (["artifacts", "show", "feed", "--root", "nowhere"], "nowhere is not a folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -2,9 +2,9 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from penstock.cli.doctor import OPTIONAL, REQUIRED, measured, optional, required
+from penstock.cli.doctor import OPTIONAL, REQUIRED, check_optional, check_required, measure_speed
 from penstock.config.loading.load import load
-from penstock.core.machine.gpus import names_of_gpus
+from penstock.core.machine.gpus import gpu_names
 from penstock.costs import device_speed
 from penstock.costs.device_speed import machine_here, remember
 from penstock.plan import plan
@@ -28,7 +28,7 @@ def standing(versions):
             raise PackageNotFoundError(package)
         return versions[package]
 
-    return {finding.what: finding for finding in required(version_of)}
+    return {finding.what: finding for finding in check_required(version_of)}
 
 
 def test_good_versions_are_all_right():
@@ -62,20 +62,20 @@ def test_a_missing_package_is_wrong_when_needed_and_absent_when_not():
     def nothing(package):
         raise PackageNotFoundError(package)
 
-    assert {each.what: each.standing for each in optional(nothing)} == dict.fromkeys(
+    assert {each.what: each.standing for each in check_optional(nothing)} == dict.fromkeys(
         OPTIONAL, "absent"
     )
 
 
 def test_this_environment_fits():
-    assert [each for each in required() if each.standing != "ok"] == []
+    assert [each for each in check_required() if each.standing != "ok"] == []
 
 
 @pytest.mark.slow
 def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path))
     assert not machine_here(1).speeds
-    [finding] = measured()
+    [finding] = measure_speed()
     assert finding.standing == "ok"
     machine, half = machine_here(1), machine_here(2)
     assert finding.seen.startswith(machine.name)
@@ -96,7 +96,7 @@ def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
     config = small_run(tmp_path, train={"enable_mixed_precision": mixed})
     monkeypatch.setattr(device_speed, "_cpuinfo", lambda: ["model name: any", "flags : avx2 fma"])
     unmeasured = [note for note in plan(load(config)).notes if "no units for it" in note]
-    assert len(unmeasured) == (mixed and not names_of_gpus())
+    assert len(unmeasured) == (mixed and not gpu_names())
     remember({"name": None, "fp32": 2e9, "bf16": bf16, "bandwidth": 1e9})
     told = [note for note in plan(load(config)).notes if "2 x slower than float32" in note]
-    assert len(told) == (said and not names_of_gpus())
+    assert len(told) == (said and not gpu_names())

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from penstock.cli.console import Console
-from penstock.cli.evaluate import Wanted, evaluate_target
+from penstock.cli.evaluate import EvalOptions, evaluate_target
 from penstock.core.errors import ConfigError, StageError
 from tests.config.values import smallest
 
 
-def refused(target: Path, wanted: Wanted, kind: type[Exception] = ConfigError) -> str:
+def refused(target: Path, wanted: EvalOptions, kind: type[Exception] = ConfigError) -> str:
     with pytest.raises(kind) as told:
         evaluate_target(target, (), wanted, Console())
     return str(told.value)
@@ -35,13 +35,13 @@ def test_what_cannot_be_asked_is_told_with_what_can(tmp_path, monkeypatch):
         data={"val_set_size": 3, "datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
     )
     plain = run_in(tmp_path / "plain")
-    assert "neither a run nor a model" in refused(tmp_path, Wanted())
-    assert "nothing to ask it" in refused(model, Wanted())
-    assert "Add --harness and their names" in refused(run, Wanted(more_tasks=model))
-    assert "this run holds nothing out" in refused(plain, Wanted())
-    assert "is no regular expression" in refused(run, Wanted(answer="("))
-    assert "prepare has not been run" in refused(run, Wanted(), StageError)
-    assert "prepare has not been run" in refused(run, Wanted(tasks=("a",)), StageError)
+    assert "neither a run nor a model" in refused(tmp_path, EvalOptions())
+    assert "nothing to ask it" in refused(model, EvalOptions())
+    assert "Add --harness and their names" in refused(run, EvalOptions(more_tasks=model))
+    assert "this run holds nothing out" in refused(plain, EvalOptions())
+    assert "is no regular expression" in refused(run, EvalOptions(answer="("))
+    assert "prepare has not been run" in refused(run, EvalOptions(), StageError)
+    assert "prepare has not been run" in refused(run, EvalOptions(tasks=("a",)), StageError)
 
 
 def test_a_run_that_only_evaluates_has_no_model_to_ask(tmp_path, monkeypatch):
@@ -51,4 +51,4 @@ def test_a_run_that_only_evaluates_has_no_model_to_ask(tmp_path, monkeypatch):
         data={"val_set_size": 3, "datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
         train={"eval_only": True, "output_dir": "out", "data_parallel_mode": "none"},
     )
-    assert "nothing to export" in refused(only, Wanted())
+    assert "nothing to export" in refused(only, EvalOptions())

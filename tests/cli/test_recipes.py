@@ -3,13 +3,13 @@ import json
 import pytest
 import yaml
 
-from penstock.cli.init import OF_SERVERS, SCHEMA_FILE, SERVER_SCHEMA_FILE, recipes, summary
+from penstock.cli.init import SCHEMA_FILE, SERVER_PREFIX, SERVER_SCHEMA_FILE, recipes, summary
 from penstock.config.loading.load import load
 from penstock.config.server.load import load_server
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 
-SERVERS = [name for name in recipes() if name.startswith(OF_SERVERS)]
+SERVERS = [name for name in recipes() if name.startswith(SERVER_PREFIX)]
 NAMES = [name for name in recipes() if name not in SERVERS]
 FOLDERS = ("examples", "recipes")
 CONFIGS = sorted(
@@ -29,7 +29,7 @@ def test_the_package_ships_the_recipes_of_the_repository():
     files = (sorted(ROOT.glob(f"configs/{folder}/*.yaml")) for folder in FOLDERS)
     assert ["quickstart", *(path.stem for folder in files for path in folder)] == NAMES
     assert {"chat", "lora", "gsm8k", "local", "tokenized"} <= set(NAMES)
-    servers = sorted(f"{OF_SERVERS}{path.stem}" for path in ROOT.glob("configs/server/*.yaml"))
+    servers = sorted(f"{SERVER_PREFIX}{path.stem}" for path in ROOT.glob("configs/server/*.yaml"))
     assert servers == SERVERS
 
 
@@ -57,7 +57,7 @@ def test_a_copied_servers_file_means_the_same_and_says_how_it_is_served(
     said = penstock("init", name)
     assert f"then penstock serve {name}.yaml" in said.err
     copy = tmp_path / f"{name}.yaml"
-    shipped = ROOT / "configs" / "server" / f"{name.removeprefix(OF_SERVERS)}.yaml"
+    shipped = ROOT / "configs" / "server" / f"{name.removeprefix(SERVER_PREFIX)}.yaml"
     assert load_server(copy) == load_server(shipped)
     assert copy.read_text().splitlines()[0].endswith(f"$schema=./{SERVER_SCHEMA_FILE}")
     assert "lora_rank" in json.loads((tmp_path / SERVER_SCHEMA_FILE).read_text())["properties"]

@@ -9,7 +9,7 @@ import typer
 from typer import Context
 
 from penstock.cli.main import app
-from penstock.cli.single_command import only
+from penstock.cli.single_command import select_command
 from penstock.export.stage import Export
 from penstock.pack.stage import Pack
 from penstock.prepare.stage import Prepare
@@ -96,8 +96,8 @@ def test_a_finished_run_imports_neither_libraries_nor_what_judges_or_does_work(
 
 def test_the_parser_of_one_command_is_what_it_is_among_all():
     for name, among_all in typer.main.get_group(app).commands.items():
-        alone = typer.main.get_group(only(app, name)).commands
+        alone = typer.main.get_group(select_command(app, name)).commands
         assert list(alone) == [name]
         told = [one.get_help(Context(one, info_name=name)) for one in (among_all, alone[name])]
         assert told[0] == told[1]
-    assert only(app, "trian") is app
+    assert select_command(app, "trian") is app

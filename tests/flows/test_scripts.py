@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.config.loading.cli_overrides import parse_value
 from penstock.config.loading.load import load
 from penstock.config.schema.pipeline import STAGES
-from penstock.core.cache.in_use import keys_in_use
+from penstock.core.cache.in_use import pinned_keys
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.plan import RebuildOptions, plan
@@ -64,7 +64,7 @@ def test_words_that_no_flow_understands_or_that_are_secret_are_refused_before_pr
 
     def refused(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["finetune.py", config, *words])
-        assert finetune.by_hand(finetune.finetune, "finetune.py") == 2
+        assert finetune.run_from_command_line(finetune.finetune, "finetune.py") == 2
         return capsys.readouterr().err
 
     value = secrets.token_hex(16)
@@ -84,14 +84,14 @@ def test_a_flow_marks_the_results_of_all_its_stages_from_the_first_one_on(tmp_pa
     seen = []
 
     def brought(_planned, name, _wishes):
-        marked = {key for step in planned.steps for key in keys_in_use(step.path.parent.parent)}
+        marked = {key for step in planned.steps for key in pinned_keys(step.path.parent.parent)}
         seen.append(marked)
         return StageResult(name, "key", "ran", tmp_path, 0.0, {})
 
-    monkeypatch.setattr(finetune, "brought", brought)
+    monkeypatch.setattr(finetune, "run_stage_with_retries", brought)
     monkeypatch.setattr(finetune, "get_run_logger", lambda: logging.getLogger("flow"))
-    monkeypatch.setattr(finetune, "overview_shown", lambda *_: nullcontext([]))
-    finetune.chain(run, RebuildOptions(), ())
+    monkeypatch.setattr(finetune, "show_overview", lambda *_: nullcontext([]))
+    finetune.run_pipeline(run, RebuildOptions(), ())
     in_roots = {
         key
         for step in planned.steps
@@ -120,7 +120,7 @@ def test_the_name_of_a_run_tells_what_is_laid_over_its_file_and_no_secret(tmp_pa
         "train.lr": 2e-5,
         "data.datasets.0.path": "https://host/chats.jsonl?signature=hidden",
     }
-    run = parameters.loaded(config, changed)
+    run = parameters.load_run(config, changed)
     assert run.train.lr == 2e-5
     title = parameters.build_run_title(run, changed)
     assert title == "gsm8k: train.lr=2e-05, data.datasets.0.path=https://host/chats.jsonl"
@@ -180,18 +180,18 @@ def test_what_is_left_follows_from_the_pace_since_the_run_began_or_went_back(tmp
     surroundings = tmp_path / "surroundings.json"
     surroundings.write_text(json.dumps({"total_steps": 100}))
     told = training_progress.TrainingProgress()
-    told.take(step(1, 10.0))
+    told.add_record(step(1, 10.0))
     told.read_total(surroundings)
-    assert told.left is None
-    told.take(step(11, 30.0))  # two seconds each
-    told.take({"step": 11, "time": 31.0, "eval_loss": 0.25})
-    assert told.left == pytest.approx(178)
-    assert told.in_brief == "step 11 of 100, loss 0.09091, about 2 min 58 s left"
+    assert told.seconds_left is None
+    told.add_record(step(11, 30.0))  # two seconds each
+    told.add_record({"step": 11, "time": 31.0, "eval_loss": 0.25})
+    assert told.seconds_left == pytest.approx(178)
+    assert told.summary == "step 11 of 100, loss 0.09091, about 2 min 58 s left"
     assert "| held-out loss | 0.25 (step 11) |" in told.table
-    told.take(step(5, 60.0))
-    assert told.left is None
-    told.take(step(6, 61.0))
-    assert told.left == pytest.approx(94)
+    told.add_record(step(5, 60.0))
+    assert told.seconds_left is None
+    told.add_record(step(6, 61.0))
+    assert told.seconds_left == pytest.approx(94)
     assert told.percent == pytest.approx(6)
 
 
@@ -224,9 +224,9 @@ def lines_of(training_log, records: list[dict], folder: Path) -> list[str]:
         training_progress.TrainingProgress(),
     )
     for record in records:
-        known.take(record)
-        log.take(record, known)
-    log.end()
+        known.add_record(record)
+        log.add_record(record, known)
+    log.flush()
     return said.lines
 
 
@@ -268,16 +268,16 @@ def test_words_of_ranks_keep_their_levels_lose_what_is_secret_and_cannot_flood(t
             stream.write(f"{now},000 {text}\n")
     said = Said()
     log = training_log.TrainingLog(tmp_path, said.logger, since=time.time())
-    log.pass_on_words()
+    log.forward_rank_logs()
     assert said.lines[:2] == ["INFO attention: sdpa", "WARNING step 5: see https://host/rows"]
     assert said.lines[-2:] == [
         f"WARNING 82 more lines are in {logs / 'rank_0.log'}",
         "WARNING nothing has moved for 1800 s",
     ]
-    assert len(said.lines) == training_log.MOST_WORDS + 2
+    assert len(said.lines) == training_log.MAX_RANK_ENTRIES + 2
     assert value not in "\n".join(said.lines)
-    log.pass_on_words()
-    assert len(said.lines) == training_log.MOST_WORDS + 2
+    log.forward_rank_logs()
+    assert len(said.lines) == training_log.MAX_RANK_ENTRIES + 2
 
 
 def test_ranks_that_are_started_again_are_told_with_the_step_that_training_is_back_at(tmp_path):
@@ -296,7 +296,7 @@ def test_what_preparing_warns_of_is_in_the_log_of_the_run_once_and_only_while_it
     import prefect_artifacts
 
     said, log = Said(), process_warnings.log
-    with prefect_artifacts.prepare_logged(said.logger):
+    with prefect_artifacts.forward_prepare_logs(said.logger):
         log.warning("%s%% of it is odd", 3)
         log.info("usual")
     log.warning("later")
@@ -342,11 +342,11 @@ def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
     said = Said()
     done = StageResult("train", "0" * 16, "ran", tmp_path, 1.0, {"steps": 3})
     with temporary_settings({PREFECT_API_URL: NOBODY}):
-        with prefect_artifacts.training_shown(tmp_path, "run", said.logger):
+        with prefect_artifacts.show_training(tmp_path, "run", said.logger):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))
         assert said.lines[0] == "INFO step 1 of 3: loss 1, lr 0.1, 100 tokens/s"
         assert "WARNING the progress of training cannot be shown" in said.lines[1]
         assert "training goes on: ConnectError" in said.lines[1]
         assert len(said.lines) == 2
-        prefect_artifacts.show(done, "run", said.logger)
+        prefect_artifacts.show_stage_result(done, "run", said.logger)
     assert "the table of train could not be shown" in said.lines[2]

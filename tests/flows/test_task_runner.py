@@ -47,28 +47,30 @@ def test_a_cluster_is_that_of_the_address_or_one_of_as_many_workers_as_written(
     monkeypatch.setitem(sys.modules, "prefect_ray", runners)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     monkeypatch.setitem(sys.modules, "ray.cloudpickle", pickler)
-    cluster.task_runner(config(task_runner="ray"))
-    cluster.task_runner(config(task_runner="ray", task_runner_workers=5))
-    cluster.task_runner(config(task_runner="ray", task_runner_address="ray://there:10001"))
+    cluster.build_task_runner(config(task_runner="ray"))
+    cluster.build_task_runner(config(task_runner="ray", task_runner_workers=5))
+    cluster.build_task_runner(config(task_runner="ray", task_runner_address="ray://there:10001"))
     assert asked == [
         {"address": None, "init_kwargs": {"num_cpus": 3, "_node_ip_address": "127.0.0.1"}},
         {"address": None, "init_kwargs": {"num_cpus": 5, "_node_ip_address": "127.0.0.1"}},
         {"address": "ray://there:10001", "init_kwargs": None},
     ]
     assert cluster in sent
-    there = cluster.task_runner(config(task_runner="dask", task_runner_address="tcp://there:8786"))
+    there = cluster.build_task_runner(
+        config(task_runner="dask", task_runner_address="tcp://there:8786")
+    )
     assert (there.address, there.cluster_kwargs) == ("tcp://there:8786", {})
-    here = cluster.task_runner(config(task_runner="dask", task_runner_workers=5))
+    here = cluster.build_task_runner(config(task_runner="dask", task_runner_workers=5))
     assert (here.address, here.cluster_kwargs["n_workers"]) == (None, 5)
     assert here.cluster_kwargs["security"] is True, "it unpickles what it is sent"
-    assert cluster.task_runner(config()) is None
+    assert cluster.build_task_runner(config()) is None
 
 
 def test_a_package_that_is_not_installed_is_named_before_any_work(cluster, monkeypatch):
     for kind in ("dask", "ray"):
         monkeypatch.setitem(sys.modules, f"prefect_{kind}", None)
         with pytest.raises(CapabilityError, match=rf"pip install 'penstock\[{kind}\]'"):
-            cluster.task_runner(config(task_runner=kind))
+            cluster.build_task_runner(config(task_runner=kind))
 
 
 def several_files(folder: Path, **pipeline) -> Path:
@@ -90,7 +92,7 @@ def several_files(folder: Path, **pipeline) -> Path:
 @pytest.mark.slow
 def test_a_cluster_of_its_own_has_as_many_processes_as_written(cluster):
     pytest.importorskip("prefect_dask")
-    with cluster.task_runner(config(task_runner="dask", task_runner_workers=2)) as runner:
+    with cluster.build_task_runner(config(task_runner="dask", task_runner_workers=2)) as runner:
         workers = runner.client.scheduler_info(n_workers=-1)["workers"]
         pids = runner.client.run(os.getpid)
     assert [worker["nthreads"] for worker in workers.values()] == [1, 1]

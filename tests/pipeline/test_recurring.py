@@ -17,11 +17,11 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import StageError
 from penstock.core.files import read_json, remove
-from penstock.core.releases.local import LocalShelf
+from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
 from penstock.plan import RebuildOptions, execute_stage, plan
-from penstock.recurring import AT_WORK, tick
+from penstock.recurring import LOCK_FILE, tick
 from penstock.releasing import open_releases, roll_back
 from tests.cli.command import penstock
 from tests.engine import runs
@@ -120,14 +120,14 @@ def grows(folder):
         story.tick(start_from="model")
     seen["anew"] = story.origin.model_path
     story.breaks_before = None
-    with FileLock(folder / "artifacts/releases/bot" / AT_WORK):
+    with FileLock(folder / "artifacts/releases/bot" / LOCK_FILE):
         seen["two at once"] = story.tick(metric=None)
     (folder / "data" / "e.jsonl").touch()
     with pytest.raises(StageError, match=r"e\.jsonl is empty"):
         story.tick()
     (folder / "data" / "e.jsonl").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalShelf, "point", interrupted)
+        patch.setattr(LocalReleaseStore, "point", interrupted)
         with pytest.raises(KeyboardInterrupt):
             story.tick(metric=None)
     story.meanwhile["export"] = lambda: roll_back(story.shelf, 1, lambda _: None)
@@ -253,7 +253,7 @@ def test_the_pointer_follows_releases_and_rollbacks(grown):
     assert "0002, which is withdrawn" in back["line"]
     assert back["brought"] == [("prepare", "cached")]
     assert verdict(seen["rolled forward"]) == ("up_to_date", 2, 0)
-    shelf = LocalShelf(folder / "artifacts/releases/bot")
+    shelf = LocalReleaseStore(folder / "artifacts/releases/bot")
     assert (shelf.latest(), shelf.numbers(), shelf.withdrawn) == (3, [1, 2, 3], set())
     told = [each["verdict"] for each in shelf.decisions()]
     assert told[:4] == ["released", "up_to_date", "waiting", "released"]
@@ -272,7 +272,7 @@ def test_a_model_is_not_released_over_one_that_it_was_not_compared_with(grown):
 def test_a_release_that_was_not_pointed_to_when_its_process_died_is_not_made_twice(grown):
     folder, seen, _ = grown
     assert seen["not compared"]["release"] == 3
-    assert LocalShelf(folder / "artifacts/releases/bot").numbers() == [1, 2, 3]
+    assert LocalReleaseStore(folder / "artifacts/releases/bot").numbers() == [1, 2, 3]
 
 
 def test_a_release_outlives_the_export_it_was_made_of(grown):

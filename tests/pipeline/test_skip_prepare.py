@@ -8,7 +8,7 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict
 
-from penstock.api.status import judge
+from penstock.api.status import stage_status
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key
@@ -47,7 +47,7 @@ def test_data_is_taken_from_the_root_and_what_follows_keeps_its_key_without_any_
     after = done(config, **TAKEN)
     assert [o.status for o in after] == ["skipped", "cached"]
     assert [(o.key, o.path, o.facts) for o in after] == [(o.key, o.path, o.facts) for o in before]
-    assert judge(planned(config, **TAKEN).steps[0]).standing == "skipped"
+    assert stage_status(planned(config, **TAKEN).steps[0]).standing == "skipped"
 
 
 def test_a_folder_named_itself_is_taken_where_it_lies_and_wherever_it_is_moved(prepared, tmp_path):

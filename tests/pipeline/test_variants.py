@@ -3,14 +3,14 @@
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import short, stage_key
 from penstock.plan import plan
-from penstock.variants import in_own_folder, only_evaluating, trained_on
+from penstock.variants import with_own_output_dir, as_eval_only, train_step_on
 from tests.pipeline.test_preference_chain import write_preferences
 
 
 def test_a_run_in_its_own_folder_keeps_its_stages_and_keys_and_what_they_read(tmp_path):
     config = write_preferences(tmp_path, push={"url": (tmp_path / "there").as_uri()})
     planned = plan(load(config), ("push",))
-    moved = in_own_folder(planned)
+    moved = with_own_output_dir(planned)
     stages = {step.stage.name: step.stage for step in moved.steps}
     assert [*stages] == ["prepare", "pack", "reference", "train", "export", "push"]
     assert [stage_key(each) for each in stages.values()] == [
@@ -23,6 +23,6 @@ def test_a_run_in_its_own_folder_keeps_its_stages_and_keys_and_what_they_read(tm
 
 def test_a_model_is_evaluated_on_what_the_plan_says_of_its_reference_model(tmp_path):
     planned = plan(load(write_preferences(tmp_path)), ("train",))
-    evaluated = trained_on(only_evaluating(planned.run), planned).stage.inputs
+    evaluated = train_step_on(as_eval_only(planned.run), planned).stage.inputs
     for name, stage in {"packed": "pack", "reference": "reference"}.items():
         assert evaluated[name] == planned.step(stage).artifact

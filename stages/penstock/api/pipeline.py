@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator
 from typing import cast
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.in_use import in_use
+from penstock.core.cache.in_use import pin_artifacts
 from penstock.core.cache.store import StageResult, find_cached
 from penstock.core.errors import ConfigError
 from penstock.core.process.retry import backoff_seconds, retry_with_backoff
@@ -22,17 +22,17 @@ from penstock.plan import (
 Notify = Callable[[str], None]
 """Receives each line that is said on the way."""
 
-BringStage = Callable[[Plan, StageName, RebuildOptions], StageResult]
+RunStage = Callable[[Plan, StageName, RebuildOptions], StageResult]
 """Brings up one stage of a plan, wherever it runs."""
 
 ALL = RebuildOptions()
 """Whatever is complete is reused."""
 
 
-def bring_stages(
+def run_stages(
     planned: Plan,
-    bring: BringStage,
-    wishes: RebuildOptions = ALL,
+    bring: RunStage,
+    rebuild: RebuildOptions = ALL,
     *,
     notify: Notify,
     last: StageName | None = None,
@@ -52,28 +52,28 @@ def bring_stages(
         require_upstream(planned, last)
     require_writable(planned)
     require_main_thread(planned.run)
-    with in_use(planned.steps):
+    with pin_artifacts(planned.steps):
         for step in planned.steps:
             name = cast(StageName, step.stage.name)
             if upstream or name == last:
-                yield bring(planned, name, wishes)
+                yield bring(planned, name, rebuild)
             if name == last:
                 return
 
 
-def bring_here(notify: Notify) -> BringStage:
+def build_local_runner(notify: Notify) -> RunStage:
     """Brings up stages on this machine, without Prefect, and tries again as the run says."""
 
-    def bring(planned: Plan, name: StageName, wishes: RebuildOptions) -> StageResult:
-        step, wish = planned.step(name), planned.run.pipeline
-        if name == "prepare" and wish.task_runner and find_cached(step) is None:
+    def bring(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
+        step, options = planned.step(name), planned.run.pipeline
+        if name == "prepare" and options.task_runner and find_cached(step) is None:
             notify(
-                f"prepare: pipeline.task_runner ({wish.task_runner}) is for Prefect's "
+                f"prepare: pipeline.task_runner ({options.task_runner}) is for Prefect's "
                 "flows (flows/finetune.py); here slices are spread over processes of this machine"
             )
         result = retry_with_backoff(
-            lambda: execute_stage(step, planned.run, wishes, notify),
-            backoff_seconds(wish.retries, wish.retry_delay),
+            lambda: execute_stage(step, planned.run, rebuild, notify),
+            backoff_seconds(options.retries, options.retry_delay),
             notify,
         )
         if result.status != "cached":

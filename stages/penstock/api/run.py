@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from penstock.api.pipeline import Notify, bring_here, bring_stages, rebuild_options
+from penstock.api.pipeline import Notify, build_local_runner, rebuild_options, run_stages
 from penstock.api.report import Report, run_result
 from penstock.api.results import (
     ExportedModel,
@@ -16,7 +16,7 @@ from penstock.api.results import (
     Training,
     as_result,
 )
-from penstock.api.status import StageStatus, Standing, judge_stages
+from penstock.api.status import StageStatus, Standing, stage_statuses
 from penstock.api.tables import html_table, table
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.input_digests import read_attempt
@@ -24,7 +24,7 @@ from penstock.core.cache.manifest import read_manifest
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import PlannedStage, StageResult, fetch_cached, find_cached
 from penstock.core.errors import PenstockError, StageError
-from penstock.outputs import output_folders, unwritable
+from penstock.outputs import find_unwritable, output_folders
 from penstock.plan import Plan, RebuildOptions, StageName, plan
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Run:
         """Which stages are cached, partial, stale or missing, and why. Builds nothing."""
         planned = plan(self.config)
         folders = output_folders(planned.run, self.stages)
-        warnings = [f"warning: {refusal}" for refusal in unwritable(folders)]
-        return RunPlan(tuple(judge_stages(planned)), (*planned.notes, *warnings))
+        warnings = [f"warning: {refusal}" for refusal in find_unwritable(folders)]
+        return RunPlan(tuple(stage_statuses(planned)), (*planned.notes, *warnings))
 
     def status(self) -> dict[str, Standing]:
         """The standing of each stage: `cached`, `skipped`, `partial`, `stale` or `missing`."""
@@ -158,8 +158,8 @@ class Run:
     def report(self) -> Report:
         """The report of the training: its page, figures and metrics, as far as there are any."""
         planned = plan(self.config)
-        done = _finished(planned)
-        begun = [s.path for s in planned.steps if s.stage.name == "train" and _has_begun(s)]
+        done = _cached_results(planned)
+        begun = [s.path for s in planned.steps if s.stage.name == "train" and _has_started(s)]
         return Report(begun[0] if begun else None, run_result(done) if "train" in done else {})
 
     def __repr__(self) -> str:
@@ -172,21 +172,21 @@ class Run:
             return html_table([("stage",), *((name,) for name in self.stages)])
 
     def _stage(self, name: StageName, force: bool, *, fresh: bool = False) -> Result:
-        wishes = RebuildOptions(frozenset([name] if force else []), fresh=fresh)
-        return self._bring(name, wishes)[name]
+        rebuild = RebuildOptions(frozenset([name] if force else []), fresh=fresh)
+        return self._bring(name, rebuild)[name]
 
-    def _bring(self, last: StageName | None, wishes: RebuildOptions) -> RunResult:
+    def _bring(self, last: StageName | None, rebuild: RebuildOptions) -> RunResult:
         planned = plan(self.config, (last,) if last else None)
-        bring, notify = bring_here(self._notify), self._notify
+        bring, notify = build_local_runner(self._notify), self._notify
         try:
-            done = bring_stages(planned, bring, wishes, notify=notify, last=last)
+            done = run_stages(planned, bring, rebuild, notify=notify, last=last)
             return RunResult([as_result(outcome) for outcome in done])
         except KeyboardInterrupt:
             notify("interrupted; the same call goes on from what is there")
             raise
 
 
-def _finished(planned: Plan) -> dict[str, StageResult]:
+def _cached_results(planned: Plan) -> dict[str, StageResult]:
     """The stages whose results are complete, as they were found."""
     found: dict[str, StageResult] = {}
     for step in planned.steps:
@@ -198,7 +198,7 @@ def _finished(planned: Plan) -> dict[str, StageResult]:
     return found
 
 
-def _has_begun(step: PlannedStage) -> bool:
+def _has_started(step: PlannedStage) -> bool:
     """Whether the folder holds this run, finished or not, and not another one."""
     record = read_manifest(step.path) or read_attempt(step.path)
     return record is not None and record["key"] == step.artifact.key

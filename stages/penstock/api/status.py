@@ -8,7 +8,7 @@ from penstock.core.cache.diff_identity import Difference, differences
 from penstock.core.cache.input_digests import ChangedInput, changed_inputs, read_attempt
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.stage import identity, short, stage_key
-from penstock.core.cache.store import PlannedStage, sealed
+from penstock.core.cache.store import PlannedStage, find_complete
 from penstock.core.errors import ArtifactError
 from penstock.plan import Plan
 from penstock.prepare.user_prepared import ExternalPrepared
@@ -40,18 +40,18 @@ class StageStatus:
         return lines
 
 
-def judge_stages(planned: Plan) -> list[StageStatus]:
+def stage_statuses(planned: Plan) -> list[StageStatus]:
     """The standing of every stage of the plan, in order. Reads manifests, and builds nothing."""
     present: dict[str, str] = {}
-    return [judge(step, present) for step in planned.steps]
+    return [stage_status(step, present) for step in planned.steps]
 
 
-def judge(step: PlannedStage, present: dict[str, str] | None = None) -> StageStatus:
+def stage_status(step: PlannedStage, present: dict[str, str] | None = None) -> StageStatus:
     """The step's standing: sealed, stale, begun, or not there, and then what changed since the
     nearest. `present` are content digests of the steps before, by key; this one's is added."""
     name, key = step.stage.name, short(stage_key(step.stage))
     present = {} if present is None else present
-    if manifest := sealed(step):
+    if manifest := find_complete(step):
         present[manifest["key"]] = content_digest(manifest)
         now = {
             name: present[source.key]
@@ -65,14 +65,14 @@ def judge(step: PlannedStage, present: dict[str, str] | None = None) -> StageSta
     attempt = read_attempt(step.path)
     if attempt and attempt["key"] == stage_key(step.stage):
         return StageStatus(name, key, "partial", step.where)
-    near = _nearest(step)
+    near = _nearest_result(step)
     if near is None:
         return StageStatus(name, key, "missing", step.where)
     return StageStatus(name, key, "stale", step.where, near[0], tuple(near[1]))
 
 
-def _nearest(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
-    mine = _described(step)
+def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
+    mine = _flat_identity(step)
     best: tuple[Path, list[Difference]] | None = None
     pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
     root = step.path if step.stage.name == "train" else step.path.parent
@@ -83,14 +83,14 @@ def _nearest(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
             continue
         if record is None:
             continue
-        theirs = {"version": record["version"], **_flat(record["settings"], record["inputs"])}
+        theirs = {"version": record["version"], **_flatten(record["settings"], record["inputs"])}
         changed = differences(mine, theirs)
         if best is None or len(changed) < len(best[1]):
             best = manifest.parent, changed
     return best
 
 
-def _described(step: PlannedStage) -> dict[str, Any]:
+def _flat_identity(step: PlannedStage) -> dict[str, Any]:
     stage = step.stage
     inputs: dict[str, Any] = {}
     for name, source in stage.inputs.items():
@@ -98,11 +98,11 @@ def _described(step: PlannedStage) -> dict[str, Any]:
         inputs[name] = {"source": dict(pin), "key": source.key} if pin else {"key": source.key}
     return {
         "version": stage.version,
-        **_flat(identity(stage)["settings"], inputs),
+        **_flatten(identity(stage)["settings"], inputs),
     }
 
 
-def _flat(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+def _flatten(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
     """Settings by their own names, inputs by what they pin, or by key where they are artifacts."""
     return {
         **settings,

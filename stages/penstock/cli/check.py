@@ -36,9 +36,9 @@ from penstock.machine import (
     world_size,
 )
 from penstock.origins import resolve_init_checkpoint, with_adapter
-from penstock.outputs import output_folders, unwritable
-from penstock.pins import LISTS, check_checkpoints, pin_dataset, typed_dataset
-from penstock.plan import dataset_settings, given_data
+from penstock.outputs import find_unwritable, output_folders
+from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
+from penstock.plan import dataset_settings, user_prepared_step
 
 if TYPE_CHECKING:
     from penstock.prepare.first_records import FirstSamples
@@ -48,7 +48,7 @@ Status = Literal["ok", "fault", "not looked at"]
 
 
 @dataclass(frozen=True)
-class Look:
+class CheckResult:
     """What was found at one of the things that the config names."""
 
     at: str
@@ -59,12 +59,12 @@ class Look:
     """Of a fault: 2 for what the config says, 3 for what this machine lacks."""
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """The text, after what it is about unless it begins with that."""
         return self.text if self.text.startswith(self.at) else f"{self.at}: {self.text}"
 
     def __str__(self) -> str:
-        return f"{self.status}: {self.told}"
+        return f"{self.status}: {self.message}"
 
 
 def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any]:
@@ -73,80 +73,92 @@ def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any
     What is printed is what was written, or with `whole` every field, with what null ones resolve
     to as a comment. Raises ConfigError or CapabilityError when a look finds a fault.
     """
-    typed, looks = _looked(run)
+    typed, results = _run_checks(run)
     console.result(print_config(typed, whole=whole))
-    for look in looks:
+    for look in results:
         if look.status != "fault":
             console.say(str(look))
     values = {
         "config": typed.model_dump(mode="json"),
         "resolved": resolve(typed),
-        "looks": [asdict(look) for look in looks],
+        "looks": [asdict(look) for look in results],
     }
-    faults = [look for look in looks if look.status == "fault"]
+    faults = [look for look in results if look.status == "fault"]
     if not faults:
         return values
     console.more.update(values)
     kind = ConfigError if any(look.exit_code == ConfigError.exit_code for look in faults) else None
     raise (kind or CapabilityError)(
-        f"{len(faults)} of {len(looks)} looks found a fault:\n"
-        + "\n".join(look.told for look in faults)
+        f"{len(faults)} of {len(results)} results found a fault:\n"
+        + "\n".join(look.message for look in faults)
     )
 
 
-def _looked(run: RunConfig) -> tuple[RunConfig, list[Look]]:
-    """The run with the types of its data sets, and all looks at it."""
-    tokenizer, looks = _look("model.tokenizer_path", lambda: _tokenizer(run))
+def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
+    """The run with the types of its data sets, and all results at it."""
+    tokenizer, results = _run_check("model.tokenizer_path", lambda: _load_tokenizer(run))
     found: dict[str, list[DatasetConfig]] = {}
     counts: dict[str, int] = {}
     if run.data.skip_prepare_dataset:
-        looks += _look("data.dataset_prepared_path", lambda: _prepared(run))[1]
+        results += _run_check("data.dataset_prepared_path", lambda: _check_prepared(run))[1]
     # What prepared data was made of may be gone.
-    for name in () if run.data.skip_prepare_dataset else LISTS:
+    for name in () if run.data.skip_prepare_dataset else DATASET_FIELDS:
         for index, dataset in enumerate(getattr(run.data, name)):
             at = f"data.{name}.{index}"
-            typed, of_data = _look(
-                at, lambda d=dataset, a=at: _dataset(run, a, d, tokenizer, counts)
+            typed, of_data = _run_check(
+                at, lambda d=dataset, a=at: _check_dataset(run, a, d, tokenizer, counts)
             )
             found.setdefault(name, []).append(typed or dataset)
-            looks += of_data
+            results += of_data
     if run.data.val_set_size and len(counts) == len(run.data.datasets):
-        looks += _look("data.val_set_size", lambda: _validation(run, sum(counts.values())))[1]
+        results += _run_check(
+            "data.val_set_size", lambda: _check_validation_size(run, sum(counts.values()))
+        )[1]
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
     # Rules of types, which could not be asked when the file was read.
-    ruled = [Look(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)]
-    return typed, [*_model(typed), *looks, *ruled, *_outputs(typed), *_push(typed)]
+    ruled = [
+        CheckResult(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)
+    ]
+    return typed, [
+        *_check_model(typed),
+        *results,
+        *ruled,
+        *_check_outputs(typed),
+        *_check_push(typed),
+    ]
 
 
-def _look(at: str, find: Callable[[], tuple[Found, str]]) -> tuple[Found | None, list[Look]]:
+def _run_check(
+    at: str, find: Callable[[], tuple[Found, str]]
+) -> tuple[Found | None, list[CheckResult]]:
     """What `find` gives and says, or why it could not."""
     try:
         found, text = find()
     except UnreachableError as error:
-        return None, [Look(at, "not looked at", str(error))]
+        return None, [CheckResult(at, "not looked at", str(error))]
     except PenstockError as error:
         code = CapabilityError.exit_code if isinstance(error, CapabilityError) else 2
-        return None, [Look(at, "fault", str(error), code)]
-    return found, [Look(at, "ok", text)]
+        return None, [CheckResult(at, "fault", str(error), code)]
+    return found, [CheckResult(at, "ok", text)]
 
 
-def _model(run: RunConfig) -> list[Look]:
+def _check_model(run: RunConfig) -> list[CheckResult]:
     """The model's config.json, and whether this machine can train it as it is written."""
     if "train" not in run.stages:
         return []
     try:
-        kind = _checked_model(run)
+        kind = _validate_model(run)
     except (ElsewhereError, UnreachableError) as error:
-        return [Look("model", "not looked at", f"not checked against the model: {error}")]
+        return [CheckResult("model", "not looked at", f"not checked against the model: {error}")]
     except (ConfigError, CapabilityError) as error:
-        return [Look("model", "fault", str(error), error.exit_code)]
+        return [CheckResult("model", "fault", str(error), error.exit_code)]
     devices = f"{env.num_gpus()} CUDA device(s)" if env.num_gpus() else "no CUDA device"
     ranks = world_size(run)
     text = f"{kind}, {ranks} process{'es' if ranks > 1 else ''}, {devices}"
-    return [Look("model", "ok", text)]
+    return [CheckResult("model", "ok", text)]
 
 
-def _checked_model(run: RunConfig) -> str:
+def _validate_model(run: RunConfig) -> str:
     """The model's type. Raises what keeps the run from being trained here, as its plan would."""
     run = with_adapter(resolve_init_checkpoint(run))
     check_machine(run)
@@ -158,7 +170,7 @@ def _checked_model(run: RunConfig) -> str:
     return resolve_hf_config(run)["model_type"]
 
 
-def _tokenizer(run: RunConfig) -> tuple[Any, str]:
+def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
     # Takes a second or two to import, which configs that do not load are spared.
     from penstock.core.sources.pin_remote import resolve_folder
     from penstock.rows.tokenizer import load_tokenizer
@@ -189,24 +201,24 @@ def _require_vocabulary(run: RunConfig, size: int) -> None:
         )
 
 
-def _prepared(run: RunConfig) -> tuple[None, str]:
+def _check_prepared(run: RunConfig) -> tuple[None, str]:
     """The prepared data that is taken as it lies."""
-    step = given_data(run)
+    step = user_prepared_step(run)
     return None, f"{step.where} is taken as it is (data.skip_prepare_dataset)"
 
 
-def _dataset(
+def _check_dataset(
     run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any, counts: dict[str, int]
 ) -> tuple[DatasetConfig, str]:
     """The data set with its type, and what its first records hold. `counts` gets the number of its
     samples if these are all."""
-    from penstock.prepare.dataset_type import LOOKED_AT
+    from penstock.prepare.dataset_type import INFER_RECORDS
     from penstock.prepare.first_records import first_samples
     from penstock.prepare.infer_type import read_first
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)
-    typed = typed_dataset(run, at, dataset, notes)
+    typed = resolve_dataset_type(run, at, dataset, notes)
     try:
         records = read_first(source, typed.ds_type, token)
     except CapabilityError as error:
@@ -228,7 +240,7 @@ def _dataset(
             f"{found.hint}"
         )
     _require_room(run, at, dataset, found)
-    if len(records) < LOOKED_AT and role == "train":
+    if len(records) < INFER_RECORDS and role == "train":
         counts[at] = found.samples
     return typed, (
         f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
@@ -236,7 +248,7 @@ def _dataset(
     )
 
 
-def _validation(run: RunConfig, count: int) -> tuple[None, str]:
+def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
     """What is held out of data of so many samples at most. Raises as the prepare stage would."""
     from penstock.prepare.select.select import validation_count
 
@@ -264,21 +276,23 @@ def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "First
     )
 
 
-def _outputs(run: RunConfig) -> list[Look]:
+def _check_outputs(run: RunConfig) -> list[CheckResult]:
     """The folders that results go to."""
-    looks: list[Look] = []
+    results: list[CheckResult] = []
     for name, folder in output_folders(run, run.stages).items():
-        refused = unwritable({name: folder})
+        refused = find_unwritable({name: folder})
         text = refused[0].removeprefix(f"{name} ") if refused else f"{folder} can be written to"
-        looks.append(Look(name, "fault" if refused else "ok", text, 2 if refused else 0))
-    return looks
+        results.append(CheckResult(name, "fault" if refused else "ok", text, 2 if refused else 0))
+    return results
 
 
-def _push(run: RunConfig) -> list[Look]:
+def _check_push(run: RunConfig) -> list[CheckResult]:
     """Whether somebody is logged in for what is to be sent to the hub."""
     if not needs_login(run):
         return []
-    return _look("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[1]
+    return _run_check("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[
+        1
+    ]
 
 
 def print_config(run: RunConfig, *, whole: bool) -> str:

@@ -46,7 +46,7 @@ class Console:
     def finish(self, error: dict[str, Any] | None = None, **more: Any) -> None:
         """The closing object, with --json."""
         if self.as_json:
-            stages = [_plain(outcome) for outcome in self.outcomes]
+            stages = [_outcome_as_json(outcome) for outcome in self.outcomes]
             record = {"ok": error is None, "stages": stages, "error": error, **self.more, **more}
             print(json.dumps(record, sort_keys=True))
 
@@ -57,16 +57,18 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
     The command may return what to add to the closing object.
     """
     try:
-        with _sigterm_unwinds():
+        with _sigterm_as_exit():
             more = command()
     except PenstockError as error:
-        return _fail(console, error, str(error), error.exit_code)
+        return _report_error(console, error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        return _fail(console, error, "interrupted; run the same command again to go on", 130)
+        return _report_error(
+            console, error, "interrupted; run the same command again to go on", 130
+        )
     except SystemExit as error:
         if error.code == 128 + signal.SIGTERM:
             text = "terminated; run the same command again to go on"
-            return _fail(console, error, text, 128 + signal.SIGTERM)
+            return _report_error(console, error, text, 128 + signal.SIGTERM)
         raise
     except BrokenPipeError:
         # Whoever read stdout (`| head`) has left; what is buffered has nowhere to go.
@@ -80,12 +82,12 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
                 f"{type(error).__name__}: {error}\n"
                 "  This is a fault of Penstock; --debug shows where."
             )
-        return _fail(console, error, text, 1)
+        return _report_error(console, error, text, 1)
     console.finish(**(more or {}))
     return 0
 
 
-def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
+def _report_error(console: Console, error: BaseException, text: str, code: int) -> int:
     if console.debug:
         sys.stderr.write("".join(traceback.format_exception(error)))
     console.say(f"error: {text}")
@@ -93,7 +95,7 @@ def _fail(console: Console, error: BaseException, text: str, code: int) -> int:
     return code
 
 
-def _plain(outcome: "StageResult") -> dict[str, Any]:
+def _outcome_as_json(outcome: "StageResult") -> dict[str, Any]:
     return {
         "stage": outcome.stage,
         "key": outcome.key,
@@ -105,7 +107,7 @@ def _plain(outcome: "StageResult") -> dict[str, Any]:
 
 
 @contextmanager
-def _sigterm_unwinds() -> Generator[None]:
+def _sigterm_as_exit() -> Generator[None]:
     """Turn SIGTERM into an exception, so that children are ended and locks are freed."""
 
     def unwind(signum: int, _frame: object) -> None:

@@ -65,9 +65,9 @@ OPTIONAL = {
 }
 
 
-def examine(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
+def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
     """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
-    findings = [*_system(), *required(), *optional(), *_working(), *more]
+    findings = [*_check_system(), *check_required(), *check_optional(), *_run_probes(), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -78,7 +78,7 @@ def examine(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any
     return {"findings": [vars(finding) for finding in findings]}
 
 
-def measured() -> list[DoctorCheck]:
+def measure_speed() -> list[DoctorCheck]:
     """How fast this machine is; kept for `penstock plan`."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.costs.measure_machine"],
@@ -97,7 +97,7 @@ def measured() -> list[DoctorCheck]:
     return [DoctorCheck("speed", "ok", seen, slow_bfloat16() or "")]
 
 
-def _system() -> list[DoctorCheck]:
+def _check_system() -> list[DoctorCheck]:
     gpus = env.num_gpus()
     free = shutil.disk_usage(".").free
     return [
@@ -105,12 +105,12 @@ def _system() -> list[DoctorCheck]:
         DoctorCheck("python", "ok", platform.python_version()),
         DoctorCheck("processors", "ok", str(env.num_processors())),
         DoctorCheck("cuda devices", "ok" if gpus else "absent", str(gpus)),
-        _tuned(env.cache_home() / "tuning"),
+        _check_tuning_cache(env.cache_home() / "tuning"),
         DoctorCheck("free disk here", "ok" if free > 10e9 else "absent", f"{free / 1e9:.0f} GB"),
     ]
 
 
-def _tuned(folder: Path) -> DoctorCheck:
+def _check_tuning_cache(folder: Path) -> DoctorCheck:
     """Whether kernels have measured their tile sizes on a GPU."""
     files = len([*folder.glob("*.json")])
     if files:
@@ -120,15 +120,15 @@ def _tuned(folder: Path) -> DoctorCheck:
     )
 
 
-def required(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
+def check_required(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
     """Whether each needed package is there in a version that serves.
 
     `content_version` returns an installed version by name, or raises PackageNotFoundError.
     """
-    return [_judge(package, *bounds, version_of) for package, bounds in REQUIRED.items()]
+    return [_check_version(package, *bounds, version_of) for package, bounds in REQUIRED.items()]
 
 
-def _judge(
+def _check_version(
     package: str, oldest: str, first_bad: str | None, version_of: Callable[[str], str]
 ) -> DoctorCheck:
     wanted = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
@@ -142,7 +142,7 @@ def _judge(
     return DoctorCheck(package, "ok" if fits else "wrong", have, "" if fits else mend)
 
 
-def optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
+def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
     """Which packages are there that only some features need."""
     findings: list[DoctorCheck] = []
     for package, mend in OPTIONAL.items():
@@ -153,7 +153,7 @@ def optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
     return findings
 
 
-def _working() -> list[DoctorCheck]:
+def _run_probes() -> list[DoctorCheck]:
     """What only trying shows. Each runs in a process of its own, so that one failure is one row."""
     trials: dict[str, tuple[str, Callable[[str], str]]] = {
         "torch sees": (

@@ -15,18 +15,18 @@ from penstock.core.errors import ConfigError, PenstockError, StageError
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.plan import Plan, plan
-from penstock.train.eval.eval_results import keep_held_out, keep_task_scores
+from penstock.train.eval.eval_results import write_held_out_results, write_task_scores
 from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT
 
-SHOWN = 4
+PRINTED_ANSWERS = 4
 """Sample answers that are printed."""
-BATCH = 50
-ASKED = 200
+BATCH_SIZE = 50
+DEFAULT_PROMPTS = 200
 """Held-out prompts that are asked where nobody says how many."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EvalOptions:
     """What is asked of the model."""
 
     limit: int | None = None
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def evaluate_target(
-    target: Path, overrides: Sequence[Override], wanted: Wanted, console: Console
+    target: Path, overrides: Sequence[Override], wanted: EvalOptions, console: Console
 ) -> dict[str, Any]:
     """Evaluate what `target` names: a config, a run's output folder, or a folder with a model.
 
@@ -57,16 +57,16 @@ def evaluate_target(
                 f"{target} holds a model and nothing to ask it.\n"
                 "  Add --harness with names of tasks, or name the run's config or output folder."
             )
-        return _run_tasks(target, wanted, 0, console)[0]
+        return _run_harness(target, wanted, 0, console)[0]
     run = load_run(target, overrides)
     if wanted.tasks:
         planned = plan(run, ("export",))
-        told, scores = _run_tasks(_model_of(planned), wanted, run.train.seed, console)
+        told, scores = _run_harness(_exported_folder(planned), wanted, run.train.seed, console)
         trained = planned.step("train")
-        keep_task_scores(trained.path, trained.artifact.key, scores, wanted.limit)
-        _show_in_report(trained, console)
+        write_task_scores(trained.path, trained.artifact.key, scores, wanted.limit)
+        _update_report(trained, console)
         return told
-    return _ask_held_out(run, wanted, console)
+    return _evaluate_held_out(run, wanted, console)
 
 
 def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
@@ -79,34 +79,34 @@ def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
     return load_config(target, overrides)
 
 
-def _model_of(planned: Plan) -> Path:
+def _exported_folder(planned: Plan) -> Path:
     """The folder that was exported, whole or as an adapter."""
     for step in planned.steps:
-        _require(step, planned.run)
+        _require_cached(step, planned.run)
     exported = planned.step("export").artifact
     folders = exported.facts["folders"]
     return exported.path / folders.get("hf", folders.get("adapter", "hf"))
 
 
-def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str, Any]:
+def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) -> dict[str, Any]:
     """Print the share of exact answers, a few of them, and where the report lies."""
     if not run.data.val_set_size and not run.data.test_datasets:
         raise ConfigError(
             "this run holds nothing out, so there is nothing to ask.\n"
             "  Write data.val_set_size or data.test_datasets, or add --harness TASKS."
         )
-    answer = _pattern(wanted.answer)
+    answer = _compile_pattern(wanted.answer)
     planned = plan(run, ("export",))
-    folder = _model_of(planned)
+    folder = _exported_folder(planned)
     from penstock.evaluate.exact_match import exact_match
 
     trained = planned.step("train")
     report = exact_match(
         folder,
         planned.step("prepare").artifact,
-        limit=ASKED if wanted.limit is None else wanted.limit,
+        limit=DEFAULT_PROMPTS if wanted.limit is None else wanted.limit,
         seed=run.train.seed,
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         answer=answer,
     )
     facts = trained.artifact.facts
@@ -117,7 +117,7 @@ def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str,
     if told:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
         lines.append(f"when it was trained: {numbers}")
-    for sample in report.samples[:SHOWN]:
+    for sample in report.samples[:PRINTED_ANSWERS]:
         mark = "right" if sample.right else f"wrong, expected {sample.expected!r}"
         lines.append(f"  {sample.prompt.strip()!r} -> {sample.answer!r} ({mark})")
     lines.append(f"report: {trained.path / REPORT}")
@@ -130,12 +130,12 @@ def _ask_held_out(run: RunConfig, wanted: Wanted, console: Console) -> dict[str,
         "skipped": report.num_skipped,
         "samples": [vars(sample) for sample in report.samples],
     }
-    keep_held_out(trained.path, trained.artifact.key, {**found, "pattern": wanted.answer})
-    _show_in_report(trained, console)
+    write_held_out_results(trained.path, trained.artifact.key, {**found, "pattern": wanted.answer})
+    _update_report(trained, console)
     return {**found, "trained": told}
 
 
-def _show_in_report(trained: PlannedStage, console: Console) -> None:
+def _update_report(trained: PlannedStage, console: Console) -> None:
     """Write the run's page again, with what was found; an evaluation does not fail for want of it.
     The seal of the run does not list it."""
     from penstock.train.report import write_report
@@ -151,8 +151,8 @@ def _show_in_report(trained: PlannedStage, console: Console) -> None:
         console.say(f"the report does not show it: {error}")
 
 
-def _run_tasks(
-    folder: Path, wanted: Wanted, seed: int, console: Console
+def _run_harness(
+    folder: Path, wanted: EvalOptions, seed: int, console: Console
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Print what the model scores in each task; returns what is told, and of it the scores."""
     from penstock.evaluate.harness import run_tasks
@@ -161,7 +161,7 @@ def _run_tasks(
         folder,
         wanted.tasks,
         limit=wanted.limit,
-        batch_size=BATCH,
+        batch_size=BATCH_SIZE,
         seed=seed,
         more_tasks=wanted.more_tasks,
     )
@@ -174,7 +174,7 @@ def _run_tasks(
     return {"model": str(folder), "scores": told}, told
 
 
-def _pattern(text: str | None) -> re.Pattern[str] | None:
+def _compile_pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
     except re.error as error:
@@ -184,7 +184,7 @@ def _pattern(text: str | None) -> re.Pattern[str] | None:
         ) from error
 
 
-def _require(step: PlannedStage, run: RunConfig) -> None:
+def _require_cached(step: PlannedStage, run: RunConfig) -> None:
     if fetch_cached(step, run.pipeline.verify) is None:
         raise StageError(
             f"{step.stage.name} has not been run for this config.\n  Run penstock run first."

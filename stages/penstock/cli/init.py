@@ -21,11 +21,11 @@ from penstock.prepare.builtin import arithmetic
 
 SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
 """Written beside a copied recipe, so that editors complete and check it."""
-OF_SERVERS = "server-"
+SERVER_PREFIX = "server-"
 """Begins the names of recipes for `penstock serve`."""
 MODELINE = "# yaml-language-server: $schema="
-SAMPLES = 300
-OWN = """\
+NUM_SAMPLES = 300
+CONFIG_TEMPLATE = """\
 # Fine-tune on {data}. Every other setting has a default; `penstock check --all` prints them.
 model:
   model_path: Qwen/Qwen3-0.6B          # a hub id, or a folder
@@ -46,7 +46,7 @@ def recipes() -> dict[str, Traversable]:
     package = resources.files("penstock")
     found = {
         f"{prefix}{each.name.removesuffix('.yaml')}": each
-        for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", OF_SERVERS))
+        for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", SERVER_PREFIX))
         for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if each.name.endswith(".yaml")
     }
@@ -78,12 +78,12 @@ def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
         raise ConfigError(f"no recipe is called {name}.\n  Recipes are {', '.join(known)}.")
     target = folder / f"{name}.yaml"
     _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
-    if name.startswith(OF_SERVERS):
-        return _written(target, body, SERVER_SCHEMA_FILE, console)
-    return _written(target, body, SCHEMA_FILE, console) | bring_samples(target, console)
+    if name.startswith(SERVER_PREFIX):
+        return _write_config(target, body, SERVER_SCHEMA_FILE, console)
+    return _write_config(target, body, SCHEMA_FILE, console) | write_samples(target, console)
 
 
-def _written(target: Path, body: str, schema_name: str, console: Console) -> dict[str, Any]:
+def _write_config(target: Path, body: str, schema_name: str, console: Console) -> dict[str, Any]:
     """Write the config, and the schema beside it; returns their paths."""
     serves = schema_name == SERVER_SCHEMA_FILE
     editors = target.with_name(schema_name)
@@ -104,7 +104,7 @@ def _written(target: Path, body: str, schema_name: str, console: Console) -> dic
     return {"file": str(target), "schema": str(editors)}
 
 
-def bring_samples(config: Path, console: Console) -> dict[str, Any]:
+def write_samples(config: Path, console: Console) -> dict[str, Any]:
     """Write sample conversations where a recipe names a local file of them that is not there.
 
     Returns `data`, the file, if one was written.
@@ -114,19 +114,19 @@ def bring_samples(config: Path, console: Console) -> dict[str, Any]:
         data = config.parent / str(dataset.path)
         if data.suffix == ".jsonl" and dataset.type == "chat" and not data.exists():
             data.parent.mkdir(parents=True, exist_ok=True)
-            rows = map(json.dumps, islice(arithmetic(), SAMPLES))
+            rows = map(json.dumps, islice(arithmetic(), NUM_SAMPLES))
             data.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-            console.say(f"{data}: {SAMPLES} sample conversations, to be replaced by your own")
+            console.say(f"{data}: {NUM_SAMPLES} sample conversations, to be replaced by your own")
             return {"data": str(data)}
     return {}
 
 
-def init_own(data: Path, folder: Path, console: Console) -> dict[str, Any]:
+def write_config_for_data(data: Path, folder: Path, console: Console) -> dict[str, Any]:
     """Write `run.yaml` in `folder`, which trains on this file or folder, and the schema beside it.
 
     Raises ConfigError if `run.yaml` is there, or the file is a config itself.
     """
     if data.suffix in (".yaml", ".yml"):
         raise ConfigError(f"{data} is a config already; penstock check {data} looks at it.")
-    body = OWN.format(data=json.dumps(str(data), ensure_ascii=False))
-    return _written(folder / "run.yaml", body, SCHEMA_FILE, console)
+    body = CONFIG_TEMPLATE.format(data=json.dumps(str(data), ensure_ascii=False))
+    return _write_config(folder / "run.yaml", body, SCHEMA_FILE, console)

@@ -21,10 +21,10 @@ def plan(
     ] = None,
 ) -> dict[str, Any]:
     """Say what is done, what would run and why, and what it costs."""
-    from penstock.cli.plan.costs import Where
-    from penstock.cli.plan.stages import explain
+    from penstock.cli.plan.costs import DeviceOptions
+    from penstock.cli.plan.stages import print_plan
 
-    return explain(run_request(config).load(), console, Where(devices, device_kind))
+    return print_plan(run_request(config).load(), console, DeviceOptions(devices, device_kind))
 
 
 def check(
@@ -62,9 +62,9 @@ def translate(
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown keys.")] = False,
 ) -> dict[str, Any]:
     """Say another tool's file in our words, key by key."""
-    from penstock.cli.translate import Wish, translate_file
+    from penstock.cli.translate import TranslateOptions, translate_file
 
-    return translate_file(Wish(file, output, world_size, dialect, strict), console)
+    return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)
 
 
 def schema(console: Console) -> dict[str, Any]:
@@ -84,6 +84,6 @@ def doctor(
     ] = False,
 ) -> dict[str, Any]:
     """Look at versions and devices, and say how to mend faults."""
-    from penstock.cli.doctor import examine, measured
+    from penstock.cli.doctor import measure_speed, run_checks
 
-    return examine(console, measured() if measure else ())
+    return run_checks(console, measure_speed() if measure else ())

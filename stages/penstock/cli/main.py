@@ -24,8 +24,8 @@ from penstock.cli.options import Config, add_command, overrides, run_request
 from penstock.cli.releases import commands as release_commands
 from penstock.cli.result_commands import evaluate, merge, report
 from penstock.cli.serve import serve
-from penstock.cli.single_command import only
-from penstock.cli.usage_errors import refuse
+from penstock.cli.single_command import select_command
+from penstock.cli.usage_errors import raise_usage_error
 from penstock.config.loading.cli_overrides import split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
@@ -57,7 +57,7 @@ NoUpstream = Annotated[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console command. Exits with 0, or what `penstock.core.errors` says."""
-    atexit.register(_end_at_once)
+    atexit.register(_skip_final_gc)
     env.default(
         {
             # Tokenizers and the hub's library otherwise report home, or warn about their threads.
@@ -72,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         rest, overrides[:] = split_overrides(arguments)
-        asked = only(app, next(iter(rest), ""))
+        asked = select_command(app, next(iter(rest), ""))
         sys.exit(asked(args=rest, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
-        sys.exit(run(Console("--json" in arguments), partial(refuse, error)))
+        sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))
 
 
-def _end_at_once() -> None:
+def _skip_final_gc() -> None:
     """Spare Python its searches for cycles among all modules at its end, a fifth of the time of a
     finished run. Libraries with bindings of their own complain of what is left; torch brings them.
     """
@@ -86,7 +86,7 @@ def _end_at_once() -> None:
         gc.freeze()
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(__version__)
         raise typer.Exit
@@ -96,23 +96,23 @@ def _say_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_say_version, help="Say it and exit."),
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Say it and exit."),
     ] = False,
 ) -> None:
     """Fine-tune language models: prepare, pack, train, export, push. Each stage is cached."""
 
 
-def _explain(request: Any, console: Console, name: Any = None) -> dict[str, Any]:
-    from penstock.cli.plan.stages import explain
+def _print_plan(request: Any, console: Console, name: Any = None) -> dict[str, Any]:
+    from penstock.cli.plan.stages import print_plan
     from penstock.plan import plan
 
     run = request.load()
     if name:
         plan(run, (name,))  # raises where the run has no such stage
-    return explain(run, console)
+    return print_plan(run, console)
 
 
-def _wishes(force: list[str], start: str | None, fresh: bool = False) -> Any:
+def _rebuild_options(force: list[str], start: str | None, fresh: bool = False) -> Any:
     from penstock.api.pipeline import rebuild_options
 
     return rebuild_options(force, start, fresh=fresh)
@@ -129,10 +129,10 @@ def run_command(
     """Run the whole pipeline; stages that are done are reused."""
     from penstock.cli.run import run_chain
 
-    request, wishes = run_request(config), _wishes(force, start, fresh)
+    request, rebuild = run_request(config), _rebuild_options(force, start, fresh)
     if dry_run:
-        return _explain(request, console)
-    return run_chain(request, wishes, console)
+        return _print_plan(request, console)
+    return run_chain(request, rebuild, console)
 
 
 def _stage_command(name: Any, summary: str) -> None:
@@ -147,10 +147,10 @@ def _stage_command(name: Any, summary: str) -> None:
     ) -> dict[str, Any] | None:
         from penstock.cli.run import run_stage
 
-        request, wishes = run_request(config), _wishes(force, start, fresh)
+        request, rebuild = run_request(config), _rebuild_options(force, start, fresh)
         if dry_run:
-            return _explain(request, console, name)
-        return run_stage(request, name, wishes, console, upstream=not no_upstream)
+            return _print_plan(request, console, name)
+        return run_stage(request, name, rebuild, console, upstream=not no_upstream)
 
     def stage_command_before_training(
         console: Console,
@@ -186,13 +186,13 @@ def prepare(
     from penstock.cli.prepare_shard import prepare_share
     from penstock.cli.run import run_stage
 
-    request, wishes = run_request(config), _wishes(force, start)
+    request, rebuild = run_request(config), _rebuild_options(force, start)
     if dry_run:
-        return _explain(request, console, "prepare")
+        return _print_plan(request, console, "prepare")
     if shard is not None:
-        prepare_share(request, shard, wishes, console)
+        prepare_share(request, shard, rebuild, console)
     else:
-        run_stage(request, "prepare", wishes, console, upstream=not no_upstream)
+        run_stage(request, "prepare", rebuild, console, upstream=not no_upstream)
     return None
 
 
@@ -210,13 +210,13 @@ def pack(
     """Lay whole samples into rows of fixed length."""
     from penstock.cli.run import run_stage
 
-    request, wishes = run_request(config), _wishes(force, start)
+    request, rebuild = run_request(config), _rebuild_options(force, start)
     if dry_run:
         from penstock.cli.pack_dry_run import compare_packing
 
-        compare_packing(request, wishes, console, upstream=not no_upstream)
+        compare_packing(request, rebuild, console, upstream=not no_upstream)
     else:
-        run_stage(request, "pack", wishes, console, upstream=not no_upstream)
+        run_stage(request, "pack", rebuild, console, upstream=not no_upstream)
 
 
 def recur(console: Console, config: Config) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def launch(
             "penstock launch starts the run on this machine, where only the config says how.\n"
             "  Add --print to see what starts it elsewhere."
         )
-    run_stage(request, "train", _wishes([], None), console, upstream=True)
+    run_stage(request, "train", _rebuild_options([], None), console, upstream=True)
     return None
 
 
@@ -279,12 +279,12 @@ def init(
     listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
 ) -> dict[str, Any]:
     """Copy a recipe to NAME.yaml here, or write run.yaml for data."""
-    from penstock.cli.init import copy_recipe, init_own, list_recipes, recipes
+    from penstock.cli.init import copy_recipe, list_recipes, recipes, write_config_for_data
 
     if name is None or listing:
         return list_recipes(console)
     if name not in recipes() and Path(name).exists():
-        return init_own(Path(name), Path(), console)
+        return write_config_for_data(Path(name), Path(), console)
     return copy_recipe(name, Path(), console)
 
 

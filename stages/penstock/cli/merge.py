@@ -8,7 +8,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin import pin_model
-from penstock.export.licence import CARD, TEXTS
+from penstock.export.licence import CARD, LICENSE_PATTERNS
 
 
 def merge_adapter(base: str, adapter: str, out: Path, console: Console) -> dict[str, Any]:
@@ -28,4 +28,4 @@ def _folder(typed: str) -> Path:
         return folder
     if is_url(typed):
         raise ConfigError(f"{typed} is a URL.\n  Copy it to a folder here, and name that.")
-    return local_folder(typed, pin_model(typed), (*MODEL_FILES, CARD, *TEXTS))
+    return local_folder(typed, pin_model(typed), (*MODEL_FILES, CARD, *LICENSE_PATTERNS))

@@ -3,25 +3,25 @@
 import time
 from dataclasses import asdict
 
-from penstock.api.pipeline import bring_here
+from penstock.api.pipeline import build_local_runner
 from penstock.cli.console import Console, outcome_table, table
 from penstock.cli.run import Request
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
-from penstock.pack.compare import Figures, compare
+from penstock.pack.compare import PackingStats, compare
 from penstock.pack.stage import Pack
 from penstock.plan import RebuildOptions, plan, require_upstream
 
 
 def compare_packing(
-    request: Request, wishes: RebuildOptions, console: Console, *, upstream: bool
+    request: Request, rebuild: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
     """Print rows, fill and padding of all methods on the prepared samples; write no row.
 
     The samples are prepared first unless they are there.
     """
-    if "pack" in wishes.force or wishes.start == "pack":
+    if "pack" in rebuild.force or rebuild.start == "pack":
         raise ConfigError(
             "--dry-run builds no pack stage.\n  Leave out --force pack or --from pack."
         )
@@ -29,7 +29,7 @@ def compare_packing(
     for note in planned.notes:
         console.say(note)
     if upstream:
-        console.outcomes.append(bring_here(console.say)(planned, "prepare", wishes))
+        console.outcomes.append(build_local_runner(console.say)(planned, "prepare", rebuild))
     else:
         require_upstream(planned, "pack")
     step, started = planned.step("pack"), time.monotonic()
@@ -50,7 +50,7 @@ def compare_packing(
     console.result(f"{outcome_table(console.outcomes)}\n\n{_table(figures)}")
 
 
-def _table(figures: list[Figures]) -> str:
+def _table(figures: list[PackingStats]) -> str:
     rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
     rows += [
         (

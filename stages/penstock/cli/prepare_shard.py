@@ -45,10 +45,10 @@ class Share:
         return f"{self.number}/{self.count}"
 
 
-def prepare_share(request: Request, text: str, wishes: RebuildOptions, console: Console) -> None:
+def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console: Console) -> None:
     """Tokenize those of the share's slices that are missing, and seal nothing."""
     share = Share.parse(text)
-    if wishes != RebuildOptions():
+    if rebuild != RebuildOptions():
         raise ConfigError(
             "--shard does what is missing, so it goes with neither --force nor --from.\n"
             "  Leave them out; to build again, give them to the penstock prepare that comes last."

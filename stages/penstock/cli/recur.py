@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.api.pipeline import bring_here
+from penstock.api.pipeline import build_local_runner
 from penstock.cli.console import Console
 from penstock.cli.run import Request
 from penstock.core.cache.store import StageResult
@@ -12,7 +12,7 @@ from penstock.recurring import tick
 
 def recur(request: Request, console: Console) -> dict[str, Any]:
     """Do what the section `release` asks for, and say in a line what was decided."""
-    bring = bring_here(console.say)
+    bring = build_local_runner(console.say)
 
     def brought(planned: Plan, name: StageName) -> StageResult:
         outcome = bring(planned, name, RebuildOptions())

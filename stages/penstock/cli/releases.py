@@ -14,9 +14,9 @@ from penstock.core.remote.urls import is_url
 if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
     from penstock.core.releases.local import ReleaseStore
 
-Told = dict[str, Any]
+JsonObject = dict[str, Any]
 
-SHOWN = 10
+SHOWN_DECISIONS = 10
 """Decisions that `show` ends with."""
 
 Where = Annotated[
@@ -28,37 +28,37 @@ Where = Annotated[
 Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
 
 
-def list_releases(console: Console, where: Where) -> Told:
+def list_releases(console: Console, where: Where) -> JsonObject:
     """All releases: number, date, figures, what they were made from."""
-    shelf = _shelf(where)
-    latest, withdrawn = shelf.latest(), shelf.withdrawn
-    found = [shelf.manifest(number) for number in shelf.numbers()]
+    store = _open_store(where)
+    latest, withdrawn = store.latest(), store.withdrawn
+    found = [store.manifest(number) for number in store.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
     rows += [_row(each, latest, withdrawn) for each in found]
-    console.result(table(rows) if found else f"{shelf.where} holds no releases.")
+    console.result(table(rows) if found else f"{store.where} holds no releases.")
     told = [{**each["facts"], "created": each["created"]} for each in found]
     return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
 
 
-def show_release(console: Console, where: Where, number: Number = None) -> Told:
+def show_release(console: Console, where: Where, number: Number = None) -> JsonObject:
     """One release in full: folder, lineage, figures and decisions."""
-    shelf = _shelf(where)
-    chosen = shelf.latest() if number is None else number
+    store = _open_store(where)
+    chosen = store.latest() if number is None else number
     if chosen is None:
-        raise ConfigError(f"{shelf.where} holds no releases.\n  penstock recur makes the first.")
-    manifest, folder = shelf.manifest(chosen), shelf.folder(chosen)
-    decisions = shelf.decisions()[-SHOWN:]
-    console.result(_described(manifest, folder, decisions))
+        raise ConfigError(f"{store.where} holds no releases.\n  penstock recur makes the first.")
+    manifest, folder = store.manifest(chosen), store.folder(chosen)
+    decisions = store.decisions()[-SHOWN_DECISIONS:]
+    console.result(_format_release(manifest, folder, decisions))
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
-def verify_releases(console: Console, where: Where) -> Told:
+def verify_releases(console: Console, where: Where) -> JsonObject:
     """Read every file of every release again; exit 1 on damage."""
     from penstock.cli.artifacts.entries import LocalEntry
 
-    shelf = _shelf(where)
-    numbers = shelf.numbers()
-    entries = [LocalEntry(shelf.manifest(n), shelf.folder(n)) for n in numbers]
+    store = _open_store(where)
+    numbers = store.numbers()
+    entries = [LocalEntry(store.manifest(n), store.folder(n)) for n in numbers]
     faults = [fault for entry in entries for fault in entry.faults()]
     if faults:
         raise ArtifactError(
@@ -74,7 +74,7 @@ def roll_back_release(
     to: Annotated[
         int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
     ] = None,
-) -> Told:
+) -> JsonObject:
     """Point to an earlier release; later ones are not released again.
 
     With a later one's number it rolls forward.
@@ -83,11 +83,11 @@ def roll_back_release(
     from penstock.recurring import Decision
     from penstock.releasing import roll_back
 
-    shelf = _shelf(where)
-    before, now = roll_back(shelf, to, console.say)
+    store = _open_store(where)
+    before, now = roll_back(store, to, console.say)
     was = release_folder_name(before) if before else "nothing that is whole"
-    line = f"{shelf.where} points to {release_folder_name(now)}; it pointed to {was}"
-    shelf.tell(Decision("rolled_back", line, now).as_json())
+    line = f"{store.where} points to {release_folder_name(now)}; it pointed to {was}"
+    store.append_decision(Decision("rolled_back", line, now).as_json())
     console.result(line)
     return {"latest": now, "before": before}
 
@@ -97,7 +97,7 @@ def prune_releases(
     where: Where,
     keep_last: Annotated[int, typer.Option(min=1, help="Keep this many newest ones.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-) -> Told:
+) -> JsonObject:
     """Delete old releases, never the latest nor the one before it.
 
     What they alone were made from can be pruned then: see penstock artifacts prune.
@@ -105,12 +105,12 @@ def prune_releases(
     from penstock.core.releases.local import release_folder_name
     from penstock.releasing import prunable
 
-    shelf = _shelf(where)
-    with shelf.writing(console.say):
-        doomed = prunable(shelf, keep_last)
+    store = _open_store(where)
+    with store.writing(console.say):
+        doomed = prunable(store, keep_last)
         for number in doomed:
             if not dry_run:
-                shelf.drop(number)
+                store.delete(number)
             console.result(
                 f"{'would delete' if dry_run else 'deleted'} {release_folder_name(number)}"
             )
@@ -118,7 +118,7 @@ def prune_releases(
     return {"pruned": doomed}
 
 
-def _shelf(where: str) -> "ReleaseStore":
+def _open_store(where: str) -> "ReleaseStore":
     from penstock.core.releases.remote import open_release_store
 
     if is_url(where) or Path(where).is_dir():
@@ -140,13 +140,13 @@ def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> t
         release_folder_name(number),
         manifest["created"],
         str(facts["known_samples"]),
-        _figures(facts["evaluation"]),
+        _format_figures(facts["evaluation"]),
         release_folder_name(started) if started else "",
         manifest["inputs"]["export"]["key"][:8],
     )
 
 
-def _figures(evaluation: dict[str, Any] | None) -> str:
+def _format_figures(evaluation: dict[str, Any] | None) -> str:
     if evaluation is None:
         return ""
     metric = evaluation["metric"]
@@ -155,7 +155,9 @@ def _figures(evaluation: dict[str, Any] | None) -> str:
     return told if before is None else f"{told} (before: {before:.6g})"
 
 
-def _described(manifest: dict[str, Any], folder: Path, decisions: Sequence[dict[str, Any]]) -> str:
+def _format_release(
+    manifest: dict[str, Any], folder: Path, decisions: Sequence[dict[str, Any]]
+) -> str:
     import yaml
 
     facts = {k: v for k, v in manifest["facts"].items() if k != "data_files"}

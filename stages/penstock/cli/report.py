@@ -20,15 +20,15 @@ def write_reports(folders: Sequence[Path], output: Path | None, console: Console
                 "--output names the page that compares several runs, and one run is named.\n"
                 "  Its page is report.html in its own folder; leave --output out."
             )
-        path = _written(folders[0], lambda: write_report(folders[0]))
+        path = _write(folders[0], lambda: write_report(folders[0]))
     else:
         target = output or COMPARISON
-        path = _written(target, lambda: write_comparison(folders, target))
+        path = _write(target, lambda: write_comparison(folders, target))
     console.result(str(path))
     return {"reports": [str(path)]}
 
 
-def _written(about: Path, write: Callable[[], Path]) -> Path:
+def _write(about: Path, write: Callable[[], Path]) -> Path:
     try:
         return write()
     except OSError as error:

@@ -68,8 +68,8 @@ def evaluate(
     ] = None,
 ) -> dict[str, Any]:
     """Ask the model held-out prompts and count exact answers."""
-    from penstock.cli.evaluate import Wanted, evaluate_target
+    from penstock.cli.evaluate import EvalOptions, evaluate_target
 
     tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
-    wanted = Wanted(limit, answer, tasks, harness_tasks)
+    wanted = EvalOptions(limit, answer, tasks, harness_tasks)
     return evaluate_target(target, tuple(overrides), wanted, console)

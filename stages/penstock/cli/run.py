@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.api.load_config import load_config
-from penstock.api.pipeline import bring_here, bring_stages
+from penstock.api.pipeline import build_local_runner, run_stages
 from penstock.cli.console import Console, outcome_table
 from penstock.cli.run_summary import print_summary
 from penstock.config.loading.cli_overrides import Override
@@ -24,30 +24,33 @@ class Request:
         return load_config(self.file, self.overrides, Console().say)
 
 
-def run_chain(request: Request, wishes: RebuildOptions, console: Console) -> None:
+def run_chain(request: Request, rebuild: RebuildOptions, console: Console) -> None:
     """Every stage of the run, in order."""
-    _bring(request, wishes, console)
+    _run_stages(request, rebuild, console)
     print_summary(request.file, request.overrides, console)
 
 
 def run_stage(
-    request: Request, name: StageName, wishes: RebuildOptions, console: Console, *, upstream: bool
+    request: Request, name: StageName, rebuild: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
     """One stage, after whatever it needs."""
-    _bring(request, wishes, console, name, upstream=upstream)
+    _run_stages(request, rebuild, console, name, upstream=upstream)
 
 
-def _bring(
+def _run_stages(
     request: Request,
-    wishes: RebuildOptions,
+    rebuild: RebuildOptions,
     console: Console,
     last: StageName | None = None,
     *,
     upstream: bool = True,
 ) -> None:
-    planned, bring = plan(request.load(), (last,) if last else None), bring_here(console.say)
-    for outcome in bring_stages(
-        planned, bring, wishes, notify=console.say, last=last, upstream=upstream
+    planned, bring = (
+        plan(request.load(), (last,) if last else None),
+        build_local_runner(console.say),
+    )
+    for outcome in run_stages(
+        planned, bring, rebuild, notify=console.say, last=last, upstream=upstream
     ):
         console.outcomes.append(outcome)
     console.result(outcome_table(console.outcomes))

@@ -5,7 +5,7 @@ from copy import copy
 import typer
 
 
-def only(app: typer.Typer, name: str) -> typer.Typer:
+def select_command(app: typer.Typer, name: str) -> typer.Typer:
     """The app with command `name` only, or the whole app if no command has that name."""
     commands = [one for one in app.registered_commands if _command_name(one) == name]
     groups = [one for one in app.registered_groups if one.name == name]

@@ -18,7 +18,7 @@ from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
 from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.train.launch.multi_node import DistributedStage
-from penstock.train.launch.torchrun import written_environment
+from penstock.train.launch.torchrun import config_environment
 
 
 def main(argv: list[str]) -> int:
@@ -39,23 +39,23 @@ def main(argv: list[str]) -> int:
         say = console.say if rank == 0 else lambda _: None
         config = load(Path(files[0]), overrides, say)
         # Before anything heavy reads them; what was set by hand stays.
-        env.default(written_environment(config))
+        env.default(config_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
-        wishes = RebuildOptions(fresh="--fresh" in flags)
+        rebuild = RebuildOptions(fresh="--fresh" in flags)
         for step in planned.steps:
             stage = step.stage
             if rank == 0 or not isinstance(stage, DistributedStage):
-                console.outcomes.append(execute_stage(step, planned.run, wishes, say))
+                console.outcomes.append(execute_stage(step, planned.run, rebuild, say))
             elif find_cached(step) is None:
                 stage.follow(step.path)
         if rank == 0:
             console.result(outcome_table(console.outcomes))
-        _leave()
+        _destroy_process_group()
 
     return run(console, command)
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     """Leave the process group, if anything has brought it up."""
     if "torch" in sys.modules:
         from penstock.engine.distributed.ranks import destroy_process_group

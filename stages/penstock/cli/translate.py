@@ -29,17 +29,17 @@ MEANING: Mapping[Kind, str] = {
     "translated": "the same in other words",
     "maps": "the same under our name",
 }
-MARKED: tuple[Kind, ...] = ("assumed", "approximated", "doubtful")
+COMMENTED: tuple[Kind, ...] = ("assumed", "approximated", "doubtful")
 """What a comment in the translated file points out."""
 
 MISSING = object()
 
-WIDEST = 36
+MAX_VALUE_CHARS = 36
 """Characters of a value that a line of the report shows."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class TranslateOptions:
     """What the command line asks for."""
 
     file: Path
@@ -52,30 +52,30 @@ class Wish:
     """Refuse keys that nobody here knows, and values whose meaning is doubtful."""
 
 
-def translate_file(wish: Wish, console: Console) -> dict[str, Any]:
+def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any]:
     """Print the file in our words, or write it with the report beside it; the report is said.
 
     Raises ConfigError where no run can be made of it, and StageError where nothing can be written.
     """
-    devices = Devices(wish.ranks) if wish.ranks else devices_here()
-    translation, faults = load_translation(wish.file, wish.dialect, devices)
+    devices = Devices(options.ranks) if options.ranks else devices_here()
+    translation, faults = load_translation(options.file, options.dialect, devices)
     console.say(report(translation))
-    _require(translation, faults, wish)
-    text = as_yaml(translation, wish.file)
+    _require(translation, faults, options)
+    text = as_yaml(translation, options.file)
     record = as_record(translation)
-    if wish.output:
-        _write(wish.output, text, record)
-    console.result(str(wish.output) if wish.output else text.rstrip())
-    return {**record, "output": str(wish.output) if wish.output else None}
+    if options.output:
+        _write(options.output, text, record)
+    console.result(str(options.output) if options.output else text.rstrip())
+    return {**record, "output": str(options.output) if options.output else None}
 
 
-def _require(translation: Translation, faults: str, wish: Wish) -> None:
-    kinds: tuple[Kind, ...] = ("refused", "unknown", "doubtful") if wish.strict else ("refused",)
+def _require(translation: Translation, faults: str, options: TranslateOptions) -> None:
+    kinds: tuple[Kind, ...] = ("refused", "unknown", "doubtful") if options.strict else ("refused",)
     if stopped := translation.of(*kinds):
         told = "\n".join(f"  {line.key}: {line.why}" for line in stopped)
-        raise ConfigError(f"{wish.file} cannot be translated\n{told}")
+        raise ConfigError(f"{options.file} cannot be translated\n{told}")
     if faults:
-        raise ConfigError(f"{wish.file} is translated to what is no run\n{faults}")
+        raise ConfigError(f"{options.file} is translated to what is no run\n{faults}")
 
 
 def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
@@ -103,17 +103,19 @@ def report(translation: Translation) -> str:
 
 
 def _row(line: Line, translation: Translation) -> tuple[str, str]:
-    here = ", ".join(f"{name}: {_short(at)}" for name, at in _here(line, translation).items())
+    here = ", ".join(
+        f"{name}: {_shorten(at)}" for name, at in _native_settings(line, translation).items()
+    )
     why = f" ({line.why})" if here and line.why else line.why
-    return f"{line.key}: {_short(line.told)}", f"{here}{why}"
+    return f"{line.key}: {_shorten(line.told)}", f"{here}{why}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = shown(value)
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 1]}…"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"
 
 
-def _here(line: Line, translation: Translation) -> dict[str, Any]:
+def _native_settings(line: Line, translation: Translation) -> dict[str, Any]:
     """The settings of ours that a key decides, with their values."""
     found = {name: value_at(translation.settings, name, MISSING) for name in line.names}
     return {name: value for name, value in found.items() if value is not MISSING}
@@ -131,7 +133,7 @@ def as_record(translation: Translation) -> dict[str, Any]:
                 "key": line.key,
                 "value": line.told,
                 "class": line.kind,
-                "native": _here(line, translation),
+                "native": _native_settings(line, translation),
                 "why": line.why,
             }
             for line in translation.lines
@@ -144,7 +146,10 @@ def as_record(translation: Translation) -> dict[str, Any]:
 def as_yaml(translation: Translation, source: Path) -> str:
     """The translated file, with a comment where a value is a default there or only near."""
     marks = {
-        name: line.kind for kind in MARKED for line in translation.of(kind) for name in line.names
+        name: line.kind
+        for kind in COMMENTED
+        for line in translation.of(kind)
+        for name in line.names
     }
     lines = [f"# From {source.name}, written for {translation.title}."]
     for section, fields in translation.settings.items():

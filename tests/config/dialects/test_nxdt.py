@@ -19,7 +19,7 @@ from penstock.config.translate.interpolation import resolved
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.nxdt.rules import NXDT
 from penstock.config.translate.translation import Line, Translation, value_at
-from penstock.machine import check_entries, check_machine, resolve_hf_config
+from penstock.machine import check_foundation_entries, check_machine, resolve_hf_config
 from penstock.models.decoder_config import LearnedPositions
 from penstock.models.registry import get_family
 from penstock.optim.schedule import lr_at
@@ -315,7 +315,7 @@ def test_a_model_of_numbers_is_the_architecture_that_has_its_parts(
     assert decoder.activation == ("gelu" if "model.activation" in keys else "silu")
     assert (decoder.rms_norm_eps, decoder.head_dim, decoder.experts) == (0.25, 16, None)
     # Nothing of it is without effect, and transformers takes the same for such a model.
-    check_entries(run)
+    check_foundation_entries(run)
     theirs = transformers.AutoConfig.for_model(**config)
     assert type(theirs).__name__.removesuffix("Config") in config["architectures"][0]
 
@@ -358,7 +358,7 @@ def test_learned_positions_make_an_opt_of_a_model_of_numbers(biased: bool) -> No
     assert found == ("layer", 1e-5, False, "gelu")
     assert (decoder.qkv_bias, decoder.o_bias, decoder.mlp_bias) == (biased,) * 3
     assert (decoder.intermediate_size, decoder.initializer_range) == (96, 0.25)
-    check_entries(run)
+    check_foundation_entries(run)
     theirs = transformers.AutoConfig.for_model(**config)
     assert (theirs.ffn_dim, theirs.enable_bias, theirs.dropout) == (96, biased, 0.0)
     assert (theirs.activation_function, theirs.do_layer_norm_before) == ("gelu", True)

@@ -35,15 +35,15 @@ def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
     rows = [("stage", "key", "standing", "size", "created", "where")]
     rows += [_row(entry) for entry in entries]
     console.result(table(rows) if entries else "There are no results here.")
-    return {"artifacts": [_plain(entry) for entry in entries]}
+    return {"artifacts": [_entry_as_json(entry) for entry in entries]}
 
 
 def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
     """One result's manifest: identity, inputs, files and facts."""
-    entry = _one(key, root)
+    entry = _find_entry(key, root)
     if entry.manifest is None:
         raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
-    console.result(_described(entry))
+    console.result(_format_manifest(entry))
     return {"manifest": entry.manifest}
 
 
@@ -53,7 +53,7 @@ def verify_artifacts(
     root: Roots = None,
 ) -> dict[str, Any]:
     """Read every file again; exit 1 if any differs from its record."""
-    entries = [_one(key, root)] if key else [e for e in find_entries(root) if e.manifest]
+    entries = [_find_entry(key, root)] if key else [e for e in find_entries(root) if e.manifest]
     faults = [fault for entry in entries for fault in entry.faults()]
     if faults:
         raise ArtifactError(
@@ -89,7 +89,7 @@ def prune_artifacts(
     from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
 
     age = parse_age(older_than)
-    entries = _with_releases(list(find_entries(root)))
+    entries = _add_releases(list(find_entries(root)))
     doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
     folders = [Path(each) for each in root or ["."] if not is_url(each)]
     caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
@@ -106,7 +106,7 @@ def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
         yield from remote_entries(root) if is_url(root) else local_entries(Path(root), SEARCH_DEPTH)
 
 
-def _with_releases(entries: "list[Entry]") -> "list[Entry]":
+def _add_releases(entries: "list[Entry]") -> "list[Entry]":
     """The results, and releases beside them that lie too deep to have been found."""
     from penstock.cli.artifacts.entries import LocalEntry
     from penstock.core.cache.manifest import MANIFEST, read_manifest
@@ -123,7 +123,7 @@ def _with_releases(entries: "list[Entry]") -> "list[Entry]":
     return [*entries, *(entry for entry in more if entry.where not in seen)]
 
 
-def _one(key: str, roots: list[str] | None) -> "Entry":
+def _find_entry(key: str, roots: list[str] | None) -> "Entry":
     from penstock.cli.artifacts.entries import LocalEntry, is_result
     from penstock.core.cache.manifest import read_manifest
 
@@ -147,7 +147,7 @@ def _row(entry: "Entry") -> tuple[str, ...]:
     return entry.stage, entry.key[:8], standing, size, created, entry.where
 
 
-def _plain(entry: "Entry") -> dict[str, Any]:
+def _entry_as_json(entry: "Entry") -> dict[str, Any]:
     stage, _, standing, _, created, where = _row(entry)
     return {
         "stage": stage,
@@ -159,7 +159,7 @@ def _plain(entry: "Entry") -> dict[str, Any]:
     }
 
 
-def _described(entry: "Entry") -> str:
+def _format_manifest(entry: "Entry") -> str:
     import yaml
 
     assert entry.manifest

@@ -135,7 +135,7 @@ class RemoteEntry(Entry):
     @property
     def where(self) -> str:
         """Its URL."""
-        return self.place.said
+        return self.place.redacted_url
 
     @property
     def num_bytes(self) -> int:
@@ -179,7 +179,7 @@ class RemoteEntry(Entry):
                 faults.append(
                     f"{called}: {self.sizes[name]} bytes, {file['bytes']} in the manifest"
                 )
-            elif _sha256_behind((self.place / name).url) != file["sha256"]:
+            elif _sha256_of_remote((self.place / name).url) != file["sha256"]:
                 faults.append(f"{called}: content differs from the manifest")
         return faults
 
@@ -198,7 +198,7 @@ class RemoteEntry(Entry):
 
 def local_entries(root: Path, depth: int) -> Iterator[Entry]:
     """Every result below a folder, in order of path."""
-    for folder in sorted(_folders(root, depth)):
+    for folder in sorted(_result_folders(root, depth)):
         yield LocalEntry(read_manifest(folder), folder)
 
 
@@ -221,7 +221,7 @@ def is_result(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() or (folder / ATTEMPT).is_file()
 
 
-def _folders(root: Path, depth: int) -> Iterator[Path]:
+def _result_folders(root: Path, depth: int) -> Iterator[Path]:
     if is_result(root):
         yield root
         return
@@ -229,10 +229,10 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
         for child in root.iterdir():
             hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
             if child.is_dir() and not child.is_symlink() and not hidden:
-                yield from _folders(child, depth - 1)
+                yield from _result_folders(child, depth - 1)
 
 
-def _sha256_behind(url: str) -> str:
+def _sha256_of_remote(url: str) -> str:
     digest = hashlib.sha256()
     with open_file(url) as stream:
         while block := stream.read(CHUNK):

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from penstock.cli.artifacts.entries import Entry, LocalEntry, is_result
 from penstock.cli.console import Console
-from penstock.core.cache.in_use import keys_in_use, unless_in_use
+from penstock.core.cache.in_use import block_new_pins, pinned_keys
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, remove
-from penstock.export.links import forget_links, links_to
+from penstock.export.links import find_links, forget_links
 from penstock.prepare.stage import SLICES
 
 PRUNABLE = ("prepare", "pack", "reference", "export", "push")
@@ -61,19 +61,19 @@ def prune(
     freed = slices = 0
     for entry in doomed:
         size = entry.num_bytes
-        if dry_run or _deleted(entry):
+        if dry_run or _delete_if_unused(entry):
             gone.append(entry)
             freed += size
             console.result(f"{verb} {entry.where}")
     kept = [entry for entry in entries if entry not in gone]
     for cache in caches:
         root = cache.parent
-        looking = nullcontext(partial(keys_in_use, root)) if dry_run else unless_in_use(root)
+        looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
         with looking as marked:
             if marked():  # a run that has not sealed its data yet may be about to read them
                 console.say(f"{cache} is left alone: a run is at work there")
                 continue
-            for files in _loose_slices(cache, kept, gone if dry_run else [], older_than):
+            for files in _unused_slices(cache, kept, gone if dry_run else [], older_than):
                 slices += 1
                 freed += sum(file.stat().st_size for file in files)
                 for file in () if dry_run else files:
@@ -90,28 +90,30 @@ def choose_prunable(
     """Sealed results older than so many seconds, but for the newest of each stage, that nothing
     needs, oldest last."""
     now = datetime.now(UTC)
-    marked = {key for root in {entry.root for entry in entries} for key in keys_in_use(root)}
-    open_to_it: list[Entry] = []
+    marked = {key for root in {entry.root for entry in entries} for key in pinned_keys(root)}
+    candidates: list[Entry] = []
     for stage in PRUNABLE:
         sealed = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
         sealed.sort(key=_created, reverse=True)
-        open_to_it += [
+        candidates += [
             entry
             for entry in sealed[keep_last:]
             if entry.key not in marked
-            and not links_to(entry.folder)
+            and not find_links(entry.folder)
             and (now - datetime.fromisoformat(_created(entry))).total_seconds() >= older_than
         ]
     if reach == "leaves":
         needed = {key for entry in entries for key in entry.input_keys}
     else:
-        needed = _reached([entry for entry in entries if entry not in open_to_it], entries)
-    return [entry for entry in open_to_it if entry.key not in needed]
+        needed = _collect_input_keys(
+            [entry for entry in entries if entry not in candidates], entries
+        )
+    return [entry for entry in candidates if entry.key not in needed]
 
 
 def slice_caches(root: Path, depth: int) -> Iterator[Path]:
     """Caches of slices: folders of that name beside results of prepare, or what is left of them."""
-    if root.name == SLICES and any(_CACHED.fullmatch(child.name) for child in root.iterdir()):
+    if root.name == SLICES and any(_SLICE_FILE.fullmatch(child.name) for child in root.iterdir()):
         yield root
         return
     if depth and not is_result(root):
@@ -120,10 +122,10 @@ def slice_caches(root: Path, depth: int) -> Iterator[Path]:
                 yield from slice_caches(child, depth - 1)
 
 
-_CACHED = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
+_SLICE_FILE = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
 
 
-def _reached(kept: list[Entry], entries: list[Entry]) -> set[str]:
+def _collect_input_keys(kept: list[Entry], entries: list[Entry]) -> set[str]:
     """Keys of all that leads to what is kept."""
     by_key = {entry.key: entry for entry in entries}
     found: set[str] = set()
@@ -139,17 +141,17 @@ def _created(entry: Entry) -> str:
     return entry.manifest["created"] if entry.manifest else ""
 
 
-def _deleted(entry: Entry) -> bool:
+def _delete_if_unused(entry: Entry) -> bool:
     """Delete it, unless a run has begun to work with it."""
-    with unless_in_use(entry.root) as marked:
-        if entry.key in marked() or links_to(entry.folder):
+    with block_new_pins(entry.root) as marked:
+        if entry.key in marked() or find_links(entry.folder):
             return False
         entry.delete()
         forget_links(entry.folder)
         return True
 
 
-def _loose_slices(
+def _unused_slices(
     cache: Path, kept: list[Entry], going: list[Entry], older_than: float
 ) -> Iterator[list[Path]]:
     """The files of each cached slice that only results use that go, if any do."""

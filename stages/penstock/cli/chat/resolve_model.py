@@ -51,9 +51,9 @@ def resolve_target(
     path = Path(typed).expanduser()
     is_run = path.suffix in SUFFIXES or (path / JOB).is_file()
     if is_run and not (path / MODEL).is_file():
-        found = _trained(plan(load_run(path, overrides), ("export",)), scratch, say)
+        found = _resolve_run(plan(load_run(path, overrides), ("export",)), scratch, say)
     else:
-        found = _of_folder(_folder(typed))
+        found = _resolve_folder(_local_folder(typed))
     if adapter is None:
         return found
     if found.adapter:
@@ -61,7 +61,7 @@ def resolve_target(
             f"{typed} is an adapter already ({found.adapter}), and one adapter is laid over a "
             "model at a time.\n  Leave --adapter out, or name the base model."
         )
-    laid = _folder(adapter)
+    laid = _local_folder(adapter)
     return Target(found.model, laid, f"{found.what} with the adapter {laid}")
 
 
@@ -76,7 +76,7 @@ def load_target(
     require_not_quantized(model)
     tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
     try:
-        run = _settings(model, adapter)
+        run = _build_config(model, adapter)
     except PenstockError:
         if adapter is None:
             raise
@@ -85,11 +85,11 @@ def load_target(
         say("chat: merging the adapter, which is of a kind that is not computed beside its base")
         model, adapter = scratch / f"merged-{target.model.name}", None
         merge_folders(target.model, target.adapter or model, model)
-        run = _settings(model, None)
+        run = _build_config(model, None)
     return load_chat_model(run, model, ranks, tokenizer=tokenizer, adapter=adapter)
 
 
-def _settings(model: Path, adapter: Path | None) -> RunConfig:
+def _build_config(model: Path, adapter: Path | None) -> RunConfig:
     """A run of this model that computes in the precision that its weights are stored in."""
     said = read_json(model / MODEL)
     stored = said.get("dtype") or said.get("torch_dtype") or "float32"
@@ -110,7 +110,7 @@ def _settings(model: Path, adapter: Path | None) -> RunConfig:
     return with_adapter(run)
 
 
-def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
+def _resolve_run(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
     """What a run has exported, else its newest checkpoint."""
     step = planned.step("export")
     exported = fetch_cached(step, planned.run.pipeline.verify)
@@ -118,7 +118,7 @@ def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target
         folders = step.artifact.facts["folders"]
         path = step.artifact.path
         name = "hf" if "hf" in folders else "adapter"
-        found = _of_folder(path / folders[name])
+        found = _resolve_folder(path / folders[name])
         return Target(found.model, found.adapter, f"the exported model, {path / folders[name]}")
     assert isinstance(step.stage, Export)
     checkpoint = _newest_checkpoint(planned)
@@ -129,7 +129,7 @@ def _trained(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target
     out = scratch / "exported"
     facts = write_folders(checkpoint, step.stage.origin, ExportFormat(), out)
     folder = out / ("hf" if "hf" in facts["folders"] else "adapter")
-    found = _of_folder(folder)
+    found = _resolve_folder(folder)
     return Target(found.model, found.adapter, f"the checkpoint {checkpoint}")
 
 
@@ -157,12 +157,12 @@ def _newest_checkpoint(planned: Plan) -> Path:
     )
 
 
-def _of_folder(folder: Path) -> Target:
+def _resolve_folder(folder: Path) -> Target:
     """A folder with a model, or with an adapter that names its base."""
     if (folder / ADAPTER).is_file():
         named = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
         beside = folder / named
-        base = beside if named and beside.is_dir() else _folder(named)
+        base = beside if named and beside.is_dir() else _local_folder(named)
         return Target(base.resolve(), folder, f"the adapter {folder} on {base.resolve()}")
     if not (folder / MODEL).is_file():
         raise ConfigError(
@@ -172,7 +172,7 @@ def _of_folder(folder: Path) -> Target:
     return Target(folder, None, str(folder))
 
 
-def _folder(typed: str) -> Path:
+def _local_folder(typed: str) -> Path:
     """A folder here as it is; a hub id at the commit that it stands for now."""
     folder = Path(typed).expanduser()
     if folder.is_dir():

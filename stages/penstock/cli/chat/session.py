@@ -61,8 +61,8 @@ class ChatOptions:
 
 
 @dataclass
-class Speaker:
-    """One model and its side of the conversation."""
+class Conversation:
+    """One model and folder side of the conversation."""
 
     label: str
     what: str
@@ -71,12 +71,12 @@ class Speaker:
 
 
 @dataclass
-class Chat:
+class ChatSession:
     """A conversation with one model, or with two that hear the same."""
 
     options: ChatOptions
     console: Console
-    speakers: Sequence[Speaker]
+    conversations: Sequence[Conversation]
     system: str | None
     turn: int = 0
 
@@ -84,28 +84,30 @@ class Chat:
         """Forget all but the system message."""
         self.turn = 0
         start = [{"role": "system", "content": self.system}] if self.system else []
-        for speaker in self.speakers:
-            speaker.messages = list(start)
+        for conversation in self.conversations:
+            conversation.messages = list(start)
 
     def ask(self, text: str) -> "list[Reply]":
         """Every model's answer, printed while it is sampled, and remembered."""
-        replies = [self._answer(speaker, text) for speaker in self.speakers]
+        replies = [self._answer(conversation, text) for conversation in self.conversations]
         self.turn += 1
         return replies
 
-    def _answer(self, speaker: Speaker, text: str) -> "Reply":
+    def _answer(self, conversation: Conversation, text: str) -> "Reply":
         question = {"role": "user", "content": text}
-        how = self.options.sampling(speaker.model.ends, self.turn)
-        prefix = f"{speaker.label}: " if len(self.speakers) > 1 else ""
-        with _stopping() as stop:
+        how = self.options.sampling(conversation.model.ends, self.turn)
+        prefix = f"{conversation.label}: " if len(self.conversations) > 1 else ""
+        with _catch_interrupt() as stop:
             self._write(prefix)
-            reply = speaker.model.reply([*speaker.messages, question], how, self._write, stop.check)
+            reply = conversation.model.reply(
+                [*conversation.messages, question], how, self._write, stop.check
+            )
         self._write("\n")
         if reply.ended == "length":
             self.console.say(f"[stopped at --max-new-tokens {self.options.max_new_tokens}]")
         elif reply.ended == "interrupted":
             self.console.say("[interrupted]")
-        speaker.messages += [question, {"role": "assistant", "content": reply.text}]
+        conversation.messages += [question, {"role": "assistant", "content": reply.text}]
         return reply
 
     def _write(self, text: str) -> None:
@@ -115,7 +117,7 @@ class Chat:
 
     def save(self, typed: str) -> None:
         """Append the first model's conversation to a file, as one chat sample."""
-        messages = self.speakers[0].messages
+        messages = self.conversations[0].messages
         if not typed:
             raise ConfigError("/save needs a file: /save my-chats.jsonl")
         if not any(message["role"] == "assistant" for message in messages):
@@ -141,7 +143,7 @@ class Chat:
             self.system = rest or None
             self.reset()
             self.console.say("system message set; the conversation starts over")
-            self.warn_of_template()
+            self.warn_without_template()
         elif name == "/save":
             self.save(rest)
         else:
@@ -150,12 +152,12 @@ class Chat:
             self.console.say(HELP)
         return True
 
-    def warn_of_template(self) -> None:
+    def warn_without_template(self) -> None:
         """Say which models only continue text, and so do not see a system message."""
-        for speaker in self.speakers:
-            if not speaker.model.has_template:
+        for conversation in self.conversations:
+            if not conversation.model.has_template:
                 self.console.say(
-                    f"{speaker.label}: the tokenizer has no chat template: each line is completed "
+                    f"{conversation.label}: the tokenizer has no chat template: each line is completed "
                     "as plain text, without the system message and earlier turns"
                 )
 
@@ -173,41 +175,45 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
         try:
             typed = [("model", options.target, options.adapter)]
             typed += [("base", options.compare, None)] if options.compare else []
-            speakers: list[Speaker] = []
+            conversations: list[Conversation] = []
             for label, name, adapter in typed:
-                its = scratch / label
-                its.mkdir()
-                target = resolve_target(name, overrides, adapter, its, console.say)
+                folder = scratch / label
+                folder.mkdir()
+                target = resolve_target(name, overrides, adapter, folder, console.say)
                 console.say(f"{label}: {target.what}")
-                speakers.append(
-                    Speaker(label, target.what, load_target(target, ranks, its, console.say))
+                conversations.append(
+                    Conversation(
+                        label, target.what, load_target(target, ranks, folder, console.say)
+                    )
                 )
-            talk = Chat(options, console, speakers, options.system)
-            talk.reset()
-            talk.warn_of_template()
-            return _converse(talk)
+            session = ChatSession(options, console, conversations, options.system)
+            session.reset()
+            session.warn_without_template()
+            return _run_session(session)
         finally:
             destroy_process_group()
 
 
-def _converse(talk: Chat) -> dict[str, Any]:
-    options = talk.options
-    if options.prompts or not sys.stdin.isatty() or talk.console.as_json:
+def _run_session(session: ChatSession) -> dict[str, Any]:
+    options = session.options
+    if options.prompts or not sys.stdin.isatty() or session.console.as_json:
         asked = options.prompts or (line.strip() for line in sys.stdin if line.strip())
-        answers = [(prompt, talk.ask(prompt)) for prompt in asked]
-        return {"answers": [_plain(talk, prompt, replies) for prompt, replies in answers]}
+        answers = [(prompt, session.ask(prompt)) for prompt in asked]
+        return {
+            "answers": [_answer_as_json(session, prompt, replies) for prompt, replies in answers]
+        }
     with suppress(ImportError):
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport] - input() then edits
-    talk.console.say("type a message; /help lists commands")
+    session.console.say("type a message; /help lists commands")
     while (line := _read_line()) is not None:
         try:
             if line.startswith("/"):
-                if not talk.command(line):
+                if not session.command(line):
                     break
             elif line:
-                talk.ask(line)
+                session.ask(line)
         except (ConfigError, StageError) as error:
-            talk.console.say(f"error: {error}")
+            session.console.say(f"error: {error}")
     return {}
 
 
@@ -223,34 +229,36 @@ def _read_line() -> str | None:
             sys.stdout.write("\n")
 
 
-def _plain(talk: Chat, prompt: str, replies: "Sequence[Reply]") -> dict[str, Any]:
+def _answer_as_json(
+    session: ChatSession, prompt: str, replies: "Sequence[Reply]"
+) -> dict[str, Any]:
     found: dict[str, Any] = {"prompt": prompt}
-    for speaker, reply in zip(talk.speakers, replies, strict=True):
-        found[speaker.label] = {**vars(reply), "from": speaker.what}
+    for conversation, reply in zip(session.conversations, replies, strict=True):
+        found[conversation.label] = {**vars(reply), "from": conversation.what}
     return found
 
 
-class _Stop:
+class _InterruptFlag:
     """Whether Ctrl-C was pressed while an answer is sampled."""
 
-    pressed = False
+    is_set = False
 
-    def press(self, _signum: int, _frame: FrameType | None) -> None:
-        self.pressed = True
+    def set(self, _signum: int, _frame: FrameType | None) -> None:
+        self.is_set = True
 
     def check(self) -> None:
         """Raise StoppedError if so."""
         from penstock.evaluate.chat_model import StoppedError
 
-        if self.pressed:
+        if self.is_set:
             raise StoppedError
 
 
 @contextmanager
-def _stopping() -> Generator[_Stop]:
+def _catch_interrupt() -> Generator[_InterruptFlag]:
     """Meanwhile Ctrl-C ends the answer between two tokens, and not the process."""
-    stop = _Stop()
-    before = signal.signal(signal.SIGINT, stop.press)
+    stop = _InterruptFlag()
+    before = signal.signal(signal.SIGINT, stop.set)
     try:
         yield stop
     finally:

@@ -33,10 +33,10 @@ def show(
 ) -> dict[str, Any]:
     """Print samples as the model sees them, trained tokens marked."""
     from penstock.cli.data.load_prepared import prepared_data
-    from penstock.cli.data.show import Wanted, show_samples
+    from penstock.cli.data.show import SampleSelection, show_samples
 
     prepared = prepared_data(run_request(config), console, upstream=not no_upstream)
-    wanted = Wanted(split, number, source, seed, tuple(index))
+    wanted = SampleSelection(split, number, source, seed, tuple(index))
     return show_samples(prepared, wanted, console)
 
 

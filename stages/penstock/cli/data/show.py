@@ -18,8 +18,8 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.prepare.locate_record import Locate, build_locator
-from penstock.prepare.sample_sources import DataSource, Origins, split_sources
-from penstock.rows.decoding import Decoder, decoder_of
+from penstock.prepare.sample_sources import DataSource, SplitSources, split_sources
+from penstock.rows.decoding import Decoder, load_pinned_decoder
 from penstock.rows.prepared import PLAN, PreparedSamples, Sample
 from penstock.rows.reader import Tokens
 from penstock.rows.sample_order import Indices
@@ -38,7 +38,7 @@ LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens stan
 MARKS = ("[[", "]]")
 """What stands around trained tokens where there are no colours."""
 
-_HIDDEN = {
+_CONTROL_CHARS = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
     0x7F: chr(0x2421),
     **{code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F))},
@@ -48,7 +48,7 @@ _HIDDEN = {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleSelection:
     """Which samples are asked for."""
 
     split: Literal["train", "validation"]
@@ -99,23 +99,29 @@ class SampleView:
     parts: list[Part]
 
 
-def show_samples(prepared: Prepared, wanted: Wanted, console: Console) -> dict[str, Any]:
+def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) -> dict[str, Any]:
     """Print the samples; returns them as plain values. Raises ConfigError for those there are none
     of."""
     folder = prepared.step.path
     samples = PreparedSamples(folder, wanted.split)
     origins = split_sources(read_json(folder / PLAN), wanted.split)
     seed = prepared.run.train.seed if wanted.seed is None else wanted.seed
-    chosen = _chosen(wanted, len(samples), origins, seed, prepared.run)
+    chosen = _select_samples(wanted, len(samples), origins, seed, prepared.run)
     typed = prepared.run.model.tokenizer_source
-    decoder = decoder_of(typed, pin_tokenizer(typed))
+    decoder = load_pinned_decoder(typed, pin_tokenizer(typed))
     locate = build_locator(prepared.step.stage)
     shown = [
-        _shown(index, samples.sample(index), origins.sources[origins.of[index]], locate, decoder)
+        _build_view(
+            index,
+            samples.sample(index),
+            origins.sources[origins.source_indices[index]],
+            locate,
+            decoder,
+        )
         for index in chosen
     ]
     if not console.as_json:
-        _print(shown, wanted.split, len(samples), prepared.step)
+        _print_samples(shown, wanted.split, len(samples), prepared.step)
     return {
         "split": wanted.split,
         "kind": samples.kind,
@@ -124,14 +130,16 @@ def show_samples(prepared: Prepared, wanted: Wanted, console: Console) -> dict[s
     }
 
 
-def _chosen(wanted: Wanted, total: int, origins: Origins, seed: int, run: RunConfig) -> list[int]:
+def _select_samples(
+    wanted: SampleSelection, total: int, origins: SplitSources, seed: int, run: RunConfig
+) -> list[int]:
     """Numbers of the samples to show: those named, or a draw without repeats in rising order."""
     if not total:
         raise ConfigError(
             f"the {wanted.split} split has no samples.\n"
             "  Write data.val_set_size or data.test_datasets to have some held out."
         )
-    candidates = _of_source(wanted, origins, run)
+    candidates = _samples_from_source(wanted, origins, run)
     if not wanted.indices:
         random = np.random.default_rng(seed)
         size = min(wanted.number, len(candidates))
@@ -146,21 +154,21 @@ def _chosen(wanted: Wanted, total: int, origins: Origins, seed: int, run: RunCon
                 f"from 0 to {total - 1}."
             )
         if index not in candidates:
-            of = origins.sources[origins.of[index]]
+            of = origins.sources[origins.source_indices[index]]
             raise ConfigError(
                 f"--index {index} is a sample of {of.label} ({of.section}), not of {wanted.source}."
             )
     return list(wanted.indices)
 
 
-def _of_source(wanted: Wanted, origins: Origins, run: RunConfig) -> Indices:
+def _samples_from_source(wanted: SampleSelection, origins: SplitSources, run: RunConfig) -> Indices:
     if wanted.source is None:
-        return np.arange(len(origins.of))
+        return np.arange(len(origins.source_indices))
     asked = wanted.source
     places = [
         place
         for place, each in enumerate(origins.sources)
-        if asked in (each.label, each.section, _typed(each, run))
+        if asked in (each.label, each.section, _source_path(each, run))
     ]
     if not places:
         names = [each.label for each in origins.sources]
@@ -170,16 +178,16 @@ def _of_source(wanted: Wanted, origins: Origins, run: RunConfig) -> Indices:
         raise ConfigError(
             f"--source {asked} gave no sample to {wanted.split}.{hint} Those that did:\n{listed}"
         )
-    return np.flatnonzero(np.isin(origins.of, places))
+    return np.flatnonzero(np.isin(origins.source_indices, places))
 
 
-def _typed(origin: DataSource, run: RunConfig) -> str | None:
+def _source_path(origin: DataSource, run: RunConfig) -> str | None:
     """The source as the user wrote it, unless the data was prepared from another config."""
     written = {"train": run.data.datasets, "validation": run.data.test_datasets}[origin.role]
     return written[origin.dataset].path if origin.dataset < len(written) else None
 
 
-def _shown(
+def _build_view(
     index: int,
     sample: Sample,
     origin: DataSource,
@@ -197,32 +205,32 @@ def _shown(
         line=place.line if place else None,
         desirable=sample.desirable,
         score_gap=sample.score_gap,
-        parts=list(_parts(sample, decoder)),
+        parts=list(_build_parts(sample, decoder)),
     )
 
 
-def _parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
+def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
     """The sample whole; a pair as the prompt that both sides begin with, and the two answers."""
     if "" in sample.sides:
-        yield _part("sample", sample.sides[""], 0, decoder)
+        yield _build_part("sample", sample.sides[""], 0, decoder)
         return
     ids, labels = sample.sides["chosen"]
     others, their_labels = sample.sides["rejected"]
-    shared = _answer_at(labels)
-    if not np.array_equal(ids[:shared], others[: _answer_at(their_labels)]):
+    shared = _first_trained_token(labels)
+    if not np.array_equal(ids[:shared], others[: _first_trained_token(their_labels)]):
         shared = 0
     if shared:
-        yield _part("prompt", (ids[:shared], labels[:shared]), 0, decoder)
+        yield _build_part("prompt", (ids[:shared], labels[:shared]), 0, decoder)
     for name, side in sample.sides.items():
-        yield _part(name, side, shared, decoder)
+        yield _build_part(name, side, shared, decoder)
 
 
-def _answer_at(labels: Tokens) -> int:
+def _first_trained_token(labels: Tokens) -> int:
     """Where the first trained token is."""
     return int(np.argmax(labels != IGNORED))
 
 
-def _part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Decoder) -> Part:
+def _build_part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Decoder) -> Part:
     """What follows the first `start` tokens of a side. Its very first token is never trained, for
     none comes before it."""
     ids, labels = side
@@ -249,7 +257,7 @@ def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Sp
         start = end
 
 
-def _print(shown: Sequence[SampleView], split: str, total: int, step: PlannedStage) -> None:
+def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: PlannedStage) -> None:
     terminal = Terminal(file=sys.stdout, highlight=False)
     coloured = terminal.is_terminal and bool(terminal.color_system) and not terminal.no_color
     said = Text()
@@ -261,10 +269,10 @@ def _print(shown: Sequence[SampleView], split: str, total: int, step: PlannedSta
     said.append(f"\n{step.where}\n")
     for each in shown:
         said.append("\n")
-        said.append(f"{split} sample {each.index} of {total}: {_origin(each)}\n", "bold")
+        said.append(f"{split} sample {each.index} of {total}: {_format_origin(each)}\n", "bold")
         for part in each.parts:
-            said.append(f"{_counts(each, part)}\n", "italic")
-            said.append_text(_painted(part) if coloured else Text(_marked(part)))
+            said.append(f"{_format_counts(each, part)}\n", "italic")
+            said.append_text(_color_tokens(part) if coloured else Text(_mark_tokens(part)))
             said.append("\n")
     if coloured:
         terminal.print(said, soft_wrap=True, end="")
@@ -272,14 +280,14 @@ def _print(shown: Sequence[SampleView], split: str, total: int, step: PlannedSta
         sys.stdout.write(said.plain)
 
 
-def _origin(shown: SampleView) -> str:
+def _format_origin(shown: SampleView) -> str:
     where = f"{shown.file}:{shown.line}"
     if shown.line is None:
         where = f"record {shown.record} of slice {shown.slice}"
     return f"{shown.source} ({shown.section}), {where}"
 
 
-def _counts(shown: SampleView, part: Part) -> str:
+def _format_counts(shown: SampleView, part: Part) -> str:
     judged = {True: "desirable, ", False: "undesirable, ", None: ""}[shown.desirable]
     name = "" if part.name == "sample" else f"{part.name}, "
     if part.name == "chosen" and shown.score_gap is not None:
@@ -290,14 +298,14 @@ def _counts(shown: SampleView, part: Part) -> str:
     return said
 
 
-def _painted(part: Part) -> Text:
+def _color_tokens(part: Part) -> Text:
     text = Text()
     for span in part.spans:
-        text.append(_visible(span.text), STYLES[span.trained, span.special])
+        text.append(_escape_control_chars(span.text), STYLES[span.trained, span.special])
     return text
 
 
-def _marked(part: Part) -> str:
+def _mark_tokens(part: Part) -> str:
     """Marks around whole stretches of trained tokens, special ones or not."""
     said: list[str] = []
     inside = False
@@ -305,9 +313,9 @@ def _marked(part: Part) -> str:
         if span.trained != inside:
             said.append(MARKS[0] if span.trained else MARKS[1])
             inside = span.trained
-        said.append(_visible(span.text))
+        said.append(_escape_control_chars(span.text))
     return "".join([*said, MARKS[1] if inside else ""])
 
 
-def _visible(text: str) -> str:
-    return text.translate(_HIDDEN)
+def _escape_control_chars(text: str) -> str:
+    return text.translate(_CONTROL_CHARS)

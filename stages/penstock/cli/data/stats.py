@@ -12,7 +12,7 @@ from penstock.pack.stage import Pack
 from penstock.plan import pack_step
 from penstock.prepare.bad_records import record_location
 from penstock.prepare.locate_record import Locate, build_locator
-from penstock.prepare.statistics import statistics
+from penstock.prepare.statistics import compute_statistics
 
 BAR = 48
 """Characters of the longest bar."""
@@ -23,24 +23,30 @@ LENGTHS = ("p5", "p50", "p95", "max")
 
 def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     """Print the statistics; returns them as plain values."""
-    found = statistics(prepared.step.path)
+    found = compute_statistics(prepared.step.path)
     locate = build_locator(prepared.step.stage)
-    found["dropped_samples"] = [_placed(each, locate) for each in found["dropped_samples"]]
-    found["packing"] = _packing(prepared)
+    found["dropped_samples"] = [_add_location(each, locate) for each in found["dropped_samples"]]
+    found["packing"] = _compare_packing(prepared)
     blocks = [
         f"{found['kind']} data in {prepared.step.where}",
         table([_HEADING, *_rows(found["splits"])]),
-        "\n".join(_verdicts(split, its) for split, its in found["splits"].items() if _judged(its)),
-        *(_lengths(split, its) for split, its in found["splits"].items() if its["samples"]),
-        _mix(found["mix"]),
-        _left_out(found),
+        "\n".join(
+            _format_labels(split, its) for split, its in found["splits"].items() if _has_labels(its)
+        ),
+        *(
+            _format_histogram(split, its)
+            for split, its in found["splits"].items()
+            if its["samples"]
+        ),
+        _format_mix(found["mix"]),
+        _format_dropped(found),
         _packed(found["packing"]),
     ]
     console.result("\n\n".join(block for block in blocks if block))
     return found
 
 
-def _packing(prepared: Prepared) -> dict[str, Any]:
+def _compare_packing(prepared: Prepared) -> dict[str, Any]:
     """Every way of packing with the run's settings, or why there is none."""
     data = prepared.run.data
     stage = pack_step(prepared.run, prepared.step.artifact).stage
@@ -76,16 +82,16 @@ def _row(split: str, name: str, its: Mapping[str, Any]) -> tuple[str, ...]:
     return (split, name, *counts, *(f"{lengths[n]:,}" for n in LENGTHS), f"{lengths['mean']:,.0f}")
 
 
-def _judged(its: Mapping[str, Any]) -> bool:
+def _has_labels(its: Mapping[str, Any]) -> bool:
     return "desirable" in its and its["samples"] > 0
 
 
-def _verdicts(split: str, its: Mapping[str, Any]) -> str:
+def _format_labels(split: str, its: Mapping[str, Any]) -> str:
     share = its["desirable"] / its["samples"]
     return f"{its['desirable']:,} of {its['samples']:,} {split} answers are desirable ({share:.1%})"
 
 
-def _lengths(split: str, its: Mapping[str, Any]) -> str:
+def _format_histogram(split: str, its: Mapping[str, Any]) -> str:
     bars = its["histogram"]
     most = max(bar["samples"] for bar in bars)
     rows = [
@@ -110,7 +116,7 @@ def _bar(share: float) -> str:
     return ("█" * whole + EIGHTHS[rest].strip()).ljust(BAR)
 
 
-def _mix(mix: Mapping[str, Any]) -> str:
+def _format_mix(mix: Mapping[str, Any]) -> str:
     sources = mix["sources"]
     if mix["strategy"] == "concat" and len(sources) < 2:
         return ""
@@ -131,7 +137,7 @@ def _mix(mix: Mapping[str, Any]) -> str:
     return f"mix_strategy: {mix['strategy']}, {epoch}{planned}\n{table(rows)}"
 
 
-def _left_out(found: Mapping[str, Any]) -> str:
+def _format_dropped(found: Mapping[str, Any]) -> str:
     """Why records or samples are not there, and what was cut from those that are."""
     dropped: Mapping[str, int] = found["dropped"]
     lines = [f"{found['records']:,} records read, {sum(dropped.values()):,} dropped"]
@@ -141,21 +147,24 @@ def _left_out(found: Mapping[str, Any]) -> str:
         lines[0] += f", {found['truncated']:,} truncated ({cut}{turns})"
     for reason, count in sorted(dropped.items(), key=lambda each: -each[1]):
         lines.append(f"  {reason}: {count:,}")
-        lines += [f"    {_example(each)}" for each in _of(found["dropped_samples"], reason)]
+        lines += [
+            f"    {_format_dropped_sample(each)}"
+            for each in _with_reason(found["dropped_samples"], reason)
+        ]
     return "\n".join(lines)
 
 
-def _of(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Mapping[str, Any]]:
+def _with_reason(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Mapping[str, Any]]:
     return [each for each in examples if each["reason"] == reason]
 
 
-def _placed(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
+def _add_location(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
     """With file and line, as far as they are known."""
     place = locate(example["slice"], example["row"]) if "slice" in example else None
     return {**example, **(asdict(place) if place else {})}
 
 
-def _example(each: Mapping[str, Any]) -> str:
+def _format_dropped_sample(each: Mapping[str, Any]) -> str:
     if "file" in each:
         return f"{record_location(each)}: {each['why']}"
     return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"

@@ -99,10 +99,10 @@ def _prefect(*words: str, check: bool = True) -> subprocess.CompletedProcess[str
         check=False,
     )
     if check and done.returncode:
-        told = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
+        text = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
         raise StageError(
             f"prefect {' '.join(words)} failed:\n  "
-            + "\n  ".join(told)
+            + "\n  ".join(text)
             + "\n  Is PREFECT_API_URL that of a running server (prefect server start)?"
         )
     return done

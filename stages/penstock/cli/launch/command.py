@@ -15,10 +15,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.process.rendezvous import PORT
 from penstock.machine import check_layout
 
-Way = Literal["torchrun", "slurm", "kubernetes"]
-Place = Literal["written", "unknown"]
+Launcher = Literal["torchrun", "slurm", "kubernetes"]
+EndpointSource = Literal["written", "unknown"]
 """Whether the config says where machines meet."""
-WAYS: tuple[Way, ...] = get_args(Way)
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ def print_launch(
 
     Raises ConfigError for what cannot be laid out, or cannot be said without knowing more.
     """
-    if way is not None and way not in WAYS:
-        raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(WAYS)}.")
+    if way is not None and way not in LAUNCHERS:
+        raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}.")
     run, place = _load(request)
     check_layout(run)
     texts: dict[str, str] = {}
-    for each in [way] if way else WAYS:
+    for each in [way] if way else LAUNCHERS:
         try:
-            texts[each] = _text(each, run, request, elsewhere, place)
+            texts[each] = _launch_text(each, run, request, elsewhere, place)
         except ConfigError as error:
             if way:
                 raise
@@ -57,7 +57,7 @@ def print_launch(
     return {"launch": texts}
 
 
-def _load(request: Request) -> tuple[RunConfig, Place]:
+def _load(request: Request) -> tuple[RunConfig, EndpointSource]:
     try:
         return request.load(), "written"
     except ConfigError:
@@ -66,12 +66,14 @@ def _load(request: Request) -> tuple[RunConfig, Place]:
         return replace(request, overrides=(*request.overrides, place)).load(), "unknown"
 
 
-def _text(way: str, run: RunConfig, request: Request, elsewhere: LaunchTarget, place: Place) -> str:
+def _launch_text(
+    way: str, run: RunConfig, request: Request, elsewhere: LaunchTarget, place: EndpointSource
+) -> str:
     if way == "torchrun":
         if place == "unknown":
             request.load()  # raises what is missing
         return torchrun_lines(run, request)
-    ranks = _ranks_there(run)
+    ranks = _ranks_per_node(run)
     gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
     if way == "slurm":
         return slurm_script(run, request, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
@@ -83,7 +85,7 @@ def _text(way: str, run: RunConfig, request: Request, elsewhere: LaunchTarget, p
     return kubernetes_job(run, elsewhere.cluster, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
 
 
-def _ranks_there(run: RunConfig) -> int:
+def _ranks_per_node(run: RunConfig) -> int:
     """Processes on each machine. Raises ConfigError where only the machines themselves know."""
     asked = run.launch.nproc_per_node
     if asked != "auto":

@@ -19,7 +19,7 @@ CONFIG_FILE = "run.yaml"
 MARGIN_SECONDS = 30
 """Beyond the time that ranks have to save, before the kubelet kills what is left."""
 
-DONE_WITH = [ConfigError.exit_code, CapabilityError.exit_code]
+NON_RETRYABLE_EXIT_CODES = [ConfigError.exit_code, CapabilityError.exit_code]
 """Exit codes of faults that another pod would have, too."""
 
 
@@ -51,19 +51,21 @@ def kubernetes_job(
     if run.launch.nnodes > 1:
         parts.append(_service(name))
     parts.append(_job(run, name, cluster, gpus=gpus, cpus=cpus))
-    return yaml.dump_all(parts, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump_all(
+        parts, Dumper=_BlockTextDumper, sort_keys=False, allow_unicode=True, width=100
+    )
 
 
-class _Readable(yaml.SafeDumper):
+class _BlockTextDumper(yaml.SafeDumper):
     """Writes text of several lines as such."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     style = "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Readable.add_representer(str, _text)
+_BlockTextDumper.add_representer(str, _represent_text)
 
 
 def _name(run: RunConfig) -> str:
@@ -139,7 +141,7 @@ def _job(
                     },
                     {
                         "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": DONE_WITH},
+                        "onExitCodes": {"operator": "In", "values": NON_RETRYABLE_EXIT_CODES},
                     },
                 ]
             },
@@ -196,7 +198,7 @@ def _labels(name: str) -> dict[str, str]:
 
 def _check_storage(run: RunConfig, cluster: Cluster) -> None:
     """Results must outlive pods, and the config map must hold nothing secret."""
-    for where, value in _texts(run.model_dump(mode="json", exclude_unset=True)):
+    for where, value in _string_fields(run.model_dump(mode="json", exclude_unset=True)):
         if redact(value) != value:
             raise ConfigError(
                 f"{where} is a URL with a password or a signature, which a ConfigMap would show to "
@@ -223,11 +225,17 @@ def _check_storage(run: RunConfig, cluster: Cluster) -> None:
             )
 
 
-def _texts(value: Any, at: str = "") -> list[tuple[str, str]]:
+def _string_fields(value: Any, at: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [
-            text for key, each in value.items() for text in _texts(each, f"{at}.{key}".strip("."))
+            text
+            for key, each in value.items()
+            for text in _string_fields(each, f"{at}.{key}".strip("."))
         ]
     if isinstance(value, list):
-        return [text for index, each in enumerate(value) for text in _texts(each, f"{at}[{index}]")]
+        return [
+            text
+            for index, each in enumerate(value)
+            for text in _string_fields(each, f"{at}[{index}]")
+        ]
     return [(at, value)] if isinstance(value, str) else []

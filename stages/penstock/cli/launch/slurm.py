@@ -10,7 +10,7 @@ from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
 from penstock.core.process.rendezvous import PORT, parse_endpoint
 
-TOLD_TO_EACH = ("launch.node_rank", "launch.rdzv_endpoint")
+PER_NODE_FIELDS = ("launch.node_rank", "launch.rdzv_endpoint")
 """What each node is told by the script itself."""
 
 MARGIN_SECONDS = 60
@@ -50,7 +50,7 @@ def slurm_script(
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
         step.append(f"--cpus-per-task={cpus}")
-    words = shell_args(request, *TOLD_TO_EACH, "launch.nproc_per_node")
+    words = shell_args(request, *PER_NODE_FIELDS, "launch.nproc_per_node")
     command = shlex.join(["penstock", "run", *words, f"--launch.nproc_per_node={ranks}"])
     if launch.nnodes == 1:
         return "\n".join(
@@ -66,13 +66,13 @@ def slurm_script(
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             "first=${nodes%%$'\\n'*}",
             f"export PENSTOCK_ENDPOINT=$first:{port}",
-            f"{shlex.join(step)} bash -c " + shlex.quote(_on_each_node(command)),
+            f"{shlex.join(step)} bash -c " + shlex.quote(_node_command(command)),
             "",
         ]
     )
 
 
-def _on_each_node(command: str) -> str:
+def _node_command(command: str) -> str:
     """What a node runs: it alone knows its number."""
     return (
         f"exec {command} "

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.cli.console import table
-from penstock.cli.plan.sizing import judge_sizing
+from penstock.cli.plan.sizing import check_sizing
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
@@ -23,7 +23,7 @@ NOT_MEASURED = "time not known; penstock doctor --measure finds out how fast thi
 
 
 @dataclass(frozen=True)
-class Where:
+class DeviceOptions:
     """What the command line says of the machine."""
 
     devices: int | None = None
@@ -33,7 +33,7 @@ class Where:
 
 
 def costs(
-    run: RunConfig, steps: Sequence[PlannedStage], where: Where
+    run: RunConfig, steps: Sequence[PlannedStage], where: DeviceOptions
 ) -> tuple[str, dict[str, Any]]:
     """What a run costs, as text and as plain values; nothing of a run that does not train.
 
@@ -58,54 +58,54 @@ def costs(
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         found = replace(found, reference_seconds=None)
     sizes = sum(map(math.prod, model.shapes.values()))
-    sizing = judge_sizing(run, made, data, found.length, found.rows_per_step)
-    text = f"{_told(found, sizes)}\n{sizing.text}"
-    plain: dict[str, Any] = {"costs": _plain(found, sizes), "sizing": sizing.as_json()}
+    sizing = check_sizing(run, made, data, found.length, found.rows_per_step)
+    text = f"{_format_costs(found, sizes)}\n{sizing.text}"
+    plain: dict[str, Any] = {"costs": _costs_as_json(found, sizes), "sizing": sizing.as_json()}
     if where.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
     wanted = Wanted(run, model, counts, machine, where.devices, rows, data)
     layouts = fastest(wanted)
-    text += "\n" + _proposed(layouts, wanted)
-    return text, {**plain, "layouts": [_proposal(one) for one in layouts]}
+    text += "\n" + _format_layouts(layouts, wanted)
+    return text, {**plain, "layouts": [_layout_as_json(one) for one in layouts]}
 
 
-def _told(found: Prediction, sizes: int) -> str:
+def _format_costs(found: Prediction, sizes: int) -> str:
     return "\n".join(
         [
-            f"costs on {_ranks(found.degrees)} of {_named(found.machine)}",
-            f"    model   {_count(sizes)} parameters",
-            f"    run     {_length(found)}",
-            f"    step    {_step(found)}",
-            *([f"    before  {_reference(found)}"] if found.reference_seconds else []),
-            f"    memory  {_memory(found)}",
-            f"    disk    {_disk(found)}",
+            f"costs on {_format_ranks(found.degrees)} of {_machine_name(found.machine)}",
+            f"    model   {_format_count(sizes)} parameters",
+            f"    run     {_format_length(found)}",
+            f"    step    {_format_step(found)}",
+            *([f"    before  {_format_reference(found)}"] if found.reference_seconds else []),
+            f"    memory  {_format_memory(found)}",
+            f"    disk    {_format_disk(found)}",
         ]
     )
 
 
-def _ranks(degrees: ParallelDims) -> str:
+def _format_ranks(degrees: ParallelDims) -> str:
     if degrees.world_size == 1:
         return "1 process"
     return f"{degrees.world_size} processes ({degrees})"
 
 
-def _named(machine: Machine) -> str:
+def _machine_name(machine: Machine) -> str:
     return f"{machine.name} ({machine.known_by})" if machine.known_by else machine.name
 
 
-def _length(found: Prediction) -> str:
+def _format_length(found: Prediction) -> str:
     rows = f"{found.rows_per_step} row{'s' if found.rows_per_step > 1 else ''}"
     if found.length is None:
         return f"steps of {rows}; how many is known once data is prepared"
     length = found.length
     return (
-        f"{length.steps:,} steps of {rows}, {_count(length.tokens)} tokens"
+        f"{length.steps:,} steps of {rows}, {_format_count(length.tokens)} tokens"
         f" ({length.certain}; {length.set_by})"
     )
 
 
-def _step(found: Prediction) -> str:
+def _format_step(found: Prediction) -> str:
     if found.step is None:
         return NOT_MEASURED
     seconds = found.step.total
@@ -113,33 +113,38 @@ def _step(found: Prediction) -> str:
         f"{name} {100 * value / seconds:.0f} %" for name, value in asdict(found.step).items()
     )
     speed = f"{found.tokens_per_step / seconds:,.0f} tokens/s"
-    whole = f"; all steps {_time(found.seconds)}" if found.seconds is not None else ""
-    return f"{_time(seconds)}, {speed}{whole} ({parts})"
+    whole = f"; all steps {_format_seconds(found.seconds)}" if found.seconds is not None else ""
+    return f"{_format_seconds(seconds)}, {speed}{whole} ({parts})"
 
 
-def _reference(found: Prediction) -> str:
-    return f"{_time(found.reference_seconds)} for what the reference makes of all answers, once"
+def _format_reference(found: Prediction) -> str:
+    return f"{_format_seconds(found.reference_seconds)} for what the reference makes of all answers, once"
 
 
-def _memory(found: Prediction) -> str:
-    parts = ", ".join(f"{name} {_bytes(value)}" for name, value in asdict(found.memory).items())
+def _format_memory(found: Prediction) -> str:
+    parts = ", ".join(
+        f"{name} {_format_bytes(value)}" for name, value in asdict(found.memory).items()
+    )
     limit = found.machine.memory
-    of = "" if limit is None else f" of {_bytes(limit)}"
+    of = "" if limit is None else f" of {_format_bytes(limit)}"
     doubt = "; it does not fit" if found.fits is False else ""
-    return f"{_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
+    return f"{_format_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
 
 
-def _disk(found: Prediction) -> str:
+def _format_disk(found: Prediction) -> str:
     disk = found.disk
     times = f"{disk.checkpoints} x " if disk.checkpoints else ""
-    parts = [f"checkpoints {times}{_bytes(disk.checkpoint)}", f"exported {_bytes(disk.exported)}"]
+    parts = [
+        f"checkpoints {times}{_format_bytes(disk.checkpoint)}",
+        f"exported {_format_bytes(disk.exported)}",
+    ]
     for name in ("prepared", "packed"):
         size = getattr(disk, name)
-        parts += [f"{name} {_bytes(size)}"] if size is not None else []
+        parts += [f"{name} {_format_bytes(size)}"] if size is not None else []
     return ", ".join(parts)
 
 
-def _proposed(layouts: Sequence[Proposal], wanted: Wanted) -> str:
+def _format_layouts(layouts: Sequence[Proposal], wanted: Wanted) -> str:
     head = f"fastest on {wanted.devices} x {wanted.machine.name}, {wanted.rows} rows a step:"
     if not layouts:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
@@ -147,23 +152,25 @@ def _proposed(layouts: Sequence[Proposal], wanted: Wanted) -> str:
     for one in layouts:
         found = one.prediction
         seconds = found.step.total if found.step else None
-        settings = ", ".join(f"{name}: {_yaml(value)}" for name, value in one.settings.items())
+        settings = ", ".join(
+            f"{name}: {_format_value(value)}" for name, value in one.settings.items()
+        )
         rows.append(
             (
-                _time(seconds),
+                _format_seconds(seconds),
                 f"{found.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
-                _bytes(found.memory.total),
+                _format_bytes(found.memory.total),
                 settings,
             )
         )
     return f"{head}\n" + "\n".join(f"    {line}" for line in table(rows).splitlines())
 
 
-def _yaml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _proposal(one: Proposal) -> dict[str, Any]:
+def _layout_as_json(one: Proposal) -> dict[str, Any]:
     found = one.prediction
     return {
         "settings": dict(one.settings),
@@ -178,7 +185,7 @@ def _per_second(found: Prediction) -> float | None:
     return found.tokens_per_step / found.step.total if found.step else None
 
 
-def _plain(found: Prediction, sizes: int) -> dict[str, Any]:
+def _costs_as_json(found: Prediction, sizes: int) -> dict[str, Any]:
     """Bytes, seconds and operations."""
     length, machine = found.length, found.machine
     return {
@@ -204,21 +211,21 @@ def _plain(found: Prediction, sizes: int) -> dict[str, Any]:
     }
 
 
-def _count(value: float) -> str:
+def _format_count(value: float) -> str:
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.0f}"
 
 
-def _bytes(value: float) -> str:
+def _format_bytes(value: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return "0" if not value else f"{value:.0f} B"
 
 
-def _time(seconds: float | None) -> str:
+def _format_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "n/a"
     for unit, size in (("days", 2 * 86400), ("h", 2 * 3600), ("min", 2 * 60)):

@@ -31,7 +31,7 @@ class Sizing:
         }
 
 
-def judge_sizing(
+def check_sizing(
     run: RunConfig, made: Made, data: Data | None, length: Length | None, rows_per_step: int
 ) -> Sizing:
     """The judgement from what is prepared and packed. `run` has the length of rows that follows

@@ -2,33 +2,35 @@
 
 from typing import Any
 
-from penstock.api.status import StageStatus, judge_stages
+from penstock.api.status import StageStatus, stage_statuses
 from penstock.cli.console import Console, table
-from penstock.cli.plan.costs import Where, costs
+from penstock.cli.plan.costs import DeviceOptions, costs
 from penstock.config.schema.run import RunConfig
-from penstock.outputs import output_folders, unwritable
+from penstock.outputs import find_unwritable, output_folders
 from penstock.plan import plan
 
-HERE = Where()
+THIS_MACHINE = DeviceOptions()
 
 
-def explain(run: RunConfig, console: Console, where: Where = HERE) -> dict[str, Any]:
+def print_plan(
+    run: RunConfig, console: Console, where: DeviceOptions = THIS_MACHINE
+) -> dict[str, Any]:
     """Print a verdict per stage, and what training will cost; returns the same as plain values."""
     planned = plan(run)
     for note in planned.notes:
         console.say(note)
-    for refusal in unwritable(output_folders(run, run.stages)):
+    for refusal in find_unwritable(output_folders(run, run.stages)):
         console.say(f"warning: {refusal}")
-    verdicts = judge_stages(planned)
+    verdicts = stage_statuses(planned)
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
     told, values = costs(planned.run, planned.steps, where)
     console.result("\n".join([*lines, *([told] if told else [])]))
-    return {"plan": [_plain(verdict) for verdict in verdicts], **values}
+    return {"plan": [_status_as_json(verdict) for verdict in verdicts], **values}
 
 
-def _plain(verdict: StageStatus) -> dict[str, Any]:
+def _status_as_json(verdict: StageStatus) -> dict[str, Any]:
     return {
         "stage": verdict.stage,
         "key": verdict.key,
