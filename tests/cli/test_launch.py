@@ -225,7 +225,7 @@ def test_all_ways_are_printed_under_titles_and_say_what_they_lack(tmp_path):
     said = printed(tmp_path, *TWO, "--json")
     texts = said.last["launch"]
     assert set(texts) == {"torchrun", "slurm", "kubernetes"}
-    assert "launch.rdzv_endpoint: 2 machines need a place to meet" in texts["torchrun"]
+    assert "launch.rdzv_endpoint: 2 nodes need a rendezvous endpoint" in texts["torchrun"]
     assert "--nodes=2" in texts["slurm"]
     assert "--image" in texts["kubernetes"]
     titled = printed(tmp_path, *TWO).out

@@ -65,7 +65,7 @@ SETTINGS = {
     "paths for mappings": ({"data": {"datasets": ["rows.jsonl"]}}, "{path: data/train.jsonl}"),
     "no data": ({"data": {"datasets": []}}, "write at least one"),
     "data without a path": ({"data": {"datasets": [{"type": "text"}]}}, "path: required"),
-    "a model left empty": (model(config_path=None), "no model is named"),
+    "a model left empty": (model(config_path=None), "is not set; write model_path"),
     "a fraction of a row": (train(micro_batch_size=1.5), "wanted a whole number"),
     "minus one for never": (train(save_steps=-1), "it must be at least 0"),
     "minus one for no limit": (train(max_steps=-1), "it must be at least 1"),
@@ -80,7 +80,7 @@ SETTINGS = {
     "an optimizer in 8 bits": (train(optimizer="paged_adamw_8bit"), "write adamw, "),
     "a schedule of other tools": (train(lr_decay_style="cosine_with_restarts"), "mean cosine?"),
     "one beta": (train(optimizer_kwargs={"betas": 0.9}), "two numbers from 0 to below 1"),
-    "muon's rate for another": (train(muon_lr=0.05), "is read by muon alone"),
+    "muon's rate for another": (train(muon_lr=0.05), "is used by muon only"),
     "a decay that rises": (
         train(lr=1e-5, lr_min=1e-4, lr_decay_style="cosine"),
         "write an lr_min of at most",
@@ -118,7 +118,7 @@ SETTINGS = {
     "machines that cannot meet": ({"launch": {"nnodes": 2}}, "write rdzv_endpoint: HOST:29500"),
     "a machine too many": (
         {"launch": {"nnodes": 2, "node_rank": 3, "rdzv_endpoint": "a:1"}},
-        "3 is none of 2 machine(s)",
+        "3 is not a rank of 2 node(s)",
     ),
     "a port of its own": ({"launch": {"master_port": 1}}, "did you mean rdzv_endpoint?"),
     "heads that cannot be shared": (train(tensor_parallel_size=3), "num_attention_heads is 4"),
@@ -167,16 +167,16 @@ WORDS = {
     "nothing after =": (["--train.lr="], "is empty; wanted a number"),
     "a stage of other tools": (["--stage", "sft"], "did you mean --pipeline.stages?"),
     "--lr": (["--lr", "1e-5"], "did you mean --train.lr?"),
-    "--config": (["--config", "run.yaml"], "the file stands by itself"),
+    "--config": (["--config", "run.yaml"], "give the file without an option"),
     "a list without its number": (["--data.datasets.3.path", "x"], "so the next is"),
     "two files": (["other.yaml"], "unexpected extra argument"),
 }
 
 NOTICES = {
-    "adapters that are not on": ({"lora": {"lora_rank": 8}}, "the whole model is trained"),
+    "adapters that are not on": ({"lora": {"lora_rank": 8}}, "all weights are trained"),
     "a rate of nothing": (train(lr=0), "nothing is learnt"),
-    "a rate of 5": (train(lr=5), "look at its decimal places"),
-    "a lowest rate of no decay": (train(lr_min=1e-6), "does not come down to it"),
+    "a rate of 5": (train(lr=5), "check its decimal places"),
+    "a lowest rate of no decay": (train(lr_min=1e-6), "does not decay to it"),
     "evaluation of what is trained": (
         {"data": {"test_datasets": [{"path": "rows.jsonl", "type": "text"}]}},
         "rows.jsonl is trained on too",
@@ -185,7 +185,7 @@ NOTICES = {
         {"push": {"repo_id": "me/x"}, "pipeline": {"stages": ["prepare", "pack"]}},
         "nothing is sent",
     ),
-    "muon of adapters": ({**train(optimizer="muon"), **lora()}, "AdamW steps the adapters"),
+    "muon of adapters": ({**train(optimizer="muon"), **lora()}, "AdamW trains the adapters"),
 }
 
 

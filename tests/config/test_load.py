@@ -156,7 +156,7 @@ FAULTS = [
     (12, 'data.datasets.2.data_files.0: is 1; wanted text: write it in quotes, "1"'),
     (
         13,
-        "data.datasets.2.shards_idx: there is one piece without shards; write shards too",
+        "data.datasets.2.shards_idx: there is only one shard without shards; write shards too",
     ),
     (14, "data.datasets.3.path: required; for example path: data/train.jsonl"),
     (15, "train.output_dir: required; for example output_dir: outputs/my-run"),
@@ -168,7 +168,7 @@ FAULTS = [
     ),
     (
         19,
-        "train.init_device: data_parallel_mode: fsdp2 cannot start from cpu, where every rank"
+        "train.init_device: data_parallel_mode: fsdp2 cannot initialize on cpu, where every rank"
         " would hold the whole model; write init_device: meta or leave it out",
     ),
     (

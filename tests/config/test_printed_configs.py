@@ -12,7 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import PenstockError
 from penstock.plan import plan
-from penstock.train.launch.job import RESOLVED, Job
+from penstock.train.launch.job import RESOLVED_CONFIG, Job
 from tests.config.draw_config import draw_config
 from tests.config.values import smallest
 
@@ -25,7 +25,7 @@ def saved(run: RunConfig, folder: Path) -> str:
     """The config.yaml of a run's output folder."""
     folder.mkdir(exist_ok=True)
     Job("", run, folder, "", (), 0, "", None, folder, "").write()
-    return (folder / RESOLVED).read_text()
+    return (folder / RESOLVED_CONFIG).read_text()
 
 
 def forms(run: RunConfig, folder: Path) -> dict[str, str]:

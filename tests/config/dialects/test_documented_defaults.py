@@ -156,7 +156,7 @@ def test_a_default_that_another_setting_overrules_is_told_in_one_line(tmp_path: 
     ("section", "fields", "why"),
     [
         ("lora", {**QLORA, "quant_format": "block_fp8", "quant_group_size": 64}, "groups of 128"),
-        ("train", {"init_device": "cpu"}, "fsdp2 cannot start from cpu"),
+        ("train", {"init_device": "cpu"}, "fsdp2 cannot initialize on cpu"),
     ],
 )
 def test_another_value_that_cannot_be_used_is_refused(
@@ -175,7 +175,7 @@ def test_an_empty_checkpoint_path_starts_anew() -> None:
 def test_muon_with_adapters_says_in_one_line_what_steps_them(tmp_path: Path) -> None:
     _, told = notices_of(tmp_path, train={"optimizer": "muon"}, lora={"enable_lora": True})
     assert len(told) == 1
-    assert "AdamW steps the adapters" in told[0]
+    assert "AdamW trains the adapters" in told[0]
     assert notices_of(tmp_path, train={"optimizer": "muon"})[1] == []
 
 

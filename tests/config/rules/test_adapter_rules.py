@@ -36,25 +36,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"lora": {**MERGED, "use_dora": True}},
         "lora.merge_lora_interval",
-        "with use_dora: true rows have trained norms",
+        "merges low-rank products every 10 step(s)",
         {"lora": {"use_dora": False}},
     ),
     (
         {"lora": {**MERGED, "save_lora_only": True}},
         "lora.merge_lora_interval",
-        "lora.save_lora_only: true asks for",
+        "merges adapters into the model every 10 step(s)",
         {"lora": {"save_lora_only": False}},
     ),
     (
         {"lora": MERGED, "export": {"merge_lora": False}},
         "lora.merge_lora_interval",
-        "export.merge_lora: false asks for",
+        "merges adapters into the model every 10 step(s)",
         {"lora": {"merge_lora_interval": 0}},
     ),
     (
         {"lora": ON, "export": {"quantise": "int8", "merge_lora": False}},
         "export.quantise",
-        "export.merge_lora: false leaves out",
+        "int8 quantizes the merged model",
         {"export": {"merge_lora": True}},
     ),
     (
@@ -96,13 +96,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"lora": {**QUANTIZED, "enable_aqn": True, "use_dora": True}},
         "lora.enable_aqn",
-        "which noise would change",
+        "its noise would change the norms of rows",
         {"lora": {"use_dora": False}},
     ),
     (
         {"train": {"moe_bias_update_rate": 0.001}, "lora": ON},
         "train.moe_bias_update_rate",
-        "only adapters are kept",
+        "changes biases of the model itself",
         {"train": {"moe_bias_update_rate": 0}},
     ),
 ]

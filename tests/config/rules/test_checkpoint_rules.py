@@ -12,37 +12,37 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {"load_optimizer": False}},
         "train.load_optimizer",
-        "write load_checkpoint_path: auto to mean the run's own",
+        "false is an option of load_checkpoint_path",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
     (
         {"train": {"require_checkpoint": True}},
         "train.require_checkpoint",
-        "none is looked for; write load_checkpoint_path: auto",
+        "no checkpoint is loaded",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
     (
         {"train": {"require_checkpoint": True, "load_checkpoint_path": "a/folder"}},
         "train.require_checkpoint",
-        "one that is named is required anyway",
+        "a named checkpoint is required anyway",
         {"train": {"require_checkpoint": False}},
     ),
     (
         {"train": {"init_checkpoint_path": "a/model", "load_checkpoint_path": "a/folder"}},
         "train.init_checkpoint_path",
-        "load_checkpoint_path names another start",
+        "load_checkpoint_path names another checkpoint",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
     (
         {"train": {"ckpt_quant": "int8", "save_optimizer": False}},
         "train.ckpt_quant",
-        "compresses what save_optimizer: false leaves out",
+        "quantizes optimizer states",
         {"train": {"save_optimizer": True}},
     ),
     (
         {"train": {"ckpt_quant": "int4", "optimizer": "muon"}},
         "train.ckpt_quant",
-        "compresses the moments of adamw and anyprecision_adamw, and the optimizer is muon",
+        "quantizes the moments of adamw and anyprecision_adamw",
         {"train": {"optimizer": "anyprecision_adamw"}},
     ),
 ]

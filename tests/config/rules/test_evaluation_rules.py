@@ -39,7 +39,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         held_out(eval_rows_per_batch=4),
         "train.eval_rows_per_batch",
-        "no batches are counted; write eval_max_batches as a whole number",
+        "there is no number of batches",
         {"train": {"eval_max_batches": 2}},
     ),
     (
@@ -57,25 +57,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         held_out(eval_steps=1, save_best={"metric": "loss"}),
         "train.save_best.metric",
-        "no evaluation tells loss; write eval_loss, eval_perplexity, eval_token_accuracy",
+        "loss is not a metric of evaluations",
         {"train": {"save_best": {"metric": "eval_loss/poems"}}},
     ),
     (
         held_out(eval_steps=1, eval_max_batches=0, **PATIENT),
         "train.eval_max_batches",
-        "0 evaluates nothing, and early_stopping asks for evaluations",
+        "0 evaluates nothing",
         {"train": {"eval_max_batches": 1}},
     ),
     (
         {"train": {"early_stopping": {"min_delta": 0.1}}},
         "train.early_stopping.min_delta",
-        "nothing ends the run with patience: 0",
+        "patience: 0 disables early stopping",
         {"train": {"early_stopping": {}}},
     ),
     (
         {"train": {"save_best": {"mode": "max"}}},
         "train.save_best.mode",
-        "max of what? Write metric",
+        "is max, but no metric is set",
         {"train": {"save_best": {}}},
     ),
     (
@@ -90,13 +90,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         held_out(eval_only=True, eval_steps=1, **BEST),
         "train.save_best.metric",
-        "there is nothing to judge with eval_only: true; leave save_best out",
+        "has no effect with eval_only: true",
         {"train": {"save_best": {}}},
     ),
     (
         {"train": {"sample_steps": 5}},
         "train.sample_steps",
-        "there is no prompt to answer; write sample_prompts",
+        "there are no prompts",
         {"train": {"sample_prompts": ["Why?"]}},
     ),
     (

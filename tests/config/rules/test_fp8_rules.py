@@ -12,41 +12,46 @@ GATHERED: dict[str, Any] = {**ON, "fp8": ROUNDED, "enable_fp8_all_gather": True}
 
 # The settings, where the fault is told, words of the reason, and the change that mends it.
 COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
-    ({"train": {"fp8": ROUNDED}}, "train.fp8.recipe", "nothing is rounded", {"train": ON}),
+    (
+        {"train": {"fp8": ROUNDED}},
+        "train.fp8.recipe",
+        "there is no FP8 training with enable_fp8_training: false",
+        {"train": ON},
+    ),
     (
         {"train": {"fp8": {"exclude_modules": ["mlp"]}}},
         "train.fp8.exclude_modules",
-        "nothing is rounded",
+        "there is no FP8 training with enable_fp8_training: false",
         {"train": ON},
     ),
     (
         {"train": {"enable_fp8_all_gather": True}},
         "train.enable_fp8_all_gather",
-        "nothing is rounded",
+        "there is no FP8 training with enable_fp8_training: false",
         {"train": {**ON, "fp8": ROUNDED}},
     ),
     (
         {"train": ON, "lora": {"enable_lora": True, "enable_qlora": True}},
         "train.enable_fp8_training",
-        "keeps base weights in fewer bits",
+        "lora.enable_qlora: true dequantizes base weights and",
         {"lora": {"enable_qlora": False}},
     ),
     (
         {"train": {**ON, "precision": "fp16_mixed"}},
         "train.enable_fp8_training",
-        "float16 has not the range",
+        "float16 does not have the range of FP8 values and their",
         {"train": {"precision": "bf16_mixed"}},
     ),
     (
         {"train": {**ON, "fp8": {"hadamard_block_size": 64}}},
         "train.fp8.hadamard_block_size",
-        "nothing is turned",
+        "is not used with hadamard: false",
         {"train": {"fp8": {"hadamard_block_size": 64, "hadamard": True}}},
     ),
     (
         {"train": {"fp8": {"hadamard_block_size": 64}}},
         "train.fp8.hadamard_block_size",
-        "nothing is rounded",
+        "there is no FP8 training with enable_fp8_training: false",
         {"train": {"fp8": {}}},
     ),
     (
@@ -58,7 +63,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {**GATHERED, "data_parallel_mode": "ddp"}},
         "train.enable_fp8_all_gather",
-        "ddp gathers no weights",
+        "data_parallel_mode: ddp does not all-gather weights",
         {"train": {"data_parallel_mode": "fsdp2"}},
     ),
     (
@@ -70,25 +75,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {**GATHERED, "enable_compile": True}},
         "train.enable_fp8_all_gather",
-        "no compiler here knows",
+        "all-gathers a tensor subclass that torch.compile does",
         {"train": {"enable_compile": False}},
     ),
     (
         {"train": GATHERED, "lora": {"enable_lora": True, "use_dora": True}},
         "train.enable_fp8_all_gather",
-        "the norms of their rows",
+        "gives layers quantized weights",
         {"lora": {"use_dora": False}},
     ),
     (
         {"train": {**GATHERED, "fp8": {}}},
         "train.enable_fp8_all_gather",
-        "want them rounded by columns",
+        "all-gathers weights that are quantized by rows",
         {"train": {"fp8": {"quantize_input_grad": False}}},
     ),
     (
         {"train": {**ON, "enable_compile": True, "tensor_parallel_size": 2}},
         "train.enable_compile",
-        "the ranks of tensor_parallel_size (2) agree on scales",
+        "the ranks of tensor_parallel_size (2) all-reduce scales",
         {"train": {"fp8": {"recipe": "blockwise"}}},
     ),
 ]

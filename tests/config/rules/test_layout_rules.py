@@ -38,7 +38,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {"tp_reduce_dtype": "fp32"}},
         "train.tp_reduce_dtype",
-        "nothing is added up with tensor_parallel_size: 1",
+        "there is no reduction with tensor_parallel_size: 1",
         {"train": {"tensor_parallel_size": 2}},
     ),
     (
@@ -50,7 +50,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"model": {"ep_dispatch": "deepep"}, "train": {"expert_parallel_size": 6}},
         "model.ep_dispatch",
-        "between 2, 4 or 8 ranks",
+        "deepep needs 2, 4 or 8 ranks on one node",
         {"train": {"expert_parallel_size": 4}},
     ),
     (
@@ -59,7 +59,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "train": {"expert_parallel_size": 2, "enable_mixed_precision": False},
         },
         "model.ep_dispatch",
-        "sends bfloat16 alone",
+        "deepep supports bfloat16 only",
         {"train": {"enable_mixed_precision": True}},
     ),
     (
@@ -71,7 +71,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {"data_parallel_mode": "none", "cp_fsdp_mode": "ring_only"}},
         "train.cp_fsdp_mode",
-        "is ring_only, and data_parallel_mode: none shards no weights",
+        "is ring_only, but data_parallel_mode: none does not",
         {"train": {"cp_fsdp_mode": "all"}},
     ),
     (
@@ -119,7 +119,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {"pipeline_parallel_split": [0, 2]}},
         "train.pipeline_parallel_split",
-        "no stages with pipeline_parallel_size: 1",
+        "there are no pipeline stages with",
         {"train": {"pipeline_parallel_size": 2}},
     ),
     (

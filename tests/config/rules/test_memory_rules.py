@@ -24,7 +24,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {"log_dir": "logs"}},
         "train.log_dir",
-        "TensorBoard's events alone go there",
+        "is the folder of TensorBoard's event files",
         {"train": {"use_tensorboard": True}},
     ),
     (

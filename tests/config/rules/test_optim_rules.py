@@ -83,7 +83,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"lr_decay_style": "inverse_sqrt", "lr_decay_ratio": 0.5},
         "lr_decay_ratio",
-        "falls on to the end of the run",
+        "lr_decay_style: inverse_sqrt decays until the end of the",
         {"lr_decay_ratio": 1.0},
     ),
     (
@@ -113,7 +113,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"precision": "fp16_mixed", "enable_mixed_precision": False},
         "precision",
-        "fp16_mixed mixes precisions",
+        "fp16_mixed is mixed precision",
         {"precision": "bf16"},
     ),
     (
@@ -137,7 +137,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"grad_accum_dtype": "bf16", "data_parallel_mode": "ddp", "optimizer": "sgd"},
         "grad_accum_dtype",
-        "sgd takes gradients in the precision of weights",
+        "sgd needs gradients in the dtype of weights",
         {"optimizer": "adamw"},
     ),
     (
@@ -149,25 +149,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "pipeline_parallel_schedule": "ZBVZeroBubble",
         },
         "grad_accum_dtype",
-        "adds gradients up in the precision of weights",
+        "pipeline_parallel_schedule: ZBVZeroBubble accumulates",
         {"data_parallel_mode": "fsdp2"},
     ),
     (
         {"stochastic_rounding": True},
         "stochastic_rounding",
-        "rounds nothing",
+        "weights and optimizer states are in float32",
         {"precision": "bf16"},
     ),
     (
         {"stochastic_rounding": True, "precision": "bf16", "optimizer": "sgd"},
         "stochastic_rounding",
-        "sgd rounds to the nearest",
+        "sgd has no stochastic rounding",
         {"optimizer": "muon"},
     ),
     (
         {"optimizer": "anyprecision_adamw", "optimizer_kwargs": {"use_kahan_summation": True}},
         "optimizer_kwargs.use_kahan_summation",
-        "weights, which are kept in float32",
+        "compensates rounding errors of bfloat16 weights",
         {"precision": "bf16"},
     ),
     (
@@ -179,7 +179,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"fuse_optimizer_step": True, "max_grad_norm": 0.0, "optimizer": "muon"},
         "fuse_optimizer_step",
-        "muon steps all matrices together",
+        "uses each gradient as soon as it is complete",
         {"optimizer": "sgd"},
     ),
     (

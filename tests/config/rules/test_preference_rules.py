@@ -29,25 +29,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"preference": {"beta": 0.2}},
         "preference.beta",
-        "nothing reads it with train.objective: sft",
+        "is not used with train.objective: sft",
         LEARNT,
     ),
     (
         {**LEARNT, "data": texts("chat")},
         FIRST,
-        "chat holds no pairs of answers",
+        "chat has no preference pairs",
         {"data": PAIRS},
     ),
     (
         {**LEARNT, "preference": {"loss_type": "kto"}},
         FIRST,
-        "preference holds no judged answers",
+        "preference has no rated completions",
         {"data": texts("kto")},
     ),
     (
         {"train": {"objective": "pretrain"}, "data": texts("text", "chat")},
         "data.datasets.1.type",
-        "chat is no plain text",
+        "chat is not plain text",
         {"data": texts("text")},
     ),
     (
@@ -63,7 +63,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         (
             {**LEARNT, "train": {"objective": "preference", name: 0.1}},
             f"train.{name}",
-            "is a term of the loss of tokens",
+            "is a term of the token loss",
             {"train": {name: 0.0}},
         )
         for name in ("label_smoothing", "z_loss_coef")
@@ -71,13 +71,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {**LEARNT, "preference": {"offset_alpha": 0.5}},
         "preference.offset_alpha",
-        "goes by the scores of answers, and no data set has any",
+        "needs scores of completions",
         {"data": {"datasets": [SCORED]}},
     ),
     (
         {**LEARNT, "data": {"datasets": [{**SCORED, "field_rejected_score": None}]}},
         "data.datasets.0.field_rejected_score",
-        "is not named, and others are",
+        "is not set, but other columns of scores are",
         {"data": {"datasets": [SCORED]}},
     ),
     (
@@ -89,7 +89,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {**LEARNT, "data": {"datasets": [SCORED, {"path": "turns", "type": "preference_turns"}]}},
         "data.datasets.1.type",
-        "preference_turns has no scores, and other data sets have",
+        "preference_turns has no scores",
         {"data": {"datasets": [SCORED]}},
     ),
     (
@@ -105,19 +105,19 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "preference": {"loss_type": "kto", "length_normalize": "pair_mean"},
         },
         "preference.length_normalize",
-        "make no pairs",
+        "loss_type: kto has single completions, not pairs",
         {"preference": {"length_normalize": "mean"}},
     ),
     (
         {**LEARNT, "preference": {"loss_type": "simpo", "length_normalize": "none"}},
         "preference.length_normalize",
-        "loss_type: simpo is defined on means",
+        "loss_type: simpo is defined with means",
         {"preference": {"length_normalize": "mean"}},
     ),
     (
         {**LEARNT, "preference": {"sft_loss_scope": "prompt_and_answer"}},
         "preference.sft_loss_scope",
-        "no cross-entropy without sft_loss_ratio",
+        "there is no SFT loss without sft_loss_ratio",
         {"preference": {"sft_loss_ratio": 0.5}},
     ),
     (
@@ -127,13 +127,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "preference": {"loss_type": "kto", "kl_rotation_size": 4},
         },
         "preference.kl_rotation_size",
-        "is read with kl_pairing: rotate alone",
+        "is used with kl_pairing: rotate only",
         {"preference": {"kl_pairing": "rotate"}},
     ),
     (
         {**LEARNT, "preference": {"ref_update_steps": 5}, "lora": {"enable_lora": True}},
         "preference.ref_update_steps",
-        "which does not move",
+        "with adapters the reference model is the frozen base",
         {"lora": {"enable_lora": False}},
     ),
     (
@@ -151,7 +151,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {**LEARNT, "preference": {"pref_loss_ratio": 0.0}},
         "preference.pref_loss_ratio",
-        "nothing is learnt",
+        "both losses have weight 0",
         {"preference": {"sft_loss_ratio": 1.0}},
     ),
     (

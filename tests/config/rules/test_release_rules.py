@@ -21,31 +21,31 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"release": {"min_delta": 0.1}},
         "release.min_delta",
-        "nothing is released without a name",
+        "nothing is released without release.name",
         release(),
     ),
     (
         release(train_when="always", min_new_samples=5),
         "release.min_new_samples",
-        "nobody counts with train_when: always",
+        "is not used with train_when: always",
         release(train_when="new_samples"),
     ),
     (
         release(metric=None, mode="max"),
         "release.mode",
-        "nothing is compared with metric: null",
+        "is not used with metric: null",
         release(metric="eval_loss"),
     ),
     (
         release(metric="rouge"),
         "release.metric",
-        "no evaluation tells rouge; write eval_loss, eval_perplexity",
+        "rouge is not a metric of evaluations; write eval_loss",
         release(metric="eval_loss/chats"),
     ),
     (
         {"release": {"name": "bot"}},
         "release.metric",
-        "there is nothing to compare models on",
+        "there is no data to compare models on",
         {"release": {"metric": None}},
     ),
     (
@@ -63,25 +63,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {**release(), "export": {"quantise": "fp8"}},
         "export.quantise",
-        "as they were trained, and not rounded",
+        "needs weights that are not quantized",
         {"release": {"metric": None, "start_from": "model"}},
     ),
     (
         {"data": {"val_set_size": 5, "skip_prepare_dataset": True}, "release": {"name": "bot"}},
         "data.skip_prepare_dataset",
-        "releases follow the sources",
+        "releases follow changes of the sources",
         {"data": {"skip_prepare_dataset": False}},
     ),
     (
         {**release(), "train": {"load_checkpoint_path": "out/checkpoints/global_step_1"}},
         "train.load_checkpoint_path",
-        "each model would start from this one checkpoint",
+        "every run would start from this checkpoint",
         {"train": {"load_checkpoint_path": "auto"}},
     ),
     (
         {**release(), "train": {"init_checkpoint_path": "builtin:tiny-qwen3"}},
         "train.init_checkpoint_path",
-        "each model would start from this one checkpoint",
+        "every run would start from this checkpoint",
         {"train": {"init_checkpoint_path": None}},
     ),
     (
@@ -90,7 +90,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "train": {"load_checkpoint_path": "auto", "require_checkpoint": True},
         },
         "train.require_checkpoint",
-        "in a folder of its own",
+        "each run has a new folder",
         {"train": {"require_checkpoint": False}},
     ),
 ]

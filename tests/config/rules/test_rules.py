@@ -22,7 +22,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"model": {"config_path": None}},
         "model.model_path",
-        "no model is named",
+        "is not set",
         {"model": {"model_path": "x"}},
     ),
     (
@@ -34,7 +34,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": dataset(data_files=["a.csv", "b.jsonl"])},
         "data.datasets.0.data_files",
-        "do not tell one format",
+        "the names in data_files do not have one known extension",
         {"data": dataset(data_files=["a.json", "b.jsonl.gz"])},
     ),
     (
@@ -46,7 +46,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": {**dataset(max_seq_len=300), ROW: 256}},
         "data.datasets.0.max_seq_len",
-        "300 tokens does not fit a row of 256",
+        "a sample of 300 tokens does not fit a packed sequence of",
         {"data": {**dataset(max_seq_len=300), ROW: 512}},
     ),
     (
@@ -59,7 +59,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         (
             {"train": {"dropout": {name: value}}},
             f"train.dropout.{name}",
-            "nothing is dropped; write hidden, attention or ffn",
+            "there is no dropout; write hidden, attention or ffn",
             {"train": {"dropout": {name: value, "hidden": 0.1}}},
         )
         for name, value in {"warmup_steps": 5, "depth_scaling": True}.items()
@@ -73,7 +73,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": {**dataset(type="preference"), "isolate_samples": False}, **COMPARED},
         "data.isolate_samples",
-        "compared by what they are worth alone",
+        "completions of preference samples must not attend to",
         {"data": {"isolate_samples": True}},
     ),
     (
@@ -85,19 +85,19 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": {"dataloader_num_workers": 0, "dataloader_prefetch_factor": 4}},
         "data.dataloader_prefetch_factor",
-        "no process reads 4 steps ahead with dataloader_num_workers: 0",
+        "no worker can load 4 steps ahead with",
         {"data": {"dataloader_num_workers": 1}},
     ),
     (
         {"data": dataset(shards_idx=0)},
         "data.datasets.0.shards_idx",
-        "there is one piece without shards; write shards too",
+        "there is only one shard without shards",
         {"data": dataset(shards=2, shards_idx=0)},
     ),
     (
         {"data": dataset(shards=2, shards_idx=2)},
         "data.datasets.0.shards_idx",
-        "2 is none of 2 pieces, which are counted from 0; write at most 1",
+        "2 is not an index of 2 shards",
         {"data": dataset(shards=2, shards_idx=1)},
     ),
     (
@@ -121,31 +121,31 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": {"dataset_shard_num": 3, "dataset_shard_idx": 3}},
         "data.dataset_shard_idx",
-        "3 is none of 3 pieces",
+        "3 is not an index of 3 shards",
         {"data": {"dataset_shard_num": 4}},
     ),
     (
         {"data": dataset(weight=2)},
         "data.datasets.0.weight",
-        "concat takes every sample once, whatever its weight (2); write mix_strategy: random",
+        "mix_strategy: concat uses every sample once and ignores",
         {"data": {"mix_strategy": "random"}},
     ),
     (
         {"data": dataset(weight=0)},
         "data.datasets",
-        "every weight is 0",
+        "all weights are 0",
         {"data": {"datasets": [{"path": "a", "weight": 0}, {"path": "b"}]}},
     ),
     (
         {"data": {"test_datasets": [{"path": "x", "weight": 2}]}},
         "data.test_datasets.0.weight",
-        "no samples are drawn from test_datasets; leave weight out",
+        "test_datasets are not mixed",
         {"data": {"test_datasets": [{"path": "x", "max_samples": 2}]}},
     ),
     (
         {"data": {"decontaminate_datasets": [{"path": "x", "max_samples": 2}]}},
         "data.decontaminate_datasets.0.max_samples",
-        "drawn from decontaminate_datasets; leave max_samples out",
+        "decontaminate_datasets are not mixed",
         {"data": {"decontaminate_datasets": [{"path": "x"}]}},
     ),
     (
@@ -157,19 +157,19 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"data": {"near_duplicate_threshold": 0.5, "deduplicate": "exact"}},
         "data.near_duplicate_threshold",
-        "write deduplicate: near",
+        "is only used with deduplicate: near",
         {"data": {"deduplicate": "near"}},
     ),
     (
         {"data": {"decontaminate_ngram": 5}},
         "data.decontaminate_ngram",
-        "write decontaminate_datasets",
+        "is only used with decontaminate_datasets",
         {"data": {"decontaminate_datasets": [{"path": "x", "type": "kto"}]}},
     ),
     (
         {"data": {"truncation_mode": "drop"}},
         "data.truncation_mode",
-        "no dataset has a max_seq_len, so nothing is cut",
+        "no dataset has a max_seq_len",
         {"data": dataset(max_seq_len=9)},
     ),
     (
@@ -184,13 +184,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "pipeline": {"stages": ["prepare"]},
         },
         "data.train_on_turns",
-        "of kto samples the answers are trained whole, and nothing else",
+        "kto samples always train complete completions and",
         {"data": dataset(type="chat")},
     ),
     (
         {"data": {**dataset(type="chat"), "share_prompts": False}},
         "data.share_prompts",
-        "samples of type chat have one answer; leave share_prompts out",
+        "samples of type chat have one completion",
         {"data": {"share_prompts": True}},
     ),
     (
@@ -203,19 +203,19 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             }
         },
         "data.datasets.1.type",
-        "preference gives preference samples, and tokenized of data.datasets.0 gives sft samples",
+        "preference contains preference samples",
         {"data": {"datasets": [{"path": "a"}, {"path": "b", "type": "chat"}]}},
     ),
     (
         {"data": dataset(type="preference_turns")},
         "data.datasets.0.type",
-        "train.objective: sft learns nothing from preference samples",
+        "train.objective: sft cannot train on preference samples",
         {"train": {"objective": "preference"}},
     ),
     (
         {"data": {"datasets": [{"path": "a.jsonl", "streaming": True}]}},
         "data.datasets.0.streaming",
-        "a.jsonl is no dataset of the hub (org/name)",
+        "a.jsonl is not a hub dataset (org/name)",
         {"data": {"datasets": [{"path": "org/a", "streaming": True}]}},
     ),
     (
@@ -257,7 +257,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"model": {"encoders": {"image": {"model_path": "x"}}}},
         "model.encoders",
-        "read text alone",
+        "has encoders (image)",
         {"model": {"encoders": {}}},
     ),
     (
@@ -293,13 +293,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"push": {"url": "s3://b/x", "create_pr": True}},
         "push.create_pr",
-        "only a hub repository",
+        "is for hub repositories",
         {"push": {"create_pr": False}},
     ),
     (
         {"launch": {"nnodes": 2}},
         "launch.rdzv_endpoint",
-        "need a place to meet",
+        "2 nodes need a rendezvous endpoint",
         {"launch": {"rdzv_endpoint": "a:1"}},
     ),
     (
@@ -308,25 +308,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
             "train": {"output_dir": "s3://bucket/out"},
         },
         "train.output_dir",
-        "2 machines write their parts",
+        "is a URL, but 2 nodes write their shards of a checkpoint",
         {"train": {"output_dir": "/shared/out"}},
     ),
     (
         {"data": {"dataset_prepared_path": "s3://b/x", "skip_prepare_dataset": True}},
         "data.skip_prepare_dataset",
-        "a folder of this machine",
+        "uses prepared data in a local folder",
         {"data": {"skip_prepare_dataset": False}},
     ),
     (
         {"train": {"moe_bias_update_rate": 0.001}, "model": {"freeze_router": True}},
         "train.moe_bias_update_rate",
-        "leaves routers as they are",
+        "changes biases of routers",
         {"model": {"freeze_router": False}},
     ),
     (
         {"train": {"mlflow_tracking_uri": "http://host"}},
         "train.mlflow_tracking_uri",
-        "nothing is sent there",
+        "is not used with use_mlflow: false",
         {"train": {"use_mlflow": True}},
     ),
     (

@@ -283,8 +283,11 @@ def test_a_runs_file_is_told_from_a_servers(tmp_path, text, says):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"nnodes": 2}, ["master_addr: 2 machines need a place to meet"]),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "a"}, ["node_rank: 2 is none of 2 machine"]),
+        ({"nnodes": 2}, ["master_addr: 2 nodes need a rendezvous address"]),
+        (
+            {"nnodes": 2, "node_rank": 2, "master_addr": "a"},
+            ["node_rank: 2 is not a rank of 2 node"],
+        ),
         ({"nproc_per_node": 0}, ["nproc_per_node: is 0; it must be at least 1"]),
         (
             {"worker_bind_address": "tcp://h:65536"},
@@ -294,7 +297,7 @@ def test_a_runs_file_is_told_from_a_servers(tmp_path, text, says):
         (
             {"sample_packing_sequence_len": 1000, "pad_to_multiple_of": 64, "nnodes": 3},
             [
-                "master_addr: 3 machines need a place to meet",
+                "master_addr: 3 nodes need a rendezvous address",
                 "pad_to_multiple_of: 64 does not divide sample_packing_sequence_len (1000)",
             ],
         ),

@@ -128,7 +128,7 @@ def test_rules_of_types_hold_for_a_type_that_is_told(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n')
     run = loads(smallest(data={"datasets": [{"path": str(file)}]}))
-    with pytest.raises(ConfigError, match="sft learns nothing from preference samples"):
+    with pytest.raises(ConfigError, match="sft cannot train on preference samples"):
         plan(run, ("pack",))
     objective = {"objective": "preference"}
     planned = plan(loads(smallest(data={"datasets": [{"path": str(file)}]}, train=objective)))

@@ -1,4 +1,4 @@
-"""Combinations of settings of evaluating that cannot be honoured."""
+"""Invalid combinations of evaluation settings."""
 
 from collections.abc import Iterator
 
@@ -6,37 +6,36 @@ from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.config.rules.data import Faults
 from penstock.config.schema.run import RunConfig
 
-TOLD = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
-"""What every evaluation tells; of several data sets also `eval_loss/<its name>`."""
+METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
+"""Metrics of every evaluation; with several data sets also `eval_loss/<name>`."""
 
-
-TOLD_OF_ANSWERS = (
+PREFERENCE_METRICS = (
     "eval_loss",
     *(f"eval_rewards/{name}" for name in ("margins", "chosen", "rejected")),
 )
-"""What evaluations tell where preferences are learnt."""
+"""Metrics of preference training."""
 
-TOLD_OF_PAIRS = (*TOLD_OF_ANSWERS, "eval_rewards/accuracies")
-"""The same where answers come in pairs."""
+PAIR_METRICS = (*PREFERENCE_METRICS, "eval_rewards/accuracies")
+"""Metrics of preference training on pairs."""
 
 
-def untold(metric: str, run: RunConfig) -> str | None:
-    """What is to be said of a metric that no evaluation tells."""
+def unknown_metric(metric: str, run: RunConfig) -> str | None:
+    """The error message for a metric that no evaluation has; None for a known one."""
     if run.train.objective == "preference":
-        told = TOLD_OF_ANSWERS if run.preference.loss_type == "kto" else TOLD_OF_PAIRS
-        if metric in told:
+        known = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
+        if metric in known:
             return None
-        return f"no evaluation of answers tells {metric}; write {', '.join(told)}"
-    if metric in TOLD or metric.startswith("eval_loss/"):
+        return f"{metric} is not a metric of preference evaluations; write {', '.join(known)}"
+    if metric in METRICS or metric.startswith("eval_loss/"):
         return None
     return (
-        f"no evaluation tells {metric}; write {', '.join(TOLD)}, or eval_loss/ and the name of a"
-        " data set"
+        f"{metric} is not a metric of evaluations; write {', '.join(METRICS)}, or eval_loss/ and"
+        " the name of a data set"
     )
 
 
-def _judged_by(run: RunConfig) -> Iterator[tuple[Steps, str]]:
-    """The settings by which a run is judged, and their metrics."""
+def _iter_metrics(run: RunConfig) -> Iterator[tuple[Steps, str]]:
+    """The settings that use a metric, and their metrics."""
     train = run.train
     if train.early_stopping.patience:
         yield ("train", "early_stopping", "patience"), train.early_stopping.metric
@@ -44,18 +43,18 @@ def _judged_by(run: RunConfig) -> Iterator[tuple[Steps, str]]:
         yield ("train", "save_best", "metric"), train.save_best.metric
 
 
-def _something_is_held_out(run: RunConfig) -> Faults:
+def _check_held_out_data(run: RunConfig) -> Faults:
     data, train = run.data, run.train
-    # Data that is prepared already may hold some out; that is found when it is read.
+    # Prepared data may have a validation split, which is known only when it is read.
     if data.test_datasets or data.val_set_size or data.skip_prepare_dataset:
         return
-    wishes = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
+    options = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
     found: list[Steps] = [
         ("train", name)
-        for name in (*wishes, "eval_max_batches", "eval_rows_per_batch", "eval_micro_batch_size")
+        for name in (*options, "eval_max_batches", "eval_rows_per_batch", "eval_micro_batch_size")
         if getattr(train, name)
     ]
-    for path in (*found, *(path for path, _ in _judged_by(run))):
+    for path in (*found, *(path for path, _ in _iter_metrics(run))):
         yield ConfigIssue(
             path,
             "there is nothing to evaluate on; write data.val_set_size or data.test_datasets, or"
@@ -64,57 +63,57 @@ def _something_is_held_out(run: RunConfig) -> Faults:
         )
 
 
-def _batches_are_counted(run: RunConfig) -> Faults:
+def _check_rows_per_batch(run: RunConfig) -> Faults:
     train = run.train
     counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
     if train.eval_rows_per_batch is not None and not counts:
         yield ConfigIssue(
             ("train", "eval_rows_per_batch"),
-            "no batches are counted; write eval_max_batches as a whole number, or leave"
+            "there is no number of batches; write eval_max_batches as a whole number, or leave"
             " eval_rows_per_batch out",
             ("train.eval_max_batches", "train.eval_sanity_batches"),
         )
 
 
-def _runs_are_judged_on_the_way(run: RunConfig) -> Faults:
+def _check_eval_interval(run: RunConfig) -> Faults:
     train = run.train
-    for path, metric in _judged_by(run):
-        if why := untold(metric, run):
+    for path, metric in _iter_metrics(run):
+        if why := unknown_metric(metric, run):
             yield ConfigIssue((*path[:-1], "metric"), why)
         if not train.eval_steps and not train.eval_epochs:
             yield ConfigIssue(
                 path,
-                "nothing is evaluated on the way; write train.eval_steps or train.eval_epochs, or"
-                f" leave {path[1]} out",
+                "there is no evaluation during training; write train.eval_steps or"
+                f" train.eval_epochs, or leave {path[1]} out",
                 ("train.eval_steps", "train.eval_epochs"),
             )
         if train.eval_max_batches == 0:
             yield ConfigIssue(
                 ("train", "eval_max_batches"),
-                f"0 evaluates nothing, and {path[1]} asks for evaluations; leave one of them out",
+                f"0 evaluates nothing, and {path[1]} needs evaluations; leave one of them out",
                 (f"train.{path[1]}.{path[2]}",),
             )
 
 
-def _judging_is_on(run: RunConfig) -> Faults:
+def _check_metric_options(run: RunConfig) -> Faults:
     train = run.train
     if not train.early_stopping.patience:
         for name in ("metric", "min_delta"):
             if train.early_stopping.asks_for(name):
                 yield ConfigIssue(
                     ("train", "early_stopping", name),
-                    f"nothing ends the run with patience: 0; write patience, or leave {name} out",
+                    f"patience: 0 disables early stopping; write patience, or leave {name} out",
                     ("train.early_stopping.patience",),
                 )
     if train.save_best.mode and not train.save_best.metric:
         yield ConfigIssue(
             ("train", "save_best", "mode"),
-            f"{train.save_best.mode} of what? Write metric, or leave mode out",
+            f"is {train.save_best.mode}, but no metric is set; write metric, or leave mode out",
             ("train.save_best.metric",),
         )
 
 
-def _what_only_evaluates_ends_there(run: RunConfig) -> Faults:
+def _check_eval_only(run: RunConfig) -> Faults:
     train = run.train
     if not train.eval_only:
         return
@@ -126,21 +125,21 @@ def _what_only_evaluates_ends_there(run: RunConfig) -> Faults:
             f" {' and '.join(later)} out of pipeline.stages",
             ("pipeline.stages",),
         )
-    for path, _ in _judged_by(run):
+    for path, _ in _iter_metrics(run):
         yield ConfigIssue(
             path,
-            f"there is nothing to judge with eval_only: true; leave {path[1]} out",
+            f"has no effect with eval_only: true; leave {path[1]} out",
             ("train.eval_only",),
         )
 
 
-def _prompts_are_there(run: RunConfig) -> Faults:
+def _check_sample_prompts(run: RunConfig) -> Faults:
     train = run.train
     for name in ("sample_steps", "sample_max_new_tokens"):
         if not train.sample_prompts and train.asks_for(name):
             yield ConfigIssue(
                 ("train", name),
-                f"there is no prompt to answer; write sample_prompts, or leave {name} out",
+                f"there are no prompts; write sample_prompts, or leave {name} out",
                 ("train.sample_prompts",),
             )
     for index, prompt in enumerate(train.sample_prompts):
@@ -149,10 +148,10 @@ def _prompts_are_there(run: RunConfig) -> Faults:
 
 
 EVALUATION_RULES = (
-    _something_is_held_out,
-    _batches_are_counted,
-    _runs_are_judged_on_the_way,
-    _judging_is_on,
-    _what_only_evaluates_ends_there,
-    _prompts_are_there,
+    _check_held_out_data,
+    _check_rows_per_batch,
+    _check_eval_interval,
+    _check_metric_options,
+    _check_eval_only,
+    _check_sample_prompts,
 )

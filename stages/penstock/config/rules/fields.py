@@ -1,4 +1,4 @@
-"""Columns that are named for a data set whose type does not read them."""
+"""Columns of a dataset that its type does not read."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from penstock.config.schema.run import RunConfig
 PAIRS = ("preference", "kto")
 QUESTIONS = ("instruction", "alpaca", "preference")
 
-READ_BY: Mapping[str, tuple[FormatName, ...]] = {
+TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
     "field_messages": ("chat", "sharegpt", *PAIRS),
     "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),
     "field_instruction": QUESTIONS,
@@ -23,16 +23,16 @@ READ_BY: Mapping[str, tuple[FormatName, ...]] = {
     "field_completion": ("kto",),
     "field_label": ("kto", "chat"),
 }
-"""The types that read each; `field_system` and the scores of pairs are judged elsewhere."""
+"""The types that read each field; `field_system` and scores are checked elsewhere."""
 
 
-def columns_are_read(run: RunConfig) -> Faults:
-    """A column's name that changes nothing for the type beside it."""
+def check_dataset_columns(run: RunConfig) -> Faults:
+    """Name of a column that the dataset's type does not read."""
     for field in ("datasets", "test_datasets", "decontaminate_datasets"):
         for index, entry in enumerate(getattr(run.data, field)):
             if not entry.is_typed:
                 continue
-            for name, types in READ_BY.items():
+            for name, types in TYPES_OF_FIELD.items():
                 if entry.asks_for(name) and entry.type not in types:
                     at = ("data", field, index)
                     yield ConfigIssue(

@@ -1,4 +1,4 @@
-"""Combinations of settings of optimizers, schedules and precision that cannot be honoured."""
+"""Invalid combinations of optimizer, learning rate schedule and precision settings."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,26 +11,25 @@ from penstock.config.schema.lr_schedule import ENDING, READ_BY
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 
-OF_EACH_NUMBER = tuple(
+ELEMENTWISE = tuple(
     f"torch.optim.{name}"
     for name in (
         *("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD"),
         *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Of others, those that step each number by itself, so that it is no matter who holds which."""
+"""Element-wise optimizers besides those of `ARGUMENTS`: they work on shards of a tensor."""
 
-OF_MUON = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
+MUON_FIELDS = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
 
-ROUNDING = ("adamw", "anyprecision_adamw", "muon", "novograd")
-"""Optimizers that round at random."""
+STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
+"""Optimizers with stochastic rounding."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Dtypes in settings to torch's names."""
 
 
-PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-"""Names of settings to torch's."""
-
-
-def _is_share(value: Any) -> bool:
+def _is_fraction(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
@@ -40,27 +39,27 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_betas(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_share, value))  # pyright: ignore[reportUnknownArgumentType]
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_fraction, value))  # pyright: ignore[reportUnknownArgumentType]
 
 
 Check = tuple[Callable[[Any], bool], str]
 BETAS: Check = (_are_betas, "two numbers from 0 to below 1, such as [0.9, 0.95]")
 NUMBER: Check = (_is_number, "a number of 0 or more")
-SHARE: Check = (_is_share, "a number from 0 to below 1")
-TRUTH: Check = (lambda value: isinstance(value, bool), "true or false")
+FRACTION: Check = (_is_fraction, "a number from 0 to below 1")
+BOOL: Check = (lambda value: isinstance(value, bool), "true or false")
 
 ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
     "adamw": {"betas": BETAS, "eps": NUMBER},
-    "anyprecision_adamw": {"betas": BETAS, "eps": NUMBER, "use_kahan_summation": TRUTH},
-    "sgd": {"momentum": SHARE, "dampening": NUMBER, "nesterov": TRUTH},
+    "anyprecision_adamw": {"betas": BETAS, "eps": NUMBER, "use_kahan_summation": BOOL},
+    "sgd": {"momentum": FRACTION, "dampening": NUMBER, "nesterov": BOOL},
     "muon": {"betas": BETAS, "eps": NUMBER},
-    "novograd": {"betas": BETAS, "eps": NUMBER, "grad_averaging": TRUTH, "amsgrad": TRUTH},
+    "novograd": {"betas": BETAS, "eps": NUMBER, "grad_averaging": BOOL, "amsgrad": BOOL},
 }
-"""What each optimizer of one word takes in `optimizer_kwargs`."""
+"""The `optimizer_kwargs` of each optimizer with a short name."""
 
 
-def arguments_are_the_optimizers(run: RunConfig) -> Faults:
-    """`optimizer_kwargs` that the optimizer does not take, or not so."""
+def check_optimizer_kwargs(run: RunConfig) -> Faults:
+    """Unknown or invalid `optimizer_kwargs`."""
     name, given = run.train.optimizer, run.train.optimizer_kwargs
     known = ARGUMENTS.get(name)
     if known is None:
@@ -88,48 +87,47 @@ def arguments_are_the_optimizers(run: RunConfig) -> Faults:
         )
 
 
-def _the_optimizer_can_do_with_parts(run: RunConfig) -> Faults:
+def _check_sharded_optimizer(run: RunConfig) -> Faults:
     train, name = run.train, run.train.optimizer
-    if name in ARGUMENTS or name in OF_EACH_NUMBER:
+    if name in ARGUMENTS or name in ELEMENTWISE:
         return
-    wholes = {
+    layouts = {
         "data_parallel_mode": (train.data_parallel_mode == "fsdp2", "none or ddp"),
         "tensor_parallel_size": (train.tensor_parallel_size > 1, "1"),
         "expert_parallel_size": (train.expert_parallel_size > 1, "1"),
     }
-    for setting, (divides, instead) in wholes.items():
-        if divides:
+    for setting, (shards, instead) in layouts.items():
+        if shards:
             yield ConfigIssue(
                 ("train", "optimizer"),
-                f"{name} keeps something of whole matrices, of which {setting}:"
-                f" {getattr(train, setting)} gives a rank a part; write {setting}: {instead}, or"
-                " another optimizer",
+                f"{name} may need full matrices, which {setting}: {getattr(train, setting)} shards"
+                f" over ranks; write {setting}: {instead}, or another optimizer",
                 (f"train.{setting}",),
             )
             return
 
 
-def _settings_of_muon_are_for_muon(run: RunConfig) -> Faults:
+def _check_muon(run: RunConfig) -> Faults:
     train = run.train
     if train.optimizer == "muon":
         if not train.lr:
             yield ConfigIssue(
                 ("train", "lr"),
-                "is 0, and muon_lr follows its schedule, as a multiple of it; write an lr above 0",
+                "is 0, and muon_lr follows its schedule as a multiple of it; write an lr above 0",
                 ("train.optimizer",),
             )
         return
-    for name in OF_MUON:
+    for name in MUON_FIELDS:
         if train.asks_for(name):
             yield ConfigIssue(
                 ("train", name),
-                f"is read by muon alone, and the optimizer is {train.optimizer}; write optimizer:"
+                f"is used by muon only, and the optimizer is {train.optimizer}; write optimizer:"
                 f" muon, or leave {name} out",
                 ("train.optimizer",),
             )
 
 
-def _decay_falls(run: RunConfig) -> Faults:
+def _check_lr_min(run: RunConfig) -> Faults:
     train = run.train
     if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
         yield ConfigIssue(
@@ -140,17 +138,17 @@ def _decay_falls(run: RunConfig) -> Faults:
         )
 
 
-def _warmup_is_written_once(run: RunConfig) -> Faults:
+def _check_warmup(run: RunConfig) -> Faults:
     train = run.train
     if train.lr_warmup_steps is not None and train.lr_warmup_ratio:
         yield ConfigIssue(
             ("train", "lr_warmup_ratio"),
-            "lr_warmup_steps is given too; leave one of the two out",
+            "lr_warmup_steps is set too; leave one of the two out",
             ("train.lr_warmup_steps",),
         )
 
 
-def _warmup_ends_before_decay(run: RunConfig) -> Faults:
+def _check_warmup_length(run: RunConfig) -> Faults:
     train = run.train
     decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
     if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
@@ -162,28 +160,28 @@ def _warmup_ends_before_decay(run: RunConfig) -> Faults:
         )
 
 
-def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
+def _check_schedule_kwargs(run: RunConfig) -> Faults:
     train = run.train
     more, style = train.lr_schedule_kwargs, train.lr_decay_style
     for name, styles in READ_BY.items():
         if style not in styles and more.asks_for(name):
             yield ConfigIssue(
                 ("train", "lr_schedule_kwargs", name),
-                f"is nothing to lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
+                f"is not used by lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
                 f" {name} out",
                 ("train.lr_decay_style",),
             )
     if style != "constant" and style not in ENDING and train.asks_for("lr_decay_ratio"):
         yield ConfigIssue(
             ("train", "lr_decay_ratio"),
-            f"lr_decay_style: {style} falls on to the end of the run; leave lr_decay_ratio out",
+            f"lr_decay_style: {style} decays until the end of the run; leave lr_decay_ratio out",
             ("train.lr_decay_style",),
         )
     if style == "wsd" and more.decay_shape != "cosine" and more.asks_for("num_cycles"):
         yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "num_cycles"),
-            f"are waves of a cosine, and decay_shape is {more.decay_shape}; write decay_shape:"
-            " cosine, or leave num_cycles out",
+            f"is for a cosine, and decay_shape is {more.decay_shape}; write decay_shape: cosine, or"
+            " leave num_cycles out",
             ("train.lr_schedule_kwargs.decay_shape",),
         )
     warms = train.lr_warmup_steps or (train.lr_warmup_steps is None and train.lr_warmup_ratio)
@@ -203,13 +201,13 @@ def _the_schedule_reads_what_is_written(run: RunConfig) -> Faults:
         )
 
 
-def _precisions_agree(run: RunConfig) -> Faults:
+def _check_precision(run: RunConfig) -> Faults:
     train = run.train
     precision = train.precision or ""
     if precision.endswith("_mixed") and not train.enable_mixed_precision:
         yield ConfigIssue(
             ("train", "precision"),
-            f"{precision} mixes precisions, and enable_mixed_precision is false; leave"
+            f"{precision} is mixed precision, and enable_mixed_precision is false; leave"
             " enable_mixed_precision out",
             ("train.enable_mixed_precision",),
         )
@@ -223,50 +221,50 @@ def _precisions_agree(run: RunConfig) -> Faults:
     if train.computes_in != "float16" and train.asks_for("loss_scale_init"):
         yield ConfigIssue(
             ("train", "loss_scale_init"),
-            f"the loss is scaled in float16 alone, and this run computes in {train.computes_in};"
-            " write precision: fp16_mixed, or leave loss_scale_init out",
+            f"loss scaling is for float16 only, and this run computes in {train.computes_in}; write"
+            " precision: fp16_mixed, or leave loss_scale_init out",
             ("train.precision", "train.enable_mixed_precision"),
         )
 
 
-def _gradients_are_added_up_in_one_precision(run: RunConfig) -> Faults:
+def _check_fsdp_grad_dtype(run: RunConfig) -> Faults:
     train = run.train
     wanted = train.grad_accum_dtype
     if wanted and train.data_parallel_mode == "fsdp2" and wanted != train.fsdp_reduce_dtype:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
-            f"fsdp2 adds gradients up as it sums them over ranks, and fsdp_reduce_dtype is"
+            f"fsdp2 accumulates gradients in the dtype of their reduction, and fsdp_reduce_dtype is"
             f" {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {wanted} as well",
             ("train.fsdp_reduce_dtype", "train.data_parallel_mode"),
         )
 
 
-def _gradients_can_be_added_up_so(run: RunConfig) -> Faults:
+def _check_grad_accum_dtype(run: RunConfig) -> Faults:
     train = run.train
     wanted, mode = train.grad_accum_dtype, train.data_parallel_mode
-    if mode == "fsdp2" or not wanted or PRECISIONS[wanted] == train.keeps_in:
+    if mode == "fsdp2" or not wanted or DTYPES[wanted] == train.keeps_in:
         return
     reads = ("train.data_parallel_mode", "train.precision", "train.optimizer")
     schedule = train.pipeline_parallel_schedule
     if train.pipeline_parallel_size > 1 and schedule in SPLIT_BACKWARD:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
-            f"pipeline_parallel_schedule: {schedule} adds gradients up in the precision of weights,"
+            f"pipeline_parallel_schedule: {schedule} accumulates gradients in the dtype of weights,"
             f" which is {train.keeps_in}; write data_parallel_mode: fsdp2, or leave"
             " grad_accum_dtype out",
             (*reads, "train.pipeline_parallel_schedule", "train.pipeline_parallel_size"),
         )
-    elif wanted == "bf16" and train.optimizer not in ROUNDING:
+    elif wanted == "bf16" and train.optimizer not in STOCHASTIC:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
-            f"{train.optimizer} takes gradients in the precision of weights, which is"
-            f" {train.keeps_in}; write optimizer: {', '.join(ROUNDING[:-1])} or {ROUNDING[-1]}, or"
-            " leave grad_accum_dtype out",
+            f"{train.optimizer} needs gradients in the dtype of weights, which is"
+            f" {train.keeps_in}; write optimizer: {', '.join(STOCHASTIC[:-1])} or {STOCHASTIC[-1]},"
+            " or leave grad_accum_dtype out",
             reads,
         )
 
 
-def _what_is_rounded_is_kept_in_bf16(run: RunConfig) -> Faults:
+def _check_bf16_rounding(run: RunConfig) -> Faults:
     train = run.train
     in_bf16 = train.keeps_in == "bfloat16"
     reads = ("train.precision", "train.optimizer", "train.optimizer_dtype", "train.master_weights")
@@ -274,42 +272,42 @@ def _what_is_rounded_is_kept_in_bf16(run: RunConfig) -> Faults:
         not in_bf16 or train.stochastic_rounding
     ):
         why = (
-            "keeps what rounding takes from weights, and stochastic_rounding rounds them at random"
-            " instead; leave one of the two out"
+            "compensates rounding errors of weights, and so does stochastic_rounding; leave one of"
+            " the two out"
             if in_bf16
-            else "keeps what rounding takes from weights, which are kept in float32; write"
-            " train.precision: bf16, or leave it out"
+            else "compensates rounding errors of bfloat16 weights, and weights are in float32;"
+            " write train.precision: bf16, or leave it out"
         )
         yield ConfigIssue(("train", "optimizer_kwargs", "use_kahan_summation"), why, reads)
     if not train.stochastic_rounding:
         return
     states = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
-    if train.optimizer not in ROUNDING:
+    if train.optimizer not in STOCHASTIC:
         yield ConfigIssue(
             ("train", "stochastic_rounding"),
-            f"{train.optimizer} rounds to the nearest; write optimizer: {', '.join(ROUNDING[:-1])}"
-            f" or {ROUNDING[-1]}, or leave stochastic_rounding out",
+            f"{train.optimizer} has no stochastic rounding; write optimizer:"
+            f" {', '.join(STOCHASTIC[:-1])} or {STOCHASTIC[-1]}, or leave stochastic_rounding out",
             reads,
         )
     elif not in_bf16 and not states:
         yield ConfigIssue(
             ("train", "stochastic_rounding"),
-            "the optimizer keeps weights and states in float32, and rounds nothing; write"
-            " precision: bf16, or leave stochastic_rounding out",
+            "weights and optimizer states are in float32, so nothing is rounded; write precision:"
+            " bf16, or leave stochastic_rounding out",
             reads,
         )
 
 
 OPTIM_RULES = (
-    arguments_are_the_optimizers,
-    _the_optimizer_can_do_with_parts,
-    _settings_of_muon_are_for_muon,
-    _decay_falls,
-    _warmup_is_written_once,
-    _warmup_ends_before_decay,
-    _the_schedule_reads_what_is_written,
-    _precisions_agree,
-    _gradients_are_added_up_in_one_precision,
-    _gradients_can_be_added_up_so,
-    _what_is_rounded_is_kept_in_bf16,
+    check_optimizer_kwargs,
+    _check_sharded_optimizer,
+    _check_muon,
+    _check_lr_min,
+    _check_warmup,
+    _check_warmup_length,
+    _check_schedule_kwargs,
+    _check_precision,
+    _check_fsdp_grad_dtype,
+    _check_grad_accum_dtype,
+    _check_bf16_rounding,
 )

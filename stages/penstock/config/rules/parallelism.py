@@ -1,6 +1,6 @@
-"""Combinations of settings of the layout that cannot be honoured, whatever the number of ranks.
+"""Combinations of parallelism settings that are invalid for any number of ranks.
 
-Whether sizes fit a world and a model is judged where these are known.
+Whether sizes fit the world size and the model is checked where these are known.
 """
 
 from collections.abc import Mapping
@@ -11,56 +11,56 @@ from penstock.config.rules.data import Faults
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 
-OF_SHARDS: Mapping[str, Any] = {
+FSDP2_FIELDS: Mapping[str, Any] = {
     "zero_stage": None,
     "enable_full_shard": True,
     "enable_fsdp_offload": False,
     "fsdp_reduce_dtype": "fp32",
     "cp_fsdp_mode": "all",
 }
-"""Settings that speak of sharded weights, with the value that asks for nothing."""
+"""Settings of sharded weights, with the value that has no effect."""
 
-OF_DEEPEP = ("deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")
-"""Settings of `ep_dispatch: deepep` alone."""
+DEEPEP_FIELDS = ("deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")
+"""Settings that only `ep_dispatch: deepep` uses."""
 
-OVER_NVLINK = (2, 4, 8)
-"""Ranks that it can send tokens between."""
+DEEPEP_SIZES = (2, 4, 8)
+"""Expert-parallel sizes that DeepEP supports over NVLink."""
 
 
-def _only_fsdp2_shards(run: RunConfig) -> Faults:
+def _check_fsdp2_fields(run: RunConfig) -> Faults:
     train = run.train
     if train.data_parallel_mode == "fsdp2":
         return
-    for name, nothing in OF_SHARDS.items():
+    for name, unused in FSDP2_FIELDS.items():
         value = getattr(train, name)
-        if value != nothing:
+        if value != unused:
             yield ConfigIssue(
                 ("train", name),
-                f"is {shown(value)}, and data_parallel_mode: {train.data_parallel_mode} shards no"
-                f" weights; write data_parallel_mode: fsdp2 or leave {name} out",
+                f"is {shown(value)}, but data_parallel_mode: {train.data_parallel_mode} does not"
+                f" shard weights; write data_parallel_mode: fsdp2 or leave {name} out",
                 ("train.data_parallel_mode",),
             )
 
 
-def _what_ranks_say_to_each_other_is_said(run: RunConfig) -> Faults:
+def _check_reductions(run: RunConfig) -> Faults:
     train = run.train
     if train.comm_bucket_mb and train.data_parallel_mode == "fsdp2":
         yield ConfigIssue(
             ("train", "comm_bucket_mb"),
-            "fsdp2 adds gradients up layer by layer; write data_parallel_mode: ddp, or leave"
+            "fsdp2 reduces gradients layer by layer; write data_parallel_mode: ddp, or leave"
             " comm_bucket_mb out",
             ("train.data_parallel_mode",),
         )
     if train.tp_reduce_dtype and train.tensor_parallel_size == 1:
         yield ConfigIssue(
             ("train", "tp_reduce_dtype"),
-            "nothing is added up with tensor_parallel_size: 1; write 2 or more, or leave"
+            "there is no reduction with tensor_parallel_size: 1; write 2 or more, or leave"
             " tp_reduce_dtype out",
             ("train.tensor_parallel_size",),
         )
 
 
-def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
+def _check_zero_stage(run: RunConfig) -> Faults:
     train = run.train
     stage, reshard, full = train.zero_stage, train.reshard_after_forward, train.enable_full_shard
     if stage is not None and reshard is not None and reshard != (stage == 3):
@@ -87,7 +87,7 @@ def _weights_are_kept_as_long_as_one_setting_says(run: RunConfig) -> Faults:
         )
 
 
-def _a_split_backward_pass_finds_its_weights(run: RunConfig) -> Faults:
+def _check_split_backward(run: RunConfig) -> Faults:
     train, schedule = run.train, run.train.pipeline_parallel_schedule
     if train.pipeline_parallel_size == 1 or schedule not in SPLIT_BACKWARD:
         return
@@ -108,33 +108,33 @@ def _a_split_backward_pass_finds_its_weights(run: RunConfig) -> Faults:
     if train.enable_reentrant and train.enable_gradient_checkpointing:
         yield ConfigIssue(
             ("train", "enable_reentrant"),
-            f"{why}, which the reentrant form of recomputation cannot; write"
+            f"{why}, which reentrant activation checkpointing does not support; write"
             " enable_reentrant: false",
             reads,
         )
 
 
-def _a_row_is_split_over_several_ranks(run: RunConfig) -> Faults:
+def _check_sequence_parallel(run: RunConfig) -> Faults:
     if run.train.sequence_parallel and run.train.tensor_parallel_size == 1:
         yield ConfigIssue(
             ("train", "sequence_parallel"),
-            "splits tokens over the ranks of tensor_parallel_size, which is 1; write"
+            "distributes tokens over the ranks of tensor_parallel_size, which is 1; write"
             " tensor_parallel_size: 2 or more, or sequence_parallel: false",
             ("train.tensor_parallel_size",),
         )
 
 
-def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
+def _check_pipeline_stages(run: RunConfig) -> Faults:
     train = run.train
-    wished = {
+    options = {
         "pipeline_parallel_virtual_stages": (train.pipeline_parallel_virtual_stages or 1) > 1,
         "pipeline_parallel_split": train.pipeline_parallel_split != "uniform",
     }
     if train.pipeline_parallel_size == 1:
-        for name in (name for name, is_wished in wished.items() if is_wished):
+        for name in (name for name, is_set in options.items() if is_set):
             yield ConfigIssue(
                 ("train", name),
-                "there are no stages with pipeline_parallel_size: 1; write"
+                "there are no pipeline stages with pipeline_parallel_size: 1; write"
                 f" pipeline_parallel_size: 2 or more, or leave {name} out",
                 ("train.pipeline_parallel_size",),
             )
@@ -142,30 +142,30 @@ def _stages_are_those_of_a_pipeline(run: RunConfig) -> Faults:
         if train.pipeline_parallel_split != "uniform" and getattr(train, name) != 1:
             yield ConfigIssue(
                 ("train", name),
-                f"weighs a uniform split, and pipeline_parallel_split lists the layers; leave"
+                f"is for a uniform split, and pipeline_parallel_split lists the layers; leave"
                 f" {name} out, or write pipeline_parallel_split: uniform",
                 ("train.pipeline_parallel_split",),
             )
 
 
-def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
+def _check_deepep(run: RunConfig) -> Faults:
     model, train = run.model, run.train
     if model.ep_dispatch != "deepep":
-        for name in OF_DEEPEP:
+        for name in DEEPEP_FIELDS:
             if model.asks_for(name):
                 yield ConfigIssue(
                     ("model", name),
-                    f"is {shown(getattr(model, name))}, and ep_dispatch: {model.ep_dispatch} has no"
-                    f" such thing; write ep_dispatch: deepep or leave {name} out",
+                    f"is {shown(getattr(model, name))}, but ep_dispatch: {model.ep_dispatch} does"
+                    f" not use it; write ep_dispatch: deepep or leave {name} out",
                     ("model.ep_dispatch",),
                 )
         return
     size = train.expert_parallel_size
-    if size not in OVER_NVLINK:
-        near = min(OVER_NVLINK, key=lambda other: abs(other - size))
+    if size not in DEEPEP_SIZES:
+        near = min(DEEPEP_SIZES, key=lambda other: abs(other - size))
         yield ConfigIssue(
             ("model", "ep_dispatch"),
-            "deepep sends tokens between 2, 4 or 8 ranks of one machine, and"
+            "deepep needs 2, 4 or 8 ranks on one node, and"
             f" expert_parallel_size is {size}; write train.expert_parallel_size: {near}, or"
             " ep_dispatch: alltoall",
             ("train.expert_parallel_size",),
@@ -173,18 +173,18 @@ def _tokens_travel_over_nvlink(run: RunConfig) -> Faults:
     if train.computes_in != "bfloat16":
         yield ConfigIssue(
             ("model", "ep_dispatch"),
-            f"deepep sends bfloat16 alone, and this run computes in {train.computes_in}; write"
+            f"deepep supports bfloat16 only, and this run computes in {train.computes_in}; write"
             " train.precision: bf16_mixed, or ep_dispatch: alltoall",
             ("train.enable_mixed_precision", "train.precision"),
         )
 
 
 LAYOUT_RULES = (
-    _only_fsdp2_shards,
-    _what_ranks_say_to_each_other_is_said,
-    _weights_are_kept_as_long_as_one_setting_says,
-    _a_split_backward_pass_finds_its_weights,
-    _a_row_is_split_over_several_ranks,
-    _stages_are_those_of_a_pipeline,
-    _tokens_travel_over_nvlink,
+    _check_fsdp2_fields,
+    _check_reductions,
+    _check_zero_stage,
+    _check_split_backward,
+    _check_sequence_parallel,
+    _check_pipeline_stages,
+    _check_deepep,
 )

@@ -1,4 +1,4 @@
-"""Folders for results that are somebody else's, told from the paths alone."""
+"""Output folders that are also input folders, by their paths."""
 
 import os
 from collections.abc import Iterator
@@ -12,25 +12,23 @@ from penstock.core.remote.urls import is_url
 INSTEAD = "write a folder of its own, such as outputs/my-run"
 
 
-def results_have_a_folder_of_their_own(run: RunConfig) -> Faults:
-    """`train.output_dir` that is the folder one is in, or holds the model or the data."""
+def check_output_dir(run: RunConfig) -> Faults:
+    """`train.output_dir` that is the current folder, one above it, or the model's or data's."""
     output, path = run.train.output_dir, ("train", "output_dir")
     if is_url(output):
         return
-    here = _plain(output)
+    here = _normalize(output)
     if set(here.parts) <= {".."}:
-        yield ConfigIssue(
-            path, f"{output} is the folder that the command runs in, or one above; {INSTEAD}"
-        )
+        yield ConfigIssue(path, f"{output} is the current folder, or one above; {INSTEAD}")
         return
-    for name, other in _read(run):
-        if _plain(other) == here:
+    for name, other in _input_paths(run):
+        if _normalize(other) == here:
             yield ConfigIssue(
-                path, f"{output} is {name} too, and would be written over; {INSTEAD}", (name,)
+                path, f"{output} is {name} too, and would be overwritten; {INSTEAD}", (name,)
             )
 
 
-def _read(run: RunConfig) -> Iterator[tuple[str, str]]:
+def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
     """Settings that name folders to read, with their values."""
     models = {
         "model.model_path": run.model.model_path,
@@ -44,6 +42,6 @@ def _read(run: RunConfig) -> Iterator[tuple[str, str]]:
             yield dotted(("data", field, index, "path")), entry.path
 
 
-def _plain(path: str) -> Path:
-    """The path without steps that lead nowhere; empty for the folder one is in."""
+def _normalize(path: str) -> Path:
+    """The normalized path; empty for the current folder."""
     return Path(os.path.normpath(Path(path).expanduser()))

@@ -1,4 +1,4 @@
-"""Combinations of settings of objectives that cannot be honoured."""
+"""Invalid combinations of the objective, preference settings and data."""
 
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.data import Faults
@@ -6,31 +6,31 @@ from penstock.config.schema.dataset import SCORES, Kind
 from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
 from penstock.config.schema.run import RunConfig
 
-OF_TOKENS = ("label_smoothing", "z_loss_coef")
-"""Terms of the loss of tokens, which preferences do not have."""
+TOKEN_LOSS_FIELDS = ("label_smoothing", "z_loss_coef")
+"""Terms of the token loss, which preference training does not use."""
 
 LISTS = ("datasets", "test_datasets")
 
 
-def wanted_kind(preference: PreferenceConfig) -> Kind:
-    """The data that a loss takes."""
+def required_kind(preference: PreferenceConfig) -> Kind:
+    """The kind of samples that the loss needs."""
     return "kto" if preference.loss_type == "kto" else "preference"
 
 
-def _preferences_are_learnt(run: RunConfig) -> Faults:
+def _check_objective(run: RunConfig) -> Faults:
     if run.train.objective == "preference":
         return
     for name in PreferenceConfig.model_fields:
         if run.preference.asks_for(name):
             yield ConfigIssue(
                 ("preference", name),
-                f"nothing reads it with train.objective: {run.train.objective}; write train."
-                f"objective: preference, or leave {name} out",
+                f"is not used with train.objective: {run.train.objective}; write train.objective:"
+                f" preference, or leave {name} out",
                 ("train.objective",),
             )
 
 
-def _losses_use_what_is_written(run: RunConfig) -> Faults:
+def _check_loss_fields(run: RunConfig) -> Faults:
     preference = run.preference
     if run.train.objective != "preference":
         return
@@ -42,74 +42,74 @@ def _losses_use_what_is_written(run: RunConfig) -> Faults:
         takes = ", ".join(sorted(losses))
         why = f"loss_type: {preference.loss_type} does not use it"
         if name == "length_normalize" and preference.loss_type in AVERAGED:
-            why = f"loss_type: {preference.loss_type} is defined on means"
+            why = f"loss_type: {preference.loss_type} is defined with means"
         yield ConfigIssue(
             ("preference", name),
-            f"{why}; leave it out, or take one of {takes}",
+            f"{why}; leave it out, or use one of {takes}",
             ("preference.loss_type",),
         )
     if preference.loss_type == "kto" and preference.length_normalize == "pair_mean":
         yield ConfigIssue(
             ("preference", "length_normalize"),
-            "answers that are judged one by one make no pairs; write mean or none",
+            "loss_type: kto has single completions, not pairs; write mean or none",
             ("preference.loss_type",),
         )
     if preference.asks_for("sft_loss_scope") and not preference.sft_weight:
         yield ConfigIssue(
             ("preference", "sft_loss_scope"),
-            "there is no cross-entropy without sft_loss_ratio; write that too, or leave it out",
+            "there is no SFT loss without sft_loss_ratio; write that too, or leave it out",
             ("preference.sft_loss_ratio", "preference.loss_type"),
         )
     is_rotated = preference.kl_pairing == "rotate"
     if preference.kl_rotation_size and preference.loss_type == "kto" and not is_rotated:
         yield ConfigIssue(
             ("preference", "kl_rotation_size"),
-            "is read with kl_pairing: rotate alone; write that too, or leave it out",
+            "is used with kl_pairing: rotate only; write that too, or leave it out",
             ("preference.kl_pairing",),
         )
     if not preference.pref_loss_ratio and not preference.sft_weight:
         yield ConfigIssue(
             ("preference", "pref_loss_ratio"),
-            "with a weight of 0 for both losses nothing is learnt; raise it or sft_loss_ratio",
+            "both losses have weight 0, so nothing is trained; raise it or sft_loss_ratio",
             ("preference.sft_loss_ratio",),
         )
 
 
-def _references_can_move(run: RunConfig) -> Faults:
+def _check_ref_update(run: RunConfig) -> Faults:
     preference, path = run.preference, ("preference", "ref_update_steps")
     if preference.ref_update_steps < 1 and preference.ref_update_steps != -1:
         yield ConfigIssue(
-            path, f"{preference.ref_update_steps} is no number of steps; write -1 for never"
+            path, f"{preference.ref_update_steps} is not a number of steps; write -1 for never"
         )
     elif preference.ref_update_steps > 0 and not preference.has_reference:
         yield ConfigIssue(
             path,
-            "there is no reference model to be replaced; leave it out",
+            "there is no reference model to update; leave it out",
             ("preference.loss_type", "preference.reference_free"),
         )
     elif preference.ref_update_steps > 0 and run.lora.enable_lora:
         yield ConfigIssue(
             path,
-            "the reference of a model with adapters is what is beneath them, which does not move;"
+            "with adapters the reference model is the frozen base model, which does not change;"
             " leave it out, or write lora.enable_lora: false",
             ("lora.enable_lora",),
         )
 
 
-def _preferences_have_one_loss(run: RunConfig) -> Faults:
+def _check_token_loss_fields(run: RunConfig) -> Faults:
     if run.train.objective != "preference":
         return
-    for name in OF_TOKENS:
+    for name in TOKEN_LOSS_FIELDS:
         if run.train.asks_for(name):
             yield ConfigIssue(
                 ("train", name),
-                "is a term of the loss of tokens, and train.objective is preference; leave it out",
+                "is a term of the token loss, and train.objective is preference; leave it out",
                 ("train.objective",),
             )
 
 
-def _data_serve_the_objective(run: RunConfig) -> Faults:
-    objective, wanted = run.train.objective, wanted_kind(run.preference)
+def _check_data_types(run: RunConfig) -> Faults:
+    objective, required = run.train.objective, required_kind(run.preference)
     for name in LISTS:
         for index, entry in enumerate(getattr(run.data, name)):
             if not entry.is_typed:
@@ -119,22 +119,22 @@ def _data_serve_the_objective(run: RunConfig) -> Faults:
             if objective == "pretrain" and entry.type != "text":
                 yield ConfigIssue(
                     path,
-                    f"{entry.type} is no plain text, and train.objective: pretrain trains on every"
-                    " token of texts; write type: text, or objective: sft",
+                    f"{entry.type} is not plain text, and train.objective: pretrain trains on all"
+                    " tokens of plain text; write type: text, or objective: sft",
                     ("train.objective",),
                 )
-            if objective == "preference" and kind != wanted:
+            if objective == "preference" and kind != required:
                 yield ConfigIssue(
                     path,
-                    f"{entry.type} holds no {_called(wanted)}, which train.objective: preference"
-                    f" with loss_type: {run.preference.loss_type} learns from; write type:"
-                    f" {wanted}",
+                    f"{entry.type} has no {_describe_kind(required)}, which train.objective:"
+                    f" preference with loss_type: {run.preference.loss_type} needs; write type:"
+                    f" {required}",
                     ("train.objective", "preference.loss_type"),
                 )
 
 
-def _scores_are_whole(run: RunConfig) -> Faults:
-    """Every data set says of both answers how good they are, or none does."""
+def _check_scores(run: RunConfig) -> Faults:
+    """Either all data sets have scores of both completions, or none does."""
     entries = [
         (("data", name, index), entry)
         for name in LISTS
@@ -144,7 +144,7 @@ def _scores_are_whole(run: RunConfig) -> Faults:
         if run.preference.offset_alpha and run.train.objective == "preference":
             yield ConfigIssue(
                 ("preference", "offset_alpha"),
-                "goes by the scores of answers, and no data set has any; name their columns in"
+                "needs scores of completions, and no data set has any; name their columns in"
                 f" {' and '.join(SCORES)} of each, or leave offset_alpha out",
             )
         return
@@ -158,7 +158,7 @@ def _scores_are_whole(run: RunConfig) -> Faults:
             if not named and entry.kind == "preference":
                 yield ConfigIssue(
                     (*path, "type"),
-                    f"{entry.type} has no scores, and other data sets have; leave this one out, or"
+                    f"{entry.type} has no scores, but other data sets have; leave this one out, or"
                     " the scores of the others",
                 )
             continue
@@ -166,30 +166,30 @@ def _scores_are_whole(run: RunConfig) -> Faults:
             if field not in named:
                 yield ConfigIssue(
                     (*path, field),
-                    "is not named, and others are; name the columns with the scores of both"
-                    " answers in every data set, or in none",
+                    "is not set, but other columns of scores are; name the columns of both scores"
+                    " in every data set, or in none",
                 )
 
 
-def _called(kind: Kind) -> str:
-    return "judged answers" if kind == "kto" else "pairs of answers"
+def _describe_kind(kind: Kind) -> str:
+    return "rated completions" if kind == "kto" else "preference pairs"
 
 
-def _every_token_of_a_text_is_trained(run: RunConfig) -> Faults:
+def _check_pretrain_eos(run: RunConfig) -> Faults:
     if run.train.objective == "pretrain" and run.data.mask_eos_in_loss:
         yield ConfigIssue(
             ("data", "mask_eos_in_loss"),
-            "leaves out tokens, and train.objective: pretrain trains on all; leave it out",
+            "masks tokens, but train.objective: pretrain trains on all; leave it out",
             ("train.objective",),
         )
 
 
 PREFERENCE_RULES = (
-    _preferences_are_learnt,
-    _losses_use_what_is_written,
-    _references_can_move,
-    _preferences_have_one_loss,
-    _data_serve_the_objective,
-    _scores_are_whole,
-    _every_token_of_a_text_is_trained,
+    _check_objective,
+    _check_loss_fields,
+    _check_ref_update,
+    _check_token_loss_fields,
+    _check_data_types,
+    _check_scores,
+    _check_pretrain_eos,
 )

@@ -1,4 +1,4 @@
-"""Combinations of settings of products of 8 bits that cannot be honoured."""
+"""Invalid combinations of FP8 and QLoRA settings."""
 
 from penstock.config.loading.fault import ConfigIssue, Steps, shown
 from penstock.config.rules.data import Faults
@@ -6,59 +6,59 @@ from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 
-SPLITTING = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
-"""Axes along which ranks hold parts of a layer's matrices, and agree on scales."""
+SHARDING_AXES = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
+"""Axes whose ranks hold shards of the operands of a matmul and reduce scales."""
 
 
-def _products_have_8_bits(run: RunConfig) -> Faults:
+def _check_fp8_enabled(run: RunConfig) -> Faults:
     train = run.train
     if train.enable_fp8_training:
         return
-    wished: list[Steps] = [("enable_fp8_all_gather",)] if train.enable_fp8_all_gather else []
-    wished += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.asks_for(name)]
-    for path in wished:
+    options: list[Steps] = [("enable_fp8_all_gather",)] if train.enable_fp8_all_gather else []
+    options += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.asks_for(name)]
+    for path in options:
         yield ConfigIssue(
             ("train", *path),
-            "nothing is rounded to 8 bits with enable_fp8_training: false; write"
+            "there is no FP8 training with enable_fp8_training: false; write"
             f" enable_fp8_training: true or leave {path[-1]} out",
             ("train.enable_fp8_training",),
         )
 
 
-def _base_weights_have_not_fewer(run: RunConfig) -> Faults:
+def _check_fp8_with_qlora(run: RunConfig) -> Faults:
     if run.train.enable_fp8_training and run.lora.enable_qlora:
         yield ConfigIssue(
             ("train", "enable_fp8_training"),
-            "lora.enable_qlora: true keeps base weights in fewer bits and multiplies with them in"
-            " the run's precision; leave one of the two out",
+            "lora.enable_qlora: true dequantizes base weights and runs their matmuls in the run's"
+            " precision; leave one of the two out",
             ("lora.enable_qlora",),
         )
 
 
-def _scales_are_powers_that_the_precision_has(run: RunConfig) -> Faults:
+def _check_fp8_precision(run: RunConfig) -> Faults:
     if run.train.enable_fp8_training and run.train.computes_in == "float16":
         yield ConfigIssue(
             ("train", "enable_fp8_training"),
-            "float16 has not the range of numbers of 8 bits and their scales; write"
+            "float16 does not have the range of FP8 values and their scales; write"
             " precision: bf16_mixed, or leave enable_fp8_training out",
             ("train.precision",),
         )
 
 
-def _turning_is_on(run: RunConfig) -> Faults:
+def _check_hadamard(run: RunConfig) -> Faults:
     fp8 = run.train.fp8
     if not run.train.enable_fp8_training or fp8.hadamard:
         return
     if fp8.asks_for("hadamard_block_size"):
         yield ConfigIssue(
             ("train", "fp8", "hadamard_block_size"),
-            "nothing is turned with hadamard: false; write hadamard: true or leave"
+            "is not used with hadamard: false; write hadamard: true or leave"
             " hadamard_block_size out",
             ("train.fp8.hadamard",),
         )
 
 
-def _weights_can_be_gathered(run: RunConfig) -> Faults:
+def _check_fp8_all_gather(run: RunConfig) -> Faults:
     train = run.train
     path = ("train", "enable_fp8_all_gather")
     if not train.enable_fp8_all_gather or not train.enable_fp8_training:
@@ -66,53 +66,53 @@ def _weights_can_be_gathered(run: RunConfig) -> Faults:
     if train.data_parallel_mode != "fsdp2":
         yield ConfigIssue(
             path,
-            f"data_parallel_mode: {train.data_parallel_mode} gathers no weights; write"
+            f"data_parallel_mode: {train.data_parallel_mode} does not all-gather weights; write"
             " data_parallel_mode: fsdp2 or leave enable_fp8_all_gather out",
             ("train.data_parallel_mode",),
         )
     if train.enable_fsdp_offload:
         yield ConfigIssue(
             path,
-            "rounds weights where they lie, and enable_fsdp_offload: true keeps them in host"
-            " memory; leave one of the two out",
+            "quantizes weights on the GPU, and enable_fsdp_offload: true keeps them in host memory;"
+            " leave one of the two out",
             ("train.enable_fsdp_offload",),
         )
     if train.enable_compile:
         yield ConfigIssue(
             path,
-            "gives layers weights that no compiler here knows, and enable_compile is true; leave"
-            " one of the two out",
+            "all-gathers a tensor subclass that torch.compile does not support here, and"
+            " enable_compile is true; leave one of the two out",
             ("train.enable_compile",),
         )
     if run.lora.use_dora:
         yield ConfigIssue(
             path,
-            "gives layers rounded weights, and with lora.use_dora: true the norms of their rows are"
-            " those of the weights as they are; leave one of the two out",
+            "gives layers quantized weights, and lora.use_dora: true needs the norms of the"
+            " unquantized rows; leave one of the two out",
             ("lora.use_dora",),
         )
     if train.fp8.recipe == "rowwise" and train.fp8.quantize_input_grad:
         yield ConfigIssue(
             path,
-            "gathers weights that are rounded by rows, and gradients of activations want them"
-            " rounded by columns; write fp8.recipe: tensorwise or blockwise, or"
+            "all-gathers weights that are quantized by rows, and gradients of activations need them"
+            " quantized by columns; write fp8.recipe: tensorwise or blockwise, or"
             " fp8.quantize_input_grad: false",
             ("train.fp8.recipe", "train.fp8.quantize_input_grad"),
         )
 
 
-def _compiled_layers_speak_to_nobody(run: RunConfig) -> Faults:
+def _check_fp8_compile(run: RunConfig) -> Faults:
     train = run.train
     if not (train.enable_fp8_training and train.enable_compile):
         return
     if train.fp8.recipe == "blockwise":
         return
-    for name in SPLITTING:
+    for name in SHARDING_AXES:
         if (size := getattr(train, name)) > 1:
             yield ConfigIssue(
                 ("train", "enable_compile"),
-                f"the ranks of {name} ({shown(size)}) agree on scales within a layer, and a"
-                " compiled one speaks to nobody; write fp8.recipe: blockwise, or leave"
+                f"the ranks of {name} ({shown(size)}) all-reduce scales within a layer, which a"
+                " compiled layer cannot; write fp8.recipe: blockwise, or leave"
                 " enable_compile out",
                 (f"train.{name}", "train.fp8.recipe"),
             )
@@ -120,23 +120,23 @@ def _compiled_layers_speak_to_nobody(run: RunConfig) -> Faults:
 
 
 FP8_RULES = (
-    _products_have_8_bits,
-    _base_weights_have_not_fewer,
-    _scales_are_powers_that_the_precision_has,
-    _turning_is_on,
-    _weights_can_be_gathered,
-    _compiled_layers_speak_to_nobody,
+    _check_fp8_enabled,
+    _check_fp8_with_qlora,
+    _check_fp8_precision,
+    _check_hadamard,
+    _check_fp8_all_gather,
+    _check_fp8_compile,
 )
 
 
-OF_QUANTIZED = ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn")
-"""Settings that mean something only where base weights are quantized."""
+QLORA_FIELDS = ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn")
+"""Settings that have an effect only with QLoRA."""
 
 
-def _base_is_quantized(run: RunConfig) -> Faults:
+def _check_qlora_enabled(run: RunConfig) -> Faults:
     lora = run.lora
     if not lora.enable_qlora:
-        for name in OF_QUANTIZED:
+        for name in QLORA_FIELDS:
             if lora.asks_for(name):
                 yield ConfigIssue(
                     ("lora", name),
@@ -153,7 +153,7 @@ def _base_is_quantized(run: RunConfig) -> Faults:
         )
 
 
-def _groups_are_the_formats(run: RunConfig) -> Faults:
+def _check_group_size(run: RunConfig) -> Faults:
     lora = run.lora
     if not lora.enable_qlora or lora.quant_group_size is None:
         return
@@ -168,14 +168,14 @@ def _groups_are_the_formats(run: RunConfig) -> Faults:
         )
 
 
-def _noise_leaves_norms(run: RunConfig) -> Faults:
+def _check_aqn(run: RunConfig) -> Faults:
     if run.lora.enable_aqn and run.lora.use_dora:
         yield ConfigIssue(
             ("lora", "enable_aqn"),
-            "use_dora: true gives weights norms, which noise would change from step to step; leave"
-            " one of the two out",
+            "its noise would change the norms of rows, which use_dora: true needs, in each step;"
+            " leave one of the two out",
             ("lora.use_dora",),
         )
 
 
-QLORA_RULES = (_base_is_quantized, _groups_are_the_formats, _noise_leaves_norms)
+QLORA_RULES = (_check_qlora_enabled, _check_group_size, _check_aqn)

@@ -180,8 +180,8 @@ def _machines_can_meet(config: ServerConfig) -> Faults:
     if config.nnodes > 1 and config.master_addr is None:
         yield ConfigIssue(
             ("master_addr",),
-            f"{config.nnodes} machines need a place to meet;"
-            " write the name or address of the first one",
+            f"{config.nnodes} nodes need a rendezvous address;"
+            " write the host name or address of the first node",
             ("nnodes",),
         )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from penstock.config.rules.optimizer import arguments_are_the_optimizers
+from penstock.config.rules.optimizer import check_optimizer_kwargs
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
@@ -71,6 +71,6 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
             "those: what it trains would be AdamW's.\n  Ask for adamw."
         )
     found = run.model_copy(update={"train": train})
-    for fault in arguments_are_the_optimizers(found):
+    for fault in check_optimizer_kwargs(found):
         raise ConfigError(f"optimizer_config: {fault.path[-1]}: {fault.text}.")
     return found
