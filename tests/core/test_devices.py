@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.core.machine.device_specs import device_called, peak_flops
+from penstock.core.machine.device_specs import find_device, peak_flops
 
 # Of makers' data sheets, in TFLOP/s of dense bf16.
 PEAKS = {
@@ -23,14 +23,14 @@ def test_a_device_is_known_by_its_whole_name(name):
     "name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H2000", ""]
 )
 def test_one_that_is_called_alike_is_not_known(name):
-    assert device_called(name) is None
+    assert find_device(name) is None
     assert peak_flops(name, "bf16") is None
 
 
 def test_memory_is_the_smaller_of_what_the_name_and_the_table_say():
     sizes = {"A100-SXM4-80GB": 80, "A100-SXM4-40GB": 40, "V100-16GB": 16, "GH200 480GB": 96}
     for name, gigabytes in sizes.items():
-        device = device_called(name)
+        device = find_device(name)
         assert device
         assert device.memory == gigabytes * 1e9
 

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from penstock.core.cache import digests
-from penstock.core.cache.digests import derived, digest_files, links_made, remember
+from penstock.core.cache.digests import cached_value, digest_files, keep_cached_across_links, cache_digests
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_file_that_was_written_or_replaced_is_read_again(file, tmp_path, read)
 
 
 def test_what_was_computed_elsewhere_is_not_read(file, read):
-    remember([(file, "f" * 64)])
+    cache_digests([(file, "f" * 64)])
     assert digest_files([file]) == ["f" * 64]
     assert read == []
 
@@ -53,14 +53,14 @@ def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_ti
     tmp_path, monkeypatch
 ):
     times = []
-    assert [derived("k", lambda: times.append(1) or [1, "a"]) for _ in range(3)] == [[1, "a"]] * 3
+    assert [cached_value("k", lambda: times.append(1) or [1, "a"]) for _ in range(3)] == [[1, "a"]] * 3
     assert len(times) == 1
     (tmp_path / "file").write_text("where a folder is meant")
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "file"))
-    assert [derived("k", lambda: times.append(1) or 5) for _ in range(2)] == [5, 5]
+    assert [cached_value("k", lambda: times.append(1) or 5) for _ in range(2)] == [5, 5]
     (tmp_path / "a").write_bytes(b"one")
     assert digest_files([tmp_path / "a"]) == sha(b"one")
-    remember([(tmp_path / "a", "f" * 64)])
+    cache_digests([(tmp_path / "a", "f" * 64)])
     assert digest_files([tmp_path / "a"]) == sha(b"one")
 
 
@@ -77,7 +77,7 @@ def test_a_file_whose_times_were_set_back_is_read_where_only_its_change_time_is_
 
 def test_links_that_are_made_keep_a_file_known_and_others_do_not(file, tmp_path, read):
     digest_files([file], "ctime")
-    with links_made([file]):
+    with keep_cached_across_links([file]):
         os.link(file, tmp_path / "b")
     assert digest_files([tmp_path / "b"], "ctime") == sha(b"one")
     assert read == ["a"]
@@ -93,7 +93,7 @@ def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_tha
     counted = digests.sha256_file
 
     def slowly(path):
-        clock[0] += 2 * digests.SETTLED_NS
+        clock[0] += 2 * digests.MIN_AGE_NS
         return counted(path)
 
     monkeypatch.setattr(digests.time, "time_ns", lambda: clock[0])
@@ -106,10 +106,10 @@ def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_tha
 @pytest.mark.parametrize("damage", ["[7]", "", "7", None, 5])
 def test_a_damaged_row_of_what_follows_from_content_is_computed_again(damage):
     name = f"damaged as {damage!r}"
-    assert derived(name, lambda: [70]) == [70]
-    with closing(sqlite3.connect(digests._memory_file())) as memory, memory:
+    assert cached_value(name, lambda: [70]) == [70]
+    with closing(sqlite3.connect(digests._database_file())) as memory, memory:
         [(row,)] = memory.execute("SELECT value FROM derived WHERE content=?", (name,))
         for changed in (damage, row.replace("70", "71"), row[:-1]):
             memory.execute("UPDATE derived SET value=? WHERE content=?", (changed, name))
             memory.commit()
-            assert derived(name, lambda: [70]) == [70]
+            assert cached_value(name, lambda: [70]) == [70]

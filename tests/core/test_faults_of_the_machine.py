@@ -14,7 +14,7 @@ from penstock.core.errors import CapabilityError
 from penstock.core.os_errors import describe_os_error, is_full_disk, is_of_the_machine
 from penstock.core.remote.connection_errors import connection_fault
 from penstock.core.sources.pin import pin_data
-from penstock.train.launch.rank_failures import first_failure, leave_failure
+from penstock.train.launch.rank_failures import first_failure, write_failure
 
 
 def caused_by(error, cause):
@@ -99,5 +99,5 @@ def test_other_limits_of_the_machine_are_told_with_the_path(number, said, tmp_pa
 
 def test_a_rank_whose_disk_is_full_says_so_and_not_what_torch_says(tmp_path):
     text = "[enforce fail at inline_container.cc:664] . unexpected pos 128 vs 22"
-    leave_failure(tmp_path, 0, RuntimeError(text))
+    write_failure(tmp_path, 0, RuntimeError(text))
     assert "the disk is full" in (first_failure(tmp_path) or "")

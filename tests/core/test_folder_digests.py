@@ -39,7 +39,7 @@ def written(folder):
 def faults(folder, of=1):
     found = FolderDigests.read(folder)
     assert found is not None
-    return [fault for share in range(of) for fault in found.faults(folder, share=share, of=of)]
+    return [fault for share in range(of) for fault in found.find_damage(folder, share=share, of=of)]
 
 
 def test_digests_are_the_same_in_whatever_pieces_a_file_is_written(tmp_path):

@@ -17,13 +17,13 @@ def never() -> bool:
 
 @pytest.fixture
 def in_bucket(bucket):
-    return RemotePath.of(f"{bucket}/folder")
+    return RemotePath.from_url(f"{bucket}/folder")
 
 
 @pytest.fixture
 def folder():
     """On another kind of store, which has exclusive creation too."""
-    return RemotePath.of(f"memory://{time.monotonic_ns()}/folder")
+    return RemotePath.from_url(f"memory://{time.monotonic_ns()}/folder")
 
 
 def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
@@ -31,7 +31,7 @@ def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
 
     def want(name):
         held = Lease(in_bucket, name, term=2)
-        assert held.take(never, waits.append)
+        assert held.acquire(never, waits.append)
         with held:
             inside.append(name)
             assert inside == [name]
@@ -52,9 +52,9 @@ def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
 
 def test_the_lease_of_one_who_died_is_taken_over_after_its_term_and_he_is_told(folder):
     dead, heir = Lease(folder, "dead", term=1), Lease(folder, "heir", term=1)
-    assert dead.take(never, print)  # and is never renewed
+    assert dead.acquire(never, print)  # and is never renewed
     began = time.monotonic()
-    assert heir.take(never, print)
+    assert heir.acquire(never, print)
     assert time.monotonic() - began >= 1
     heir.check()
     with pytest.raises(StageError, match="taken over by another machine"):
@@ -65,17 +65,17 @@ def test_a_renewed_lease_is_kept_beyond_its_term(folder, monkeypatch):
     # Looks that come faster than renewals see the same record several times.
     monkeypatch.setattr(lease, "POLL", 0.01)
     alive, other = Lease(folder, "alive", term=0.8), Lease(folder, "other", term=0.8)
-    assert alive.take(never, print)
+    assert alive.acquire(never, print)
     until = time.monotonic() + 2
     with alive:
-        assert not other.take(lambda: time.monotonic() > until, print)
+        assert not other.acquire(lambda: time.monotonic() > until, print)
         alive.check()
-    assert other.take(never, print)
+    assert other.acquire(never, print)
 
 
 def test_what_the_same_mirror_left_behind_is_taken_over_at_once(in_bucket):
-    assert Lease(in_bucket, "mine", term=60).take(never, print)
+    assert Lease(in_bucket, "mine", term=60).acquire(never, print)
     again = Lease(in_bucket, "mine", term=60)
-    assert again.take(never, print)
+    assert again.acquire(never, print)
     again.clear()
     assert in_bucket.files() == {}

@@ -21,7 +21,7 @@ CONTENT = random.Random(0).randbytes(3_000_000)
 
 @pytest.fixture
 def file(bucket):
-    place = RemotePath.of(f"{bucket}/data.bin")
+    place = RemotePath.from_url(f"{bucket}/data.bin")
     place.write(CONTENT)
     return place
 
@@ -88,7 +88,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_not_mixed(file):
 @pytest.fixture
 def data(bucket):
     for name in ("train-0.jsonl", "train-1.jsonl.gz", "test.jsonl", "README.md", "deep/a.parquet"):
-        (RemotePath.of(bucket) / "set" / name).write(name.encode())
+        (RemotePath.from_url(bucket) / "set" / name).write(name.encode())
     return f"{bucket}/set"
 
 
@@ -119,13 +119,13 @@ def test_a_url_names_the_files_that_the_same_local_path_would(data, below, optio
 
 def test_the_key_of_remote_data_is_its_content_wherever_it_lies(data, bucket):
     before = pin_data(data)
-    (RemotePath.of(data) / "train-0.jsonl").write(b"train-0.jsonl")
+    (RemotePath.from_url(data) / "train-0.jsonl").write(b"train-0.jsonl")
     assert pin_data(data).key == before.key
     for name in ("train-0.jsonl", "train-1.jsonl.gz"):
-        (RemotePath.of(f"{bucket}/elsewhere/set") / name).write(name.encode())
+        (RemotePath.from_url(f"{bucket}/elsewhere/set") / name).write(name.encode())
     assert pin_data(f"{bucket}/elsewhere/set").key == before.key
     assert bucket.removeprefix("s3://") not in str(before.pin)
-    (RemotePath.of(data) / "train-0.jsonl").write(b"TRAIN-0.jsonl")
+    (RemotePath.from_url(data) / "train-0.jsonl").write(b"TRAIN-0.jsonl")
     assert pin_data(data).key != before.key
 
 
@@ -159,7 +159,7 @@ def test_a_store_that_refuses_says_which_credentials_were_used_but_not_what_they
             pass
     text = str(refused.value)
     assert (
-        f"{file.url} may not be read (403); the credentials of AWS_ACCESS_KEY_ID were used" in text
+        f"{file.url} cannot be read: access denied (403); the credentials of AWS_ACCESS_KEY_ID were used" in text
     )
     assert "AWS_PROFILE" in text
     assert "AWS_ENDPOINT_URL" in text
@@ -182,7 +182,7 @@ def test_without_credentials_the_error_says_so_and_what_to_set(file, tmp_path, m
 
 def test_a_large_file_is_sent_in_parts_and_arrives_whole(bucket, tmp_path):
     (tmp_path / "large").write_bytes(CONTENT * 12)
-    place = RemotePath.of(f"{bucket}/large")
+    place = RemotePath.from_url(f"{bucket}/large")
     place.put(tmp_path / "large")
     info = place.info()
     assert info
@@ -192,7 +192,7 @@ def test_a_large_file_is_sent_in_parts_and_arrives_whole(bucket, tmp_path):
 
 
 def test_a_checkpoint_is_pinned_whole_or_refused(bucket):
-    folder = RemotePath.of(f"{bucket}/global_step_5")
+    folder = RemotePath.from_url(f"{bucket}/global_step_5")
     (folder / "state.json").write(b"{}")
     with pytest.raises(ConfigError, match=r"global_step_5 is not a complete checkpoint"):
         pin_checkpoint(folder.url)
@@ -280,7 +280,7 @@ def test_tokenizers_configs_and_weights_are_fetched_to_a_folder_named_by_their_c
     bucket, tmp_path
 ):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"):
-        (RemotePath.of(bucket) / "model" / name).write(b"{}")
+        (RemotePath.from_url(bucket) / "model" / name).write(b"{}")
         (tmp_path / name).write_bytes(b"{}")
     url = f"{bucket}/model"
     assert pin_config(url).key == pin_config(str(tmp_path)).key
@@ -292,7 +292,7 @@ def test_tokenizers_configs_and_weights_are_fetched_to_a_folder_named_by_their_c
         "config.json",
         "model.safetensors",
     }
-    (RemotePath.of(url) / "model.safetensors").write(b"other")
+    (RemotePath.from_url(url) / "model.safetensors").write(b"other")
     assert pin_model(url).key != model.key
     assert local_folder(url, pin_model(url)) != local_folder(url, model)
     with pytest.raises(ConfigError, match=r"holds neither config\.json nor"):

@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, Interrupted, StageError
 from penstock.core.process import retry
 from penstock.core.process.timeout import Deadline
 from penstock.core.remote.errors import is_transient
-from penstock.train.launch.rank_failures import RankCrash, deaths_file, leave_failure, what_happened
+from penstock.train.launch.rank_failures import RankCrash, crash_file, write_failure, build_error
 
 
 def answered(status):
@@ -60,8 +60,8 @@ def test_a_run_whose_rank_was_killed_may_go_on_and_one_that_crashed_may_not(
     number, expected, tmp_path
 ):
     deaths = [vars(RankCrash(1, "here", 7, number, 1.0))]
-    deaths_file(tmp_path, "test").write_text(json.dumps(deaths))
-    assert what_happened(tmp_path, 1).may_pass == expected
+    crash_file(tmp_path, "test").write_text(json.dumps(deaths))
+    assert build_error(tmp_path, 1).may_pass == expected
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_run_whose_rank_was_killed_may_go_on_and_one_that_crashed_may_not(
 def test_ranks_that_lost_each_other_may_go_on_and_faults_of_a_rank_may_not(
     error, expected, tmp_path
 ):
-    leave_failure(tmp_path, 0, error)
-    assert what_happened(tmp_path, 1).may_pass == expected
+    write_failure(tmp_path, 0, error)
+    assert build_error(tmp_path, 1).may_pass == expected
 
 
 def test_each_pause_doubles_the_last_and_what_cannot_pass_is_not_tried_again(monkeypatch):
@@ -92,8 +92,8 @@ def test_each_pause_doubles_the_last_and_what_cannot_pass_is_not_tried_again(mon
     assert retry.retry_with_backoff(act, retry.backoff_seconds(2, 1.5), said.append) == "done"
     assert slept == [1.5, 3.0]
     assert [line.splitlines()[-1].strip() for line in said] == [
-        "This may pass: it is tried again in 1.5 s.",
-        "This may pass: it is tried again in 3 s.",
+        "The error may be temporary: retrying in 1.5 s.",
+        "The error may be temporary: retrying in 3 s.",
     ]
     faults += [StageError("no such column"), StageError("never asked for")]
     with pytest.raises(StageError, match="never asked for"):
@@ -109,10 +109,10 @@ def test_a_deadline_counts_from_its_beginning_and_leaves_other_alarms_as_they_we
 
     def work():
         deadline = Deadline(0.05)
-        with deadline.kept("too long"):
+        with deadline.enforce("too long"):
             time.sleep(0.1)
             reached.append("the beginning")
-            deadline.begin()
+            deadline.start()
             time.sleep(30)
 
     with pytest.raises(StageError, match="too long"):

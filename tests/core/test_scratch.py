@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.cache.in_use import GATE, MARKS, in_use
+from penstock.core.cache.in_use import GATE_LOCK, PINS_FOLDER, pin_artifacts
 from penstock.core.process.scratch_dir import scratch_folder
 from tests.core.toy import Letters, step_of
 
@@ -64,12 +64,12 @@ def test_a_folder_of_a_killed_process_is_removed_by_the_next_and_one_in_use_stay
 
 def test_marks_and_locks_of_dead_processes_are_removed_by_the_next_mark(tmp_path):
     root = tmp_path / "results"
-    marks = root / MARKS
+    marks = root / PINS_FOLDER
     marks.mkdir(parents=True)
     for name in ("dead.json", "dead.lock", "half.lock"):
         (marks / name).write_text("[]")
-    with in_use([step_of(Letters(), root)]):
-        names = {path.suffix for path in marks.iterdir() if path.name != GATE}
+    with pin_artifacts([step_of(Letters(), root)]):
+        names = {path.suffix for path in marks.iterdir() if path.name != GATE_LOCK}
         assert names == {".json", ".lock"}
         assert len([*marks.iterdir()]) == 3
-    assert [path.name for path in marks.iterdir()] == [GATE]
+    assert [path.name for path in marks.iterdir()] == [GATE_LOCK]

@@ -12,7 +12,7 @@ import pytest
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
-from penstock.core.releases.local import LocalShelf
+from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.releases.remote import open_release_store
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
@@ -54,9 +54,9 @@ def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_
     assert [put(shelf, tmp_path, text) for text in ("one", "two")] == [1, 2]
     assert shelf.latest() is None
     with shelf.writing(quiet):
-        shelf.point(2, ())
-    shelf.tell({"line": "first"})
-    shelf.tell({"line": "second"})
+        shelf.set_latest(2, ())
+    shelf.append_decision({"line": "first"})
+    shelf.append_decision({"line": "second"})
     (tmp_path / "two.txt").unlink()  # what it was made of may go
     again = open_release_store(location)
     assert (again.numbers(), again.latest()) == ([1, 2], 2)
@@ -74,7 +74,7 @@ def test_rolling_back_withdraws_what_lies_above_and_rolling_forward_takes_that_b
     for text in ("one", "two", "three", "four"):
         number = put(shelf, tmp_path, text)
         with shelf.writing(quiet):
-            shelf.point(number, ())
+            shelf.set_latest(number, ())
     assert roll_back(shelf, None, quiet) == (4, 3)
     assert roll_back(shelf, 1, quiet) == (3, 1)
     assert (shelf.latest(), shelf.withdrawn) == (1, {2, 3, 4})
@@ -84,14 +84,14 @@ def test_rolling_back_withdraws_what_lies_above_and_rolling_forward_takes_that_b
     with pytest.raises(ValueError, match="no release 0009; there are 0001, 0002, 0003, 0004"):
         roll_back(shelf, 9, quiet)
     with shelf.writing(quiet):
-        shelf.drop(2)
+        shelf.delete(2)
     assert shelf.numbers() == [1, 3, 4]
 
 
 def stand(folder, gate, text):
     while not gate.exists():
         time.sleep(0.001)
-    put(LocalShelf(folder / "shelf"), folder, text)
+    put(LocalReleaseStore(folder / "shelf"), folder, text)
 
 
 def test_of_many_at_once_each_gets_a_number_of_its_own(tmp_path):
@@ -104,7 +104,7 @@ def test_of_many_at_once_each_gets_a_number_of_its_own(tmp_path):
     gate.touch()
     for process in several:
         process.join()
-    shelf = LocalShelf(tmp_path / "shelf")
+    shelf = LocalReleaseStore(tmp_path / "shelf")
     assert shelf.numbers() == [*range(1, 9)]
     found = {(shelf.folder(n) / "sub/a.txt").read_text() for n in shelf.numbers()}
     assert found == set(texts)
@@ -124,7 +124,7 @@ def test_behind_a_url_two_at_once_get_two_numbers(tmp_path):
 
 
 def test_what_a_dead_process_left_half_done_is_no_number_and_is_swept(tmp_path):
-    shelf = LocalShelf(tmp_path / "shelf")
+    shelf = LocalReleaseStore(tmp_path / "shelf")
     put(shelf, tmp_path, "one")
     half = tmp_path / "shelf" / ".half.part"
     half.mkdir()
@@ -134,15 +134,15 @@ def test_what_a_dead_process_left_half_done_is_no_number_and_is_swept(tmp_path):
     assert not half.exists()
 
     url = f"memory://{time.time_ns()}/b"
-    (RemotePath.of(url) / "0001" / "stray.txt").write(b"half")
+    (RemotePath.from_url(url) / "0001" / "stray.txt").write(b"half")
     there = open_release_store(url)
     assert there.numbers() == []
     assert put(there, tmp_path, "one") == 1
-    assert set((RemotePath.of(url) / "0001").files()) == {"sub/a.txt", MANIFEST}
+    assert set((RemotePath.from_url(url) / "0001").files()) == {"sub/a.txt", MANIFEST}
 
 
 def test_a_pointer_that_leads_nowhere_is_told_and_mended_by_rolling_back(tmp_path):
-    shelf = LocalShelf(tmp_path / "shelf")
+    shelf = LocalReleaseStore(tmp_path / "shelf")
     put(shelf, tmp_path, "one")
     for target in ("0007", "../elsewhere"):
         pointer = tmp_path / "shelf" / "latest"

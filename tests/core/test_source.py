@@ -55,7 +55,7 @@ def test_files_named_after_splits_are_not_mixed(tmp_path):
     with pytest.raises(ConfigError, match=r"no file for the split 'validation'"):
         pin_data(str(tmp_path), split="validation")
     # Some of the files bear the name, and the others would be trained on under it.
-    with pytest.raises(ConfigError, match="do not bear that name"):
+    with pytest.raises(ConfigError, match="do not contain that split"):
         pin_data(str(tmp_path / "*.jsonl"), split="test")
 
 
@@ -68,8 +68,8 @@ def test_files_named_after_splits_are_not_mixed(tmp_path):
         ("{}/*.csv", {}, "matches no file"),
         ("{}", {"ds_type": "parquet"}, "no file that ends in .parquet"),
         ("{}", {"data_files": ["a.jsonk"]}, "did you mean .*a.jsonl"),
-        ("{}/a.jsonl", {"split": "test"}, "do not bear that name"),
-        ("{}/a.jsonl", {"split": "train[:10%]"}, "parts of a split"),
+        ("{}/a.jsonl", {"split": "test"}, "do not contain that split"),
+        ("{}/a.jsonl", {"split": "train[:10%]"}, "slices of a split"),
         ("{}/a.jsonl", {"revision": "main"}, "Leave revision out"),
         ("builtin:algebra", {}, "builtin:arithmetic, dummy"),
         ("./org/name", {}, "./org/name does not exist"),

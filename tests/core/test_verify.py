@@ -12,7 +12,7 @@ from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.cache.stage import ATTEMPT
-from penstock.core.cache.store import fetch_cached, find, find_cached, get_or_build
+from penstock.core.cache.store import fetch_cached, find_local, find_cached, get_or_build
 from penstock.core.errors import ArtifactError, DamagedFileError, StageError
 from penstock.core.files import read_json
 from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of
@@ -70,7 +70,7 @@ def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkey
     get_or_build(step)
     memory = tmp_path / "cache" / "digests.sqlite"
     if damage is None:  # every digest in it, which would condemn or acquit the wrong bytes
-        with digests._opened(memory) as open_memory:
+        with digests._connect(memory) as open_memory:
             open_memory.execute("UPDATE known SET sha256=?", ("0" * 64,))
         open_memory.close()
     else:
@@ -86,14 +86,14 @@ def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkey
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
     step = built(tmp_path, letters="a")
     path = step.path / MANIFEST
-    content, manifest = path.read_bytes(), find(step)
+    content, manifest = path.read_bytes(), find_local(step)
     passed = []
     for at in range(len(content)):
         damaged = bytearray(content)
         damaged[at] ^= 1 << (at % 8)
         path.write_bytes(damaged)
         try:
-            passed += [at] if find(step) != manifest else []
+            passed += [at] if find_local(step) != manifest else []
         except ArtifactError as error:
             assert MANIFEST in str(error)  # noqa: PT017 - of thousands, each
     assert passed == []
@@ -232,4 +232,4 @@ def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):
     aside = step.path.with_name(f"{step.path.name}.old-1")
     assert str(aside) in said[0]
     assert (aside / "a.txt").is_file()
-    assert changed_inputs(step.stage, find(step) or {}, digests_of_inputs(step.stage)) == []
+    assert changed_inputs(step.stage, find_local(step) or {}, digests_of_inputs(step.stage)) == []

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.costs.disk import estimate_disk
 from penstock.costs.estimate import build_cost_model
-from penstock.costs.sharded_model import Cut
+from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from tests.costs import measured
 from tests.engine import runs
@@ -38,7 +38,7 @@ def test_checkpoints_take_what_is_told_and_as_many_are_kept(tmp_path):
     }
     on_ranks(1, each, runs.train_here, jobs)
     for name, job in jobs.items():
-        cut = Cut(job.config, build_cost_model(job.config, hf), ParallelDims(), "cpu")
+        cut = ShardedModel(job.config, build_cost_model(job.config, hf), ParallelDims(), "cpu")
         told = estimate_disk(cut, None, 3, 1.0)
         folders = list((tmp_path / name / "checkpoints").glob("global_step_*"))
         assert told.checkpoints == len(folders) == 2

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.loading.load import loads
-from penstock.costs.param_sizes import CODES, _width, held
-from penstock.costs.sharded_model import Cut, Model
+from penstock.costs.param_sizes import QUANT_FORMATS, _width, list_tensors
+from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.parallel_model import build_stage_modules
 from penstock.engine.distributed.tensor_sharding import TensorParallelPlan
@@ -45,7 +45,7 @@ def family(kind):
 def cut_of(kind, degrees, **sections):
     run = loads(smallest(**sections))
     its, config = family(kind)
-    return Cut(run, Model.of(run, its, config), degrees, "cpu"), its, config
+    return ShardedModel(run, UnshardedModel.from_run(run, its, config), degrees, "cpu"), its, config
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -53,7 +53,7 @@ def test_one_process_holds_the_model(kind):
     cut, _, config = cut_of(kind, ParallelDims())
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=True)
-    assert sum(one.numbers for one in held(cut)) == sum(p.numel() for p in model.parameters())
+    assert sum(one.num_elements for one in list_tensors(cut)) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -71,7 +71,7 @@ def test_ranks_that_split_matrices_hold_their_pieces(kind, size):
         sizes = [sum(p.numel for p in cuts.shards(name, shape)) for name, shape in shapes.items()]
         most = max(most, sum(sizes))
     # Shares that do not come out even are rounded up, each for itself.
-    assert sum(one.numbers for one in held(cut)) == pytest.approx(most, rel=0.01)
+    assert sum(one.num_elements for one in list_tensors(cut)) == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
@@ -89,7 +89,7 @@ def test_ranks_of_a_pipeline_hold_their_stages(schedule):
                 for part in build_stage_modules(config, cut.run.train, rank)
             ]
         whole = sum(p.numel() for part in parts for p in part.parameters())
-        assert sum(one.numbers for one in held(cut, rank)) == whole
+        assert sum(one.num_elements for one in list_tensors(cut, rank)) == whole
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -101,7 +101,7 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
         model = Decoder(config, merge_qkv=True)
         inject(model, LoraSpec(rank=4, alpha=4, targets=targets))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert sum(one.numbers for one in held(cut) if one.learns) == sum(
+    assert sum(one.num_elements for one in list_tensors(cut) if one.is_trainable) == sum(
         p.numel() for p in trained.values()
     )
     head = sum(p.numel() for name, p in trained.items() if name.startswith("lm_head"))
@@ -111,11 +111,11 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
         for name, p in trained.items()
         if not name.startswith("lm_head")
     )
-    assert cut.model.learning.adapter_params == head + inner
-    assert cut.model.learning.head_adapter_params == head
+    assert cut.model.trainable.adapter_params == head + inner
+    assert cut.model.trainable.head_adapter_params == head
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", QUANT_FORMATS)
 @pytest.mark.parametrize("columns", [64, 128, 200, 4096])
 def test_quantized_rows_take_the_bytes_of_their_format(name, columns):
     widths = format_named(name).widths(columns)
@@ -124,8 +124,8 @@ def test_quantized_rows_take_the_bytes_of_their_format(name, columns):
 
 def test_shards_are_whole_rows():
     cut, _, _ = cut_of("dense", ParallelDims(shard=8))
-    for one in held(cut):
-        assert one.mine == math.ceil(one.rows / 8) * one.columns
+    for one in list_tensors(cut):
+        assert one.num_local_elements == math.ceil(one.rows / 8) * one.columns
 
 
 @pytest.mark.parametrize("published", [None, QuantizationConfig("fp8", "compressed-tensors")])
@@ -133,7 +133,7 @@ def test_quantized_matrices_take_their_bits_and_all_else_its_own(published):
     lora = {"enable_lora": True, "enable_qlora": True, "quant_format": "int8"}
     model = {"exclude_modules": ["o_proj"]}
     cut, its, config = cut_of("dense", ParallelDims(), lora={**lora, **model})
-    cut = replace(cut, model=Model.of(cut.run, its, config, published))
+    cut = replace(cut, model=UnshardedModel.from_run(cut.run, its, config, published))
     format = format_named(published.format if published else "int8")
     names = its.weight_map(config, merge_qkv=True)
     want = 0.0
@@ -145,4 +145,4 @@ def test_quantized_matrices_take_their_bits_and_all_else_its_own(published):
         else:
             # Vectors in fp32, matrices as they are computed with.
             want += count * (2 if rows else 4)
-    assert sum(one.at_rest for one in held(cut) if not one.learns) == pytest.approx(want)
+    assert sum(one.local_bytes for one in list_tensors(cut) if not one.is_trainable) == pytest.approx(want)

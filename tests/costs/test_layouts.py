@@ -6,11 +6,11 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.config.loading.load import loads
-from penstock.costs.device_speed import machine_called
+from penstock.costs.device_speed import find_machine
 from penstock.costs.durations import estimate_forward, estimate_step
-from penstock.costs.estimate import USED, build_cost_model, predict
-from penstock.costs.layouts import Wanted, fastest
-from penstock.costs.sharded_model import Cut
+from penstock.costs.estimate import USABLE_MEMORY, build_cost_model, predict
+from penstock.costs.layouts import LayoutSearch, find_fastest_layouts
+from penstock.costs.sharded_model import ShardedModel
 from penstock.costs.token_counts import Data, estimate_work
 from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
@@ -35,8 +35,8 @@ ROWS = 24
 
 def wanted(hf, devices, memory=80e9, **sections):
     run = loads(smallest(data={"sample_packing_sequence_len": 4096}, **sections))
-    machine = replace(machine_called("H100"), memory=memory)
-    return Wanted(run, build_cost_model(run, hf), ModelDims.of(hf), machine, devices, ROWS, None)
+    machine = replace(find_machine("H100"), memory=memory)
+    return LayoutSearch(run, build_cost_model(run, hf), ModelDims.of(hf), machine, devices, ROWS, None)
 
 
 @pytest.mark.parametrize(
@@ -46,28 +46,28 @@ def wanted(hf, devices, memory=80e9, **sections):
 )
 def test_proposals_run_fit_and_come_in_order(hf, devices):
     asked = wanted(hf, devices)
-    proposals = fastest(asked)
+    proposals = find_fastest_layouts(asked)
     assert proposals
     for one in proposals:
         run = loads(smallest(data={"sample_packing_sequence_len": 4096}, train=dict(one.settings)))
         assert not layout_errors(run, devices, asked.counts)
         assert build_parallel_dims(run.train, devices) == one.prediction.degrees
         assert one.prediction.rows_per_step == ROWS
-        assert one.prediction.memory.total <= USED * 80e9
+        assert one.prediction.memory.total <= USABLE_MEMORY * 80e9
     seconds = [one.prediction.step.total for one in proposals if one.prediction.step]
     assert seconds == sorted(seconds)
     assert len({one.prediction.degrees for one in proposals}) == len(proposals)
 
 
 def test_less_memory_asks_for_more_cuts_or_recomputing_and_none_is_proposed_without_enough():
-    [roomy, *_] = fastest(wanted(DENSE, 8, memory=80e9))
-    [tight, *_] = fastest(wanted(DENSE, 8, memory=8e9))
+    [roomy, *_] = find_fastest_layouts(wanted(DENSE, 8, memory=80e9))
+    [tight, *_] = find_fastest_layouts(wanted(DENSE, 8, memory=8e9))
     assert roomy.prediction.memory.total > 8e9
-    assert tight.prediction.memory.total <= USED * 8e9
+    assert tight.prediction.memory.total <= USABLE_MEMORY * 8e9
     assert roomy.prediction.step
     assert tight.prediction.step
     assert roomy.prediction.step.total < tight.prediction.step.total
-    assert fastest(wanted(DENSE, 2, memory=4e9)) == []
+    assert find_fastest_layouts(wanted(DENSE, 2, memory=4e9)) == []
 
 
 def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
@@ -78,7 +78,7 @@ def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
     for recomputes in (True, False):
         train = asked.run.train.model_copy(update={"enable_gradient_checkpointing": recomputes})
         run = asked.run.model_copy(update={"train": train})
-        step = estimate_step(Cut(run, asked.model, ParallelDims(shard=4), "cuda"), machine, work)
+        step = estimate_step(ShardedModel(run, asked.model, ParallelDims(shard=4), "cuda"), machine, work)
         again = forward_flops(config, work, parts=["attention", "network"]) if recomputes else 0
         speed = machine.speed(2)
         assert step
@@ -86,7 +86,7 @@ def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
         assert step.products == pytest.approx((flops + again) / 4 / speed)
     assert (
         estimate_step(
-            Cut(asked.run, asked.model, ParallelDims(shard=4), "cuda"),
+            ShardedModel(asked.run, asked.model, ParallelDims(shard=4), "cuda"),
             replace(machine, speeds={}),
             work,
         )
@@ -119,7 +119,7 @@ def test_a_baseline_costs_one_more_pass_forward_in_every_step():
     steps = {}
     for loss in ("sigmoid", "kto_pair"):
         run, model, machine, work = comparing(loss)
-        cut = Cut(run, model, ParallelDims(shard=4), "cuda")
+        cut = ShardedModel(run, model, ParallelDims(shard=4), "cuda")
         steps[loss] = estimate_step(cut, machine, work)
         once, speed = estimate_forward(cut, machine, work), machine.speed(2)
         assert once
@@ -143,7 +143,7 @@ def test_a_reference_is_told_as_one_pass_over_all_rows_where_there_is_one():
         assert found.step
         assert found.reference_seconds
         work = estimate_work(model.config, run, data, ROWS)
-        once = estimate_forward(Cut(run, model, ParallelDims(shard=4), machine.kind), machine, work)
+        once = estimate_forward(ShardedModel(run, model, ParallelDims(shard=4), machine.kind), machine, work)
         assert once
         assert found.reference_seconds == pytest.approx(once.total * 240 / ROWS)
         # Three passes are learnt from, and one more is made anew.
@@ -156,7 +156,7 @@ def test_a_pipeline_waits_for_as_many_micro_batches_as_it_has_other_ranks():
     asked = wanted(DENSE, 4, train=train)
     work = Work.from_lengths(asked.model.config, [4096] * ROWS)
     step = estimate_step(
-        Cut(asked.run, asked.model, ParallelDims(pipeline=4), "cuda"), asked.machine, work
+        ShardedModel(asked.run, asked.model, ParallelDims(pipeline=4), "cuda"), asked.machine, work
     )
     assert step
     others = step.products + step.memory + step.communication
@@ -176,7 +176,7 @@ def test_split_matrices_send_four_sums_of_the_stream_for_each_layer():
     )
     work = Work.from_lengths(asked.model.config, [4096] * 2)
     step = estimate_step(
-        Cut(asked.run, asked.model, ParallelDims(tensor=2), "cuda"), asked.machine, work
+        ShardedModel(asked.run, asked.model, ParallelDims(tensor=2), "cuda"), asked.machine, work
     )
     # Two ranks send and receive the whole stream once for each sum, forward and backward.
     stream = 4096 * SIZES["hidden_size"] * 2

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from penstock.costs.estimate import build_cost_model
-from penstock.costs.memory import peak
-from penstock.costs.sharded_model import Cut
+from penstock.costs.memory import peak_memory
+from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import build_parallel_dims
 from tests.costs import measured
 from tests.costs.cases import CASES, QUICK
@@ -42,7 +42,7 @@ def compare(folder, name):
     most = max(one["most"] for one in found)
     config = json.loads((folder / name / "model" / "config.json").read_text())
     model = build_cost_model(job.config, config)
-    told = peak(Cut(job.config, model, build_parallel_dims(job.config.train, world), "cpu"))
+    told = peak_memory(ShardedModel(job.config, model, build_parallel_dims(job.config.train, world), "cpu"))
     return told.total, most
 
 

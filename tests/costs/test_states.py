@@ -47,5 +47,5 @@ def test_states_take_what_is_told(case):
     optimizer.step()
     kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
     size = sum(value.numel() * value.element_size() for value in kept if value.numel() > 1)
-    told = Tensor(0, ROWS, COLUMNS, True, dtype.itemsize, 2, 1, hidden=True)
+    told = Tensor(0, ROWS, COLUMNS, True, dtype.itemsize, 2, 1, is_hidden_matrix=True)
     assert state_bytes(train, told) == pytest.approx(size)

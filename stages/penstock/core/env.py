@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
-from penstock.core.process.allowed_env import Purpose, is_allowed, is_private, serves
+from penstock.core.process.allowed_env import Purpose, is_allowed, is_private, matches_purpose
 
 
 def cache_home() -> Path:
@@ -239,7 +239,9 @@ def require_variables(names: Collection[str], field: str) -> None:
 def forget_secrets(purposes: Collection[Purpose] = ()) -> None:
     """Drop the secrets that this process has no purpose for. `multiprocessing` passes the whole
     environment of its parent."""
-    for name in [name for name in os.environ if is_private(name) and not serves(name, purposes)]:
+    for name in [
+        name for name in os.environ if is_private(name) and not matches_purpose(name, purposes)
+    ]:
         del os.environ[name]
 
 

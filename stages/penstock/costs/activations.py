@@ -6,7 +6,7 @@ rank. The saved tensors follow the modules in `penstock.models.layers`, line by 
 
 from dataclasses import dataclass
 
-from penstock.costs.sharded_model import Cut
+from penstock.costs.sharded_model import ShardedModel
 from penstock.models.decoder_config import ExpertsConfig
 
 FP32 = 4
@@ -33,26 +33,26 @@ class Layer:
         return self.stream + self.attention + self.network
 
 
-def select_layer(cut: Cut, number: int) -> Layer:
+def select_layer(sharded: ShardedModel, number: int) -> Layer:
     """Activation memory of the layer with this number."""
-    config, degrees, width = cut.config, cut.degrees, cut.computes
-    tokens = cut.tokens
+    config, degrees, width = sharded.config, sharded.degrees, sharded.compute_bytes
+    tokens = sharded.tokens
     tensor = degrees.tensor
-    split = tensor if cut.run.train.sequence_parallel else 1
+    split = tensor if sharded.run.train.sequence_parallel else 1
     stream_row = config.hidden_size * width
-    feeds = _Feeds(cut, number)
+    feeds = _Feeds(sharded, number)
     # Inputs of the two norms, with one fp32 statistic per row; and their outputs if a trainable
     # linear layer reads them.
     normed = tokens * stream_row
     stream = 2 * (tokens / split) * (stream_row + FP32)
-    attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(cut, feeds)
+    attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(sharded, feeds)
     experts = config.layer_experts(number)
     if experts:
-        network = _experts(cut, experts, feeds)
-        gradients = _gradients_of_experts(cut, experts)
+        network = _experts(sharded, experts, feeds)
+        gradients = _gradients_of_experts(sharded, experts)
     else:
         features = config.intermediate_size / tensor
-        network = normed * feeds.copies("gate_proj", "up_proj") + _network(cut, feeds, features)
+        network = normed * feeds.copies("gate_proj", "up_proj") + _network(sharded, feeds, features)
         gradients = tokens * width * (2 * features + 2 * config.hidden_size)
     return Layer(stream, attention, network, gradients, tokens / split * stream_row)
 
@@ -60,10 +60,10 @@ def select_layer(cut: Cut, number: int) -> Layer:
 class _Feeds:
     """Which linear layers save their input: those whose weight or adapter is trainable."""
 
-    def __init__(self, cut: Cut, layer: int) -> None:
-        self._cut = cut
-        self._all_learn = not cut.run.lora.enable_lora
-        its = cut.model.adapters
+    def __init__(self, sharded: ShardedModel, layer: int) -> None:
+        self._cut = sharded
+        self._all_learn = not sharded.run.lora.enable_lora
+        its = sharded.model.adapters
         at = f"model.layers.{layer}."
         self._adapted = {one.name.rpartition(".")[2] for one in its if one.native.startswith(at)}
 
@@ -73,23 +73,23 @@ class _Feeds:
         if self._all_learn:
             return 1
         # With fp32 LoRA weights and autocast, each adapter casts and saves its own copy.
-        casts = not self._cut.is_sharded and self._cut.computes < FP32
+        casts = not self._cut.is_sharded and self._cut.compute_bytes < FP32
         return count if casts else min(1, count)
 
     def low(self, *parts: str) -> float:
         """Bytes of the outputs of LoRA A."""
         count = sum(part in self._adapted for part in parts)
-        return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.computes
+        return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.compute_bytes
 
 
-def _attention(cut: Cut, feeds: _Feeds) -> float:
-    config, width, tokens = cut.config, cut.computes, cut.tokens
-    tensor = cut.degrees.tensor
+def _attention(sharded: ShardedModel, feeds: _Feeds) -> float:
+    config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
+    tensor = sharded.degrees.tensor
     heads = config.num_attention_heads / tensor
     keys = max(1.0, config.num_key_value_heads / tensor)
     row = config.head_dim * tokens
-    within = 2 if cut.run.model.attention_cast_bf16 else width
-    if cut.kind == "cpu":
+    within = 2 if sharded.run.model.attention_cast_bf16 else width
+    if sharded.kind == "cpu":
         # CPU attention computes in fp32 and saves q, k, v in fp32; long documents, which are
         # chunked and save less, are counted like short ones.
         within = FP32
@@ -97,52 +97,52 @@ def _attention(cut: Cut, feeds: _Feeds) -> float:
     projected = row * width * (heads + 2 * keys)
     if config.qk_norm:
         kept += projected + tokens * FP32 * (heads + keys)
-    if cut.kind == "cuda" and cut.run.model.merge_qkv:
+    if sharded.kind == "cuda" and sharded.run.model.merge_qkv:
         # v is a view of the fused qkv output, so saving v keeps all of that output.
         kept += (0 if config.qk_norm else projected) - row * width * keys
-    if cut.kind == "cpu" and within != width:
+    if sharded.kind == "cpu" and within != width:
         # o_proj reads (and saves) a cast copy of the attention output.
         kept += row * width * heads * feeds.copies("o_proj")
     return kept + feeds.low("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _network(cut: Cut, feeds: _Feeds, features: float) -> float:
+def _network(sharded: ShardedModel, feeds: _Feeds, features: float) -> float:
     """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains."""
-    per_feature = (3 if cut.kind == "cpu" else 2) + feeds.copies("down_proj")
-    kept = cut.tokens * features * cut.computes * per_feature
+    per_feature = (3 if sharded.kind == "cpu" else 2) + feeds.copies("down_proj")
+    kept = sharded.tokens * features * sharded.compute_bytes * per_feature
     return kept + feeds.low("gate_proj", "up_proj", "down_proj")
 
 
-def _experts(cut: Cut, experts: ExpertsConfig, feeds: _Feeds) -> float:
+def _experts(sharded: ShardedModel, experts: ExpertsConfig, feeds: _Feeds) -> float:
     """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
     gate and up outputs; their product, if down_proj trains; the expert outputs. Routers save fp32
     scores and, if trainable, their input."""
-    config, tokens, width = cut.config, cut.tokens, cut.computes
+    config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows = tokens * experts.experts_per_token
     row = rows * width * config.hidden_size
     kept = row * min(1, feeds.copies("gate_proj", "up_proj"))
-    per_feature = (3 if cut.kind == "cpu" else 2) + min(1, feeds.copies("down_proj"))
+    per_feature = (3 if sharded.kind == "cpu" else 2) + min(1, feeds.copies("down_proj"))
     kept += (
         per_feature
         * width
         * (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size)
     )
     kept += feeds.low("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
-    if cut.kind == "cpu":
+    if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
         kept += rows * (FP32 * config.hidden_size + 2 * (8 + 1))
     else:
         kept += row
     kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
-    if feeds.copies("gate") and not cut.run.model.freeze_router:
-        kept += tokens * config.hidden_size * (FP32 if cut.run.model.router_fp32 else width)
+    if feeds.copies("gate") and not sharded.run.model.freeze_router:
+        kept += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
     if experts.shared_intermediate_size:
         kept += tokens * width * config.hidden_size * feeds.copies("gate_proj", "up_proj")
     return kept
 
 
-def _gradients_of_experts(cut: Cut, experts: ExpertsConfig) -> float:
+def _gradients_of_experts(sharded: ShardedModel, experts: ExpertsConfig) -> float:
     """Gradients of the combined expert output: its own, and that of each token copy."""
-    config, width = cut.config, cut.computes
-    copies = experts.experts_per_token * (2 * FP32 if cut.kind == "cpu" else width)
-    return cut.tokens * config.hidden_size * (width + FP32 + copies)
+    config, width = sharded.config, sharded.compute_bytes
+    copies = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
+    return sharded.tokens * config.hidden_size * (width + FP32 + copies)

@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, write_json
-from penstock.core.machine.device_specs import DEVICES, Precision, device_called
-from penstock.core.machine.gpus import names_of_gpus
+from penstock.core.machine.device_specs import DEVICES, Precision, find_device
+from penstock.core.machine.gpus import gpu_names
 
 if TYPE_CHECKING:  # importing it loads the model packages, which this does not need
     from penstock.costs.sharded_model import Kind
 
 GB = 1e9
 
-NETWORK = 50 * GB
+NETWORK_BANDWIDTH = 50 * GB
 """Bytes per second between machines, per accelerator: one 400 Gbit/s port each."""
 
-IN_A_MACHINE = 8
+DEVICES_PER_NODE = 8
 """Default number of accelerators per machine."""
 
 BFLOAT16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 """CPU flags of bfloat16 instructions in /proc/cpuinfo, on x86-64 and Arm."""
 
-REACHED: Mapping[Literal["measured", "tabled"], float] = {"measured": 0.55, "tabled": 0.5}
+ACHIEVED_SHARE: Mapping[Literal["measured", "tabled"], float] = {"measured": 0.55, "tabled": 0.5}
 """Achieved share of FLOP/s in a layer's matmuls: of measured square matmuls, and of data
 sheet peaks, which no matmul reaches."""
 
@@ -44,29 +44,29 @@ class Machine:
     speeds: Mapping[Precision, float]
     bandwidth: float | None
     """Memory bandwidth in bytes per second, read plus written."""
-    known_by: Literal["measured", "tabled"] | None = None
+    source: Literal["measured", "tabled"] | None = None
     memory: float | None = None
     """Memory in bytes."""
     link: float = 10 * GB
     """Bytes per second to other devices of the same machine, in each direction."""
-    local: int = IN_A_MACHINE
+    ranks_per_node: int = DEVICES_PER_NODE
     """Ranks per machine."""
 
     def speed(self, width: int) -> float | None:
         """Achieved FLOP/s in layers, for a dtype of `width` bytes."""
         precisions: Mapping[int, Precision] = {1: "fp8", 2: "bf16", 4: "fp32"}
         found = self.speeds.get(precisions[width])
-        return found * REACHED[self.known_by] if found and self.known_by else None
+        return found * ACHIEVED_SHARE[self.source] if found and self.source else None
 
 
-def machine_here(local_ranks: int) -> Machine:
+def detect_machine(local_ranks: int) -> Machine:
     """The device of one rank on this machine, with `local_ranks` ranks."""
-    if names := names_of_gpus():
-        return machine_called(names[0], local=len(names))
-    return processors(measured().get(_cpu()), local_ranks)
+    if names := gpu_names():
+        return find_machine(names[0], local=len(names))
+    return build_cpu_machine(read_measurements().get(_cpu()), local_ranks)
 
 
-def processors(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
+def build_cpu_machine(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
     """The CPUs and memory of this machine, divided among `local_ranks` ranks.
 
     `told` are the measured speeds of the whole machine, if any.
@@ -74,7 +74,7 @@ def processors(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
     whole = _memory()
     memory = whole and whole / local_ranks
     if told is None:
-        return Machine(_cpu(), "cpu", {}, None, memory=memory, local=local_ranks)
+        return Machine(_cpu(), "cpu", {}, None, memory=memory, ranks_per_node=local_ranks)
     speeds: dict[Precision, float] = {
         "fp32": told["fp32"] / local_ranks,
         "bf16": told["bf16"] / local_ranks,
@@ -85,10 +85,10 @@ def processors(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
     return Machine(_cpu(), "cpu", speeds, bandwidth, "measured", memory, link, local_ranks)
 
 
-def machine_called(name: str, *, local: int = IN_A_MACHINE) -> Machine:
+def find_machine(name: str, *, local: int = DEVICES_PER_NODE) -> Machine:
     """An accelerator by name. Raises ConfigError for an unknown one."""
-    device = device_called(name)
-    told = measured().get(name)
+    device = find_device(name)
+    told = read_measurements().get(name)
     if device is None and told is None:
         raise ConfigError(
             f"{name} is not known, so neither is how fast it is.\n"
@@ -107,7 +107,7 @@ def machine_called(name: str, *, local: int = IN_A_MACHINE) -> Machine:
     return Machine(name, "cuda", speeds, device.bandwidth, "tabled", memory, link, local)
 
 
-def measured() -> Mapping[str, dict[str, Any]]:
+def read_measurements() -> Mapping[str, dict[str, Any]]:
     """All measurements stored by `remember`, by device name."""
     try:
         return read_json(_file())
@@ -121,9 +121,9 @@ def slow_bfloat16() -> str | None:
     Decided by measurement, else by whether the CPU has bfloat16 instructions (AVX2-only CPUs do
     not). None on GPUs.
     """
-    if names_of_gpus():
+    if gpu_names():
         return None
-    told = measured().get(_cpu())
+    told = read_measurements().get(_cpu())
     if told and told["bf16"] >= told["fp32"]:
         return None
     if told:
@@ -144,7 +144,7 @@ def _has_bfloat16_units() -> bool:
 def remember(found: Mapping[str, Any]) -> str:
     """Store the measurements of this machine for later estimates; returns the device name."""
     name = found.get("name") or _cpu()
-    write_json(_file(), {**measured(), name: dict(found)})
+    write_json(_file(), {**read_measurements(), name: dict(found)})
     return name
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.costs.optimizer_states import saved_bytes
-from penstock.costs.param_sizes import Tensor, held
-from penstock.costs.sharded_model import WIDTHS, Cut
+from penstock.costs.param_sizes import Tensor, list_tensors
+from penstock.costs.sharded_model import WIDTHS, ShardedModel
 from penstock.costs.token_counts import Data
 
-OF_TOKEN = 8
+BYTES_PER_TOKEN = 8
 """Bytes per token on disk: an int32 id and an int32 label."""
 
 
@@ -31,38 +31,42 @@ class Disk:
         return kept + self.exported + (self.prepared or 0) + (self.packed or 0)
 
 
-def estimate_disk(cut: Cut, data: Data | None, steps: int | None, epochs: float) -> Disk:
+def estimate_disk(
+    sharded: ShardedModel, data: Data | None, steps: int | None, epochs: float
+) -> Disk:
     """Estimate disk space, for all ranks together."""
-    whole = _whole(cut)
-    saved = [tensor for tensor in whole if tensor.learns or not cut.keeps_only_adapters]
+    whole = _whole(sharded)
+    saved = [tensor for tensor in whole if tensor.is_trainable or not sharded.saves_only_adapters]
     checkpoint = sum(_alone(tensor) for tensor in saved)
-    if cut.run.train.save_optimizer:
-        checkpoint += sum(saved_bytes(cut.run.train, tensor) for tensor in whole if tensor.learns)
-    export = cut.run.export
-    width = WIDTHS.get(export.dtype, 4 if not cut.run.model.model_path else 2)
-    adapters = sum(_alone(tensor) for tensor in whole if tensor.learns)
-    exported = float(sum(tensor.numbers * width for tensor in whole))
-    if cut.run.lora.enable_lora:
-        merges = export.merge_lora and not cut.run.lora.save_lora_only
-        base = sum(tensor.numbers * width for tensor in whole if not tensor.learns)
+    if sharded.run.train.save_optimizer:
+        checkpoint += sum(
+            saved_bytes(sharded.run.train, tensor) for tensor in whole if tensor.is_trainable
+        )
+    export = sharded.run.export
+    width = WIDTHS.get(export.dtype, 4 if not sharded.run.model.model_path else 2)
+    adapters = sum(_alone(tensor) for tensor in whole if tensor.is_trainable)
+    exported = float(sum(tensor.num_elements * width for tensor in whole))
+    if sharded.run.lora.enable_lora:
+        merges = export.merge_lora and not sharded.run.lora.save_lora_only
+        base = sum(tensor.num_elements * width for tensor in whole if not tensor.is_trainable)
         exported = adapters + (base if merges else 0)
     tokens = data.tokens if data else None
-    each = None if tokens is None else float(tokens * OF_TOKEN)
-    return Disk(checkpoint, _kept(cut, steps, epochs), exported, each, each)
+    each = None if tokens is None else float(tokens * BYTES_PER_TOKEN)
+    return Disk(checkpoint, _kept(sharded, steps, epochs), exported, each, each)
 
 
-def _whole(cut: Cut) -> list[Tensor]:
+def _whole(sharded: ShardedModel) -> list[Tensor]:
     """All tensors without sharding."""
-    alone = replace(cut.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
-    return held(replace(cut, degrees=replace(alone, tensor=1, expert=1)))
+    alone = replace(sharded.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
+    return list_tensors(replace(sharded, degrees=replace(alone, tensor=1, expert=1)))
 
 
 def _alone(tensor: Tensor) -> float:
-    return tensor.numbers * tensor.width
+    return tensor.num_elements * tensor.width
 
 
-def _kept(cut: Cut, steps: int | None, epochs: float) -> int | None:
-    train = cut.run.train
+def _kept(sharded: ShardedModel, steps: int | None, epochs: float) -> int | None:
+    train = sharded.run.train
     if steps is None:
         return None
     saved = 1

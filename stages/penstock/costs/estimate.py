@@ -6,8 +6,8 @@ from penstock.config.schema.run import RunConfig
 from penstock.costs.device_speed import Machine
 from penstock.costs.disk import Disk, estimate_disk
 from penstock.costs.durations import Step, estimate_forward, estimate_step
-from penstock.costs.memory import Memory, peak
-from penstock.costs.sharded_model import Cut, Model
+from penstock.costs.memory import Memory, peak_memory
+from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.costs.token_counts import Data, Length, estimate_length, estimate_work
 from penstock.engine.distributed.parallel_dims import ParallelDims, rows_per_step
 from penstock.models.flops import step_flops
@@ -39,7 +39,7 @@ class Prediction:
     def fits(self) -> bool | None:
         """Whether peak memory fits; None if the memory of the device is unknown."""
         limit = self.machine.memory
-        return None if limit is None else self.memory.total <= USED * limit
+        return None if limit is None else self.memory.total <= USABLE_MEMORY * limit
 
     @property
     def seconds(self) -> float | None:
@@ -49,38 +49,44 @@ class Prediction:
         return self.step.total * self.length.steps
 
 
-USED = 0.92
+USABLE_MEMORY = 0.92
 """Share of device memory available to tensors; the rest is for libraries and fragmentation."""
 
 
-def build_cost_model(run: RunConfig, hf_config: HfConfig) -> Model:
+def build_cost_model(run: RunConfig, hf_config: HfConfig) -> UnshardedModel:
     """Build the unsharded model. Raises CapabilityError for an unsupported model."""
     family = get_family(hf_config)
     published = declared_in(hf_config) if run.model.model_path else None
-    return Model.of(run, family, family.read(hf_config), published)
+    return UnshardedModel.from_run(run, family, family.read(hf_config), published)
 
 
 def predict(
-    run: RunConfig, model: Model, degrees: ParallelDims, machine: Machine, data: Data | None
+    run: RunConfig,
+    model: UnshardedModel,
+    degrees: ParallelDims,
+    machine: Machine,
+    data: Data | None,
 ) -> Prediction:
     """Estimate the costs of the run with this layout on this machine."""
-    cut = Cut(run, model, degrees, machine.kind)
+    sharded = ShardedModel(run, model, degrees, machine.kind)
     rows = rows_per_step(run.train, degrees.num_replicas)
     length = estimate_length(run, data, rows)
     work = estimate_work(model.config, run, data, rows)
     epochs = float(run.train.num_train_epochs)
     if length and data and length.set_by != "num_train_epochs":
         epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
-    looking = estimate_forward(cut, machine, work) if "reference" in run.stages and data else None
+    looking = (
+        estimate_forward(sharded, machine, work) if "reference" in run.stages and data else None
+    )
     return Prediction(
         degrees=degrees,
         machine=machine,
-        memory=peak(cut),
-        step=estimate_step(cut, machine, work),
+        memory=peak_memory(sharded),
+        step=estimate_step(sharded, machine, work),
         rows_per_step=rows,
         tokens_per_step=work.tokens,
-        flops_per_step=step_flops(model.config, work, learning=model.learning),
+        flops_per_step=step_flops(model.config, work, learning=model.trainable),
         length=length,
-        disk=estimate_disk(cut, data, length.steps if length else None, epochs),
+        disk=estimate_disk(sharded, data, length.steps if length else None, epochs),
         reference_seconds=looking.total * data.rows / rows if looking and data else None,
     )

@@ -19,7 +19,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.sources.local_files import detect_compression, detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX
 
-LOOKED_AT = 1 << 18
+SAMPLE_BYTES = 1 << 18
 """Bytes read from each source."""
 
 DOCUMENT = 512
@@ -110,17 +110,17 @@ def _document_tokens(source: Source) -> list[int]:
 def _first_records(path: Path) -> _FirstRecords | None:
     """Read the records at the start of a text file (JSON, CSV, plain text).
 
-    None for other files, and if the first record is longer than `LOOKED_AT`.
+    None for other files, and if the first record is longer than `SAMPLE_BYTES`.
     """
     kind = detect_file_kind(path.name)
     if kind not in ("json", "csv", "text") or detect_compression(path.name):
         return None
     try:
         with path.open("rb") as file:
-            raw = file.read(LOOKED_AT)
+            raw = file.read(SAMPLE_BYTES)
     except OSError:
         return None
-    whole = raw if len(raw) < LOOKED_AT else raw[: raw.rfind(b"\n") + 1]
+    whole = raw if len(raw) < SAMPLE_BYTES else raw[: raw.rfind(b"\n") + 1]
     read = {"json": _json_texts, "csv": _csv_texts, "text": _line_texts}[kind]
     records = list(read(whole.decode("utf-8-sig", "replace")))
     return _FirstRecords(records[-1][0], [text for _, text in records]) if records else None

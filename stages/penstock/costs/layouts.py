@@ -12,9 +12,9 @@ from penstock.config.rules.run import rule_violations
 from penstock.config.schema.run import RunConfig
 from penstock.costs.device_speed import Machine
 from penstock.costs.durations import estimate_step
-from penstock.costs.estimate import USED, Prediction, predict
-from penstock.costs.memory import at_rest, peak
-from penstock.costs.sharded_model import Cut, Model
+from penstock.costs.estimate import USABLE_MEMORY, Prediction, predict
+from penstock.costs.memory import peak_memory, resident_bytes
+from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.costs.token_counts import Data, estimate_work
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
@@ -38,11 +38,11 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LayoutSearch:
     """Inputs of the search."""
 
     run: RunConfig
-    model: Model
+    model: UnshardedModel
     counts: ModelDims
     machine: Machine
     devices: int
@@ -54,12 +54,12 @@ class Wanted:
 @dataclass(frozen=True)
 class _Candidate:
     settings: Settings
-    cut: Cut
+    sharded: ShardedModel
     seconds: float
     memory: float
 
 
-def fastest(wanted: Wanted, *, most: int = 5) -> list[Proposal]:
+def find_fastest_layouts(wanted: LayoutSearch, *, limit: int = 5) -> list[Proposal]:
     """At most `most` layouts that fit in memory, fastest first; empty if none fits."""
     found: list[_Candidate] = []
     for axes in _axes(wanted):
@@ -70,9 +70,11 @@ def fastest(wanted: Wanted, *, most: int = 5) -> list[Proposal]:
     return [
         Proposal(
             {name: value for name, value in one.settings.items() if _says_something(name, value)},
-            predict(one.cut.run, wanted.model, one.cut.degrees, wanted.machine, wanted.data),
+            predict(
+                one.sharded.run, wanted.model, one.sharded.degrees, wanted.machine, wanted.data
+            ),
         )
-        for one in found[:most]
+        for one in found[:limit]
     ]
 
 
@@ -85,7 +87,7 @@ def _says_something(name: str, value: Any) -> bool:
     return value != 1 or name == "micro_batch_size"
 
 
-def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
+def _of_axes(wanted: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
     """Yield the layouts with these parallel sizes that fit."""
     options = product([3, 2] if axes["pipeline_parallel_size"] == 1 else [2], [False, True])
     for stage, recomputes in options:
@@ -98,22 +100,22 @@ def _of_axes(wanted: Wanted, axes: Settings) -> Iterator[_Candidate]:
                 "micro_batch_size": several,
                 "global_batch_size": wanted.rows,
             }
-            cut = _cut(wanted, settings)
-            if cut is None:
+            sharded = _cut(wanted, settings)
+            if sharded is None:
                 continue
-            memory = peak(cut).total
-            if wanted.machine.memory and memory > USED * wanted.machine.memory:
+            memory = peak_memory(sharded).total
+            if wanted.machine.memory and memory > USABLE_MEMORY * wanted.machine.memory:
                 # Larger micro-batches need more memory.
                 break
             work = estimate_work(wanted.model.config, wanted.run, wanted.data, wanted.rows)
-            step = estimate_step(cut, wanted.machine, work)
-            yield _Candidate(settings, cut, step.total if step else 0.0, memory)
+            step = estimate_step(sharded, wanted.machine, work)
+            yield _Candidate(settings, sharded, step.total if step else 0.0, memory)
 
 
-def _axes(wanted: Wanted) -> Iterator[Settings]:
+def _axes(wanted: LayoutSearch) -> Iterator[Settings]:
     """Yield valid parallel sizes for the devices whose state at rest fits in memory."""
     devices, machine = wanted.devices, wanted.machine
-    within = [size for size in SIZES if size <= min(devices, machine.local)]
+    within = [size for size in SIZES if size <= min(devices, machine.ranks_per_node)]
     long = wanted.run.data.row_length >= LONG
     experts = [size for size in (*SIZES, 16, 32) if wanted.model.config.experts]
     sizes = {
@@ -127,18 +129,20 @@ def _axes(wanted: Wanted) -> Iterator[Settings]:
     for values in product(*sizes.values()):
         axes = dict(zip(sizes, values, strict=True))
         least = {**axes, "zero_stage": 2, "global_batch_size": wanted.rows, "micro_batch_size": 1}
-        cut = _cut(wanted, {**least, "data_parallel_mode": "fsdp2"})
-        if cut and (not machine.memory or at_rest(cut) < USED * machine.memory):
+        sharded = _cut(wanted, {**least, "data_parallel_mode": "fsdp2"})
+        if sharded and (
+            not machine.memory or resident_bytes(sharded) < USABLE_MEMORY * machine.memory
+        ):
             yield axes
 
 
 def _copies(devices: int, machine: Machine) -> list[int]:
     """Replicate sizes to try: one replica of the weights, or one per machine (HSDP)."""
-    machines = devices // machine.local
-    return [1, machines] if machines > 1 and devices % machine.local == 0 else [1]
+    machines = devices // machine.ranks_per_node
+    return [1, machines] if machines > 1 and devices % machine.ranks_per_node == 0 else [1]
 
 
-def _cut(wanted: Wanted, settings: Settings) -> Cut | None:
+def _cut(wanted: LayoutSearch, settings: Settings) -> ShardedModel | None:
     """The run with these settings; None if the layout is invalid."""
     changed = with_train(wanted.run, settings)
     degrees = compute_dims(changed.train, wanted.devices)
@@ -148,10 +152,10 @@ def _cut(wanted: Wanted, settings: Settings) -> Cut | None:
         return None
     if any(True for _ in rule_violations(changed)):
         return None
-    return Cut(changed, wanted.model, degrees, wanted.machine.kind)
+    return ShardedModel(changed, wanted.model, degrees, wanted.machine.kind)
 
 
-FREED = (
+RESET_FIELDS = (
     "data_parallel_shard_size",
     "gradient_accumulation_steps",
     "reshard_after_forward",
@@ -169,10 +173,10 @@ FREED = (
 def with_train(run: RunConfig, settings: Settings) -> RunConfig:
     """The run with these `train` settings as if the config set them; `FREED` ones are reset."""
     train = type(run.train).model_construct(
-        _fields_set=(run.train.model_fields_set - {*FREED}) | set(settings),
+        _fields_set=(run.train.model_fields_set - {*RESET_FIELDS}) | set(settings),
         **{
             **{name: getattr(run.train, name) for name in type(run.train).model_fields},
-            **{name: type(run.train).model_fields[name].get_default() for name in FREED},
+            **{name: type(run.train).model_fields[name].get_default() for name in RESET_FIELDS},
             **settings,
         },
     )

@@ -13,8 +13,8 @@ from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED
 from penstock.costs.activations import FP32, Layer, select_layer
 from penstock.costs.onednn_buffers import program_bytes
 from penstock.costs.optimizer_states import state_bytes
-from penstock.costs.param_sizes import ROOT, Tensor, held, layers_here
-from penstock.costs.sharded_model import Cut
+from penstock.costs.param_sizes import ROOT, Tensor, list_tensors, local_layers
+from penstock.costs.sharded_model import ShardedModel
 from penstock_kernels.logit_chunks import tokens_at_once
 
 
@@ -43,43 +43,45 @@ class Memory:
         return Memory(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-def peak(cut: Cut) -> Memory:
+def peak_memory(sharded: ShardedModel) -> Memory:
     """Peak memory, on the pipeline rank with the highest peak."""
-    return max((_Rank(cut, rank).peak() for rank in _ends(cut)), key=lambda memory: memory.total)
+    return max(
+        (_Rank(sharded, rank).peak() for rank in _ends(sharded)), key=lambda memory: memory.total
+    )
 
 
-def at_rest(cut: Cut) -> float:
+def resident_bytes(sharded: ShardedModel) -> float:
     """Bytes of weights, gradients and optimizer states, on the pipeline rank with the most."""
-    return max(_Rank(cut, rank).at_rest() for rank in _ends(cut))
+    return max(_Rank(sharded, rank).at_rest() for rank in _ends(sharded))
 
 
-def _ends(cut: Cut) -> set[int]:
+def _ends(sharded: ShardedModel) -> set[int]:
     """Pipeline ranks that may have the highest peak: the first has the most activations in flight,
     the last has the head."""
-    return {0, cut.degrees.pipeline - 1}
+    return {0, sharded.degrees.pipeline - 1}
 
 
 class _Rank:
     """Memory of one pipeline rank over a step."""
 
-    def __init__(self, cut: Cut, pipeline: int) -> None:
-        self.cut, self.train = cut, cut.run.train
+    def __init__(self, sharded: ShardedModel, pipeline: int) -> None:
+        self.sharded, self.train = sharded, sharded.run.train
         self.pipeline = pipeline
-        self.tensors = held(cut, pipeline)
-        self.layers = layers_here(cut, pipeline)
-        self.keeps = {number: select_layer(cut, number) for number in self.layers}
+        self.tensors = list_tensors(sharded, pipeline)
+        self.layers = local_layers(sharded, pipeline)
+        self.keeps = {number: select_layer(sharded, number) for number in self.layers}
         self.units: Mapping[int, list[Tensor]] = {
             unit: [tensor for tensor in self.tensors if tensor.layer == unit]
             for unit in (*self.layers, ROOT)
         }
-        self.host = cut.kind == "cuda" and self.train.enable_fsdp_offload
+        self.host = sharded.kind == "cuda" and self.train.enable_fsdp_offload
 
     def peak(self) -> Memory:
         """Maximum over all moments."""
         return max(self._moments(), key=lambda memory: memory.total)
 
     def _moments(self) -> Iterator[Memory]:
-        rest = self._rest() + Memory(programs=program_bytes(self.cut))
+        rest = self._rest() + Memory(programs=program_bytes(self.sharded))
         flight = self._in_flight()
         yield rest + self._forward_ends(flight)
         done = 0.0
@@ -93,9 +95,11 @@ class _Rank:
     def _rest(self) -> Memory:
         if self.host:
             return Memory()
-        weights = sum(tensor.at_rest for tensor in self.tensors)
-        states = sum(state_bytes(self.train, tensor) for tensor in self.tensors if tensor.learns)
-        if self.cut.kind == "cuda" and self.train.optimizer_offload == "cpu":
+        weights = sum(tensor.local_bytes for tensor in self.tensors)
+        states = sum(
+            state_bytes(self.train, tensor) for tensor in self.tensors if tensor.is_trainable
+        )
+        if self.sharded.kind == "cuda" and self.train.optimizer_offload == "cpu":
             states = 0
         return Memory(weights=weights, optimizer=states)
 
@@ -124,8 +128,8 @@ class _Rank:
 
     def _in_flight(self) -> float:
         """Number of micro-batches in flight, whose activations are saved at once."""
-        size, train = self.cut.degrees.pipeline, self.train
-        several = self.cut.micro_batches
+        size, train = self.sharded.degrees.pipeline, self.train
+        several = self.sharded.micro_batches
         if size == 1:
             return 1
         schedule = train.pipeline_parallel_schedule
@@ -143,7 +147,7 @@ class _Rank:
         """Saved activations of the first `upto` layers, and of other micro-batches in flight."""
         kept = [self._kept(self.keeps[number]) for number in self.layers]
         here = sum(kept[:upto]) + (flight - 1) * sum(kept)
-        if self.train.enable_activation_offload and self.cut.kind == "cuda":
+        if self.train.enable_activation_offload and self.sharded.kind == "cuda":
             limit = max(self.train.activation_gpu_limit * 1e9, 2 * max(kept, default=0))
             return min(here, limit)
         return here
@@ -152,67 +156,75 @@ class _Rank:
 
     def _gathered(self, unit: int) -> float:
         """Bytes of a unit's gathered or cast weights, in addition to those at rest."""
-        cut = self.cut
+        sharded = self.sharded
         tensors = self.units[unit]
-        if cut.is_sharded:
-            return sum(tensor.gathered for tensor in tensors)
-        if cut.computes == cut.keeps:
+        if sharded.is_sharded:
+            return sum(tensor.gathered_bytes for tensor in tensors)
+        if sharded.compute_bytes == sharded.param_bytes:
             return 0
         # Autocast copies trainable matrices; frozen ones are stored in the compute dtype.
         return sum(
-            tensor.numbers * cut.computes
+            tensor.num_elements * sharded.compute_bytes
             for tensor in tensors
-            if tensor.columns > 1 and tensor.width > cut.computes
+            if tensor.columns > 1 and tensor.width > sharded.compute_bytes
         )
 
     def _sent(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients in the reduce dtype."""
         width = 2 if self.train.fsdp_reduce_dtype == "bf16" else FP32
-        return sum(tensor.numbers * width for tensor in self.units[unit] if tensor.learns)
+        return sum(
+            tensor.num_elements * width for tensor in self.units[unit] if tensor.is_trainable
+        )
 
     def _fresh(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients as the backward pass produces them."""
-        width = self.cut.computes if self.cut.is_sharded else self.cut.adds_up
-        return sum(tensor.numbers * width for tensor in self.units[unit] if tensor.learns)
+        width = self.sharded.compute_bytes if self.sharded.is_sharded else self.sharded.grad_bytes
+        return sum(
+            tensor.num_elements * width for tensor in self.units[unit] if tensor.is_trainable
+        )
 
     def _gradients(self, unit: int) -> float:
         """Bytes of a unit's reduced gradients: this rank's shard."""
         if self.host:
             return 0
-        return sum(tensor.mine * self.cut.adds_up for tensor in self.units[unit] if tensor.learns)
+        return sum(
+            tensor.num_local_elements * self.sharded.grad_bytes
+            for tensor in self.units[unit]
+            if tensor.is_trainable
+        )
 
     def _accumulated(self) -> float:
         """Accumulated gradients of earlier micro-batches; with fsdp2 unsharded until the last."""
-        if self.cut.micro_batches == 1:
+        if self.sharded.micro_batches == 1:
             return 0
-        if self.cut.is_sharded:
+        if self.sharded.is_sharded:
             return sum(self._sent(unit) for unit in self.units)
         return sum(self._gradients(unit) for unit in self.units)
 
     def _whole(self, at: int) -> float:
         """Gathered weights while layer index `at` is computed: its own, those not resharded yet or
         prefetched, and the root's."""
-        cut = self.cut
+        sharded = self.sharded
         units = [self._gathered(number) for number in self.layers]
         root = self._gathered(ROOT)
-        if not cut.is_sharded:
+        if not sharded.is_sharded:
             if self.train.enable_gradient_checkpointing:
                 return root + units[at]
             # Autocast copies are saved for each micro-batch in flight.
             return self._in_flight() * (root + sum(units))
-        if cut.kept != "nothing":
-            return root + sum(units[: at + 1] if cut.kept == "backward" else units)
+        if sharded.reshard_after != "nothing":
+            return root + sum(units[: at + 1] if sharded.reshard_after == "backward" else units)
         neighbour = units[at - 1] if at else 0
-        if cut.shards == 1:
+        if sharded.shards == 1:
             # Nothing is prefetched.
             return root + units[at]
         # A prefetched unit counts twice if it is cast: the cast copy and the all-gather output.
-        copies = 1 if cut.computes == cut.keeps else 2
+        copies = 1 if sharded.compute_bytes == sharded.param_bytes else 2
         return root + units[at] + copies * neighbour
 
     def _copied(self, unit: int) -> float:
         """Bytes that gloo copies when it reduces gradients on CPUs."""
-        return self._sent(unit) if self.cut.kind == "cpu" else 0
+        return self._sent(unit) if self.sharded.kind == "cpu" else 0
 
     # The moments.
 
@@ -229,25 +241,29 @@ class _Rank:
 
     def _loss(self) -> tuple[float, float]:
         """(bytes of logits and hidden states at the loss, bytes of the head's gradient)."""
-        cut, config = self.cut, self.cut.config
+        sharded, config = self.sharded, self.sharded.config
         if not self._ends:
             return 0.0, 0.0
-        entries = config.vocab_size / cut.degrees.tensor
-        width = FP32 if cut.run.model.lm_head_fp32 else cut.computes
+        entries = config.vocab_size / sharded.degrees.tensor
+        width = FP32 if sharded.run.model.lm_head_fp32 else sharded.compute_bytes
         # Eager cross-entropy has logits, their fp32 copy, the softmax and its gradient.
-        rows, each = cut.tokens, 4 * FP32
+        rows, each = sharded.tokens, 4 * FP32
         if self.train.ce_mode != "eager":
             each = width
-            rows = min(rows, tokens_at_once(int(entries * width), cut.kind))
-        hidden = 3 * cut.tokens * config.hidden_size * width
+            rows = min(rows, tokens_at_once(int(entries * width), sharded.kind))
+        hidden = 3 * sharded.tokens * config.hidden_size * width
         head = 0.0
-        if not cut.run.lora.enable_lora:
-            head = entries * config.hidden_size * (cut.computes if cut.is_sharded else cut.adds_up)
+        if not sharded.run.lora.enable_lora:
+            head = (
+                entries
+                * config.hidden_size
+                * (sharded.compute_bytes if sharded.is_sharded else sharded.grad_bytes)
+            )
         return rows * entries * each + hidden, head
 
     @property
     def _ends(self) -> bool:
-        last = self.cut.config.num_hidden_layers - 1
+        last = self.sharded.config.num_hidden_layers - 1
         return last in self.layers or not self.layers
 
     def _backward(self, at: int, done: float, flight: float) -> Iterator[Memory]:
@@ -256,11 +272,11 @@ class _Rank:
         unit = self.layers[at]
         layer = self.keeps[unit]
         _, head = self._loss()
-        sharded = self.cut.is_sharded
+        sharded = self.sharded.is_sharded
         # With gradient accumulation, gradients are added to those of earlier micro-batches.
-        before = (done if self.cut.micro_batches == 1 else self._accumulated()) + head
+        before = (done if self.sharded.micro_batches == 1 else self._accumulated()) + head
         fresh = self._fresh(unit)
-        own = 0.0 if sharded or self.cut.micro_batches > 1 else fresh
+        own = 0.0 if sharded or self.sharded.micro_batches > 1 else fresh
         buffers = self._whole(at)
         if sharded and at + 1 < len(self.layers):
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
@@ -285,12 +301,14 @@ class _Rank:
     def _root_ends(self, done: float) -> Memory:
         """The gradient reduction of the root unit: embedding and head."""
         mine = done + self._gradients(ROOT)
-        if not self.cut.is_sharded:
+        if not self.sharded.is_sharded:
             # DDP: gradients and all-reduce buckets exist until all buckets are reduced.
-            both = mine if self.cut.degrees.num_replicas * self.cut.degrees.context > 1 else 0
+            both = (
+                mine if self.sharded.degrees.num_replicas * self.sharded.degrees.context > 1 else 0
+            )
             return Memory(gradients=mine, buffers=both + self._gathered(ROOT))
         gradients = mine
-        if self.cut.micro_batches > 1:
+        if self.sharded.micro_batches > 1:
             gradients += self._accumulated() - sum(self._sent(u) for u in self.layers)
         return Memory(
             gradients=gradients,
@@ -301,5 +319,9 @@ class _Rank:
         if self.train.fuse_optimizer_step:
             return Memory()
         gradients = sum(self._gradients(unit) for unit in self.units)
-        kept = self._gathered(ROOT) if self.cut.is_sharded and self.cut.kept == "step" else 0
+        kept = (
+            self._gathered(ROOT)
+            if self.sharded.is_sharded and self.sharded.reshard_after == "step"
+            else 0
+        )
         return Memory(gradients=gradients, buffers=kept)

@@ -4,7 +4,7 @@ oneDNN computes 16-bit matmuls on CPUs, and compiles and caches a primitive for 
 """
 
 from penstock.costs.activations import FP32
-from penstock.costs.sharded_model import Cut
+from penstock.costs.sharded_model import ShardedModel
 from penstock.models.tp_roles import ParallelStyle
 
 PROGRAM = 0.57e6
@@ -18,12 +18,12 @@ HEIGHTS = 12
 twice the mean, as with untrained routers."""
 
 
-def program_bytes(cut: Cut) -> float:
+def program_bytes(sharded: ShardedModel) -> float:
     """Bytes of cached primitives, for a rank with layers of every kind."""
-    if cut.kind != "cpu" or cut.computes == FP32:
+    if sharded.kind != "cpu" or sharded.compute_bytes == FP32:
         return 0
-    model = cut.model
-    frozen, heights = cut.run.lora.enable_lora, {True: HEIGHTS, False: 1}
+    model = sharded.model
+    frozen, heights = sharded.run.lora.enable_lora, {True: HEIGHTS, False: 1}
     matrices = {
         (shape, model.roles.get(name.rpartition(".")[0]) is ParallelStyle.EXPERTS)
         for name, shape in model.shapes.items()

@@ -18,12 +18,12 @@ def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
     if train.ckpt_quant == "none":
         return kept
     moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
-    return kept + tensor.mine * (2 * COMPRESSED[train.ckpt_quant] - moments)
+    return kept + tensor.num_local_elements * (2 * COMPRESSED[train.ckpt_quant] - moments)
 
 
 def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
     """Bytes of optimizer states of this rank's shard of a tensor."""
-    return tensor.mine * _per_number(train, tensor)
+    return tensor.num_local_elements * _per_number(train, tensor)
 
 
 def _per_number(train: TrainConfig, tensor: Tensor) -> float:
@@ -37,7 +37,7 @@ def _per_number(train: TrainConfig, tensor: Tensor) -> float:
         lost = tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
         return 2 * told + lost
     if optimizer == "muon":
-        return told if tensor.hidden else 2 * told
+        return told if tensor.is_hidden_matrix else 2 * told
     if optimizer == "novograd":
         return told
     own = tensor.width
@@ -51,5 +51,5 @@ def _per_number(train: TrainConfig, tensor: Tensor) -> float:
     if name in ("RMSprop", "Adagrad"):
         return own
     if name == "Adafactor":
-        return own * (tensor.rows + tensor.columns) / tensor.numbers
+        return own * (tensor.rows + tensor.columns) / tensor.num_elements
     return 2 * own

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.adapters.match_targets import Linear
 from penstock.adapters.names import EMBEDDING, EXPERTS
 from penstock.config.schema.quantization import PAIRS, is_among
-from penstock.costs.sharded_model import Cut
+from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
 from penstock.models.tp_roles import ParallelStyle
@@ -15,7 +15,7 @@ from penstock.models.weights import LAYERS
 ROOT = -1
 """Layer number of the embedding, the final norm and the LM head."""
 
-CODES: Mapping[str, tuple[float, int | None, int, int]] = {
+QUANT_FORMATS: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
     "nvfp4": (0.5, 16, 1, 4),
     "int4": (0.5, 128, 4, 0),
@@ -37,50 +37,50 @@ class Tensor:
     """Size of the dimension that FSDP shards."""
     columns: int
     """Elements per row."""
-    learns: bool
+    is_trainable: bool
     width: float
     """Bytes per element of the shard."""
     gathered_width: float
     """Bytes per element when gathered for computation."""
     shards: int
-    hidden: bool = False
+    is_hidden_matrix: bool = False
     """Whether it is a hidden weight matrix, which Muon updates."""
 
     @property
-    def numbers(self) -> int:
+    def num_elements(self) -> int:
         """Number of elements before FSDP sharding."""
         return self.rows * self.columns
 
     @property
-    def mine(self) -> int:
+    def num_local_elements(self) -> int:
         """Number of elements of this rank's shard."""
         return -(-self.rows // self.shards) * self.columns
 
     @property
-    def at_rest(self) -> float:
+    def local_bytes(self) -> float:
         """Bytes of this rank's shard."""
-        return self.mine * self.width
+        return self.num_local_elements * self.width
 
     @property
-    def gathered(self) -> float:
+    def gathered_bytes(self) -> float:
         """Bytes when gathered."""
-        return self.numbers * self.gathered_width
+        return self.num_elements * self.gathered_width
 
 
-def held(cut: Cut, pipeline: int = 0) -> list[Tensor]:
+def list_tensors(sharded: ShardedModel, pipeline: int = 0) -> list[Tensor]:
     """Parameters of pipeline rank `pipeline`; the largest sizes if ranks of a stage differ."""
-    layers, begins, ends = _part(cut, pipeline)
-    return [*_base(cut, layers, begins=begins, ends=ends), *_adapters(cut, layers, ends)]
+    layers, begins, ends = _part(sharded, pipeline)
+    return [*_base(sharded, layers, begins=begins, ends=ends), *_adapters(sharded, layers, ends)]
 
 
-def layers_here(cut: Cut, pipeline: int) -> list[int]:
+def local_layers(sharded: ShardedModel, pipeline: int) -> list[int]:
     """Layer numbers of that pipeline rank."""
-    return _part(cut, pipeline)[0]
+    return _part(sharded, pipeline)[0]
 
 
-def _part(cut: Cut, pipeline: int) -> tuple[list[int], bool, bool]:
-    train, count = cut.run.train, cut.config.num_hidden_layers
-    if cut.degrees.pipeline == 1:
+def _part(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool, bool]:
+    train, count = sharded.run.train, sharded.config.num_hidden_layers
+    if sharded.degrees.pipeline == 1:
         return list(range(count)), True, True
     stages = layers_of_stages(train, count)
     mine = stages_of_rank(train, pipeline)
@@ -91,14 +91,16 @@ def _part(cut: Cut, pipeline: int) -> tuple[list[int], bool, bool]:
     )
 
 
-def _base(cut: Cut, layers: list[int], *, begins: bool, ends: bool) -> Iterator[Tensor]:
-    shapes = cut.model.shapes
+def _base(
+    sharded: ShardedModel, layers: list[int], *, begins: bool, ends: bool
+) -> Iterator[Tensor]:
+    shapes = sharded.model.shapes
     for name, shape in shapes.items():
         if _is_here(name, layers, begins=begins, ends=ends):
-            yield _tensor(cut, name, shape)
-    if ends and not begins and cut.config.tie_word_embeddings:
+            yield _tensor(sharded, name, shape)
+    if ends and not begins and sharded.config.tie_word_embeddings:
         # Tied embeddings: the first and the last pipeline stage each have a copy.
-        yield _tensor(cut, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
+        yield _tensor(sharded, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
 
 
 def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
@@ -113,37 +115,37 @@ def parse_layer_number(name: str) -> int:
     return int(name.split(".")[2]) if name.startswith(LAYERS) else ROOT
 
 
-def _tensor(cut: Cut, name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
     module, _, leaf = name.rpartition(".")
     layer, of_experts = parse_layer_number(name), f".mlp.{EXPERTS}." in name
-    rows, columns = _cut(cut, name, shape)
-    learns = not cut.run.lora.enable_lora and not (
-        cut.run.model.freeze_router and module.endswith("mlp.gate")
+    rows, columns = _cut(sharded, name, shape)
+    learns = not sharded.run.lora.enable_lora and not (
+        sharded.run.model.freeze_router and module.endswith("mlp.gate")
     )
     # Biases are not matrices; expert biases are stacks of vectors, with one more dimension.
     is_matrix = len(shape) > 1 + of_experts
-    width = float(cut.keeps)
-    gathered = float(cut.computes)
-    if not learns and is_matrix and cut.keeps_only_adapters:
-        width = min(cut.keeps, cut.computes)
-    format = _format(cut, name, is_matrix) if layer != ROOT else None
+    width = float(sharded.param_bytes)
+    gathered = float(sharded.compute_bytes)
+    if not learns and is_matrix and sharded.saves_only_adapters:
+        width = min(sharded.param_bytes, sharded.compute_bytes)
+    format = _format(sharded, name, is_matrix) if layer != ROOT else None
     if format:
-        width = gathered = _width(format, shape[-1], _group(cut))
-    shards = cut.expert_shards if of_experts else cut.shards
+        width = gathered = _width(format, shape[-1], _group(sharded))
+    shards = sharded.expert_shards if of_experts else sharded.shards
     hidden = is_matrix and layer != ROOT and leaf != "sinks"
     return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden)
 
 
-def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def _cut(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, elements per row) of a tensor on one rank, after tensor and expert parallelism."""
-    size, config = cut.degrees.tensor, cut.config
+    size, config = sharded.degrees.tensor, sharded.config
     rows, columns = shape[0], 1
     for count in shape[1:]:
         columns *= count
     module = name.rpartition(".")[0]
     if f".mlp.{EXPERTS}." in name:
-        return -(-rows // cut.degrees.expert), columns
-    role = cut.model.roles.get(module)
+        return -(-rows // sharded.degrees.expert), columns
+    role = sharded.model.roles.get(module)
     layer = parse_layer_number(name)
     if size == 1 or role in (None, ParallelStyle.ROUTER, ParallelStyle.EXPERTS):
         return rows, columns
@@ -160,18 +162,18 @@ def _cut(cut: Cut, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // size), columns
 
 
-def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
+def _format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | None:
     """Quantization format of a matrix of a layer; None if it is not quantized."""
-    lora = cut.run.lora
+    lora = sharded.run.lora
     module = name.rpartition(".")[0]
-    role = cut.model.roles.get(module)
+    role = sharded.model.roles.get(module)
     if (
         not lora.enable_qlora
         or not is_matrix
         or role in (None, ParallelStyle.ROUTER, ParallelStyle.PER_HEAD)
     ):
         return None
-    published = cut.model.published
+    published = sharded.model.quantization
     untouched = published.ignored_modules if published else ()
     if is_among(lora.exclude_modules or untouched, module):
         return None
@@ -180,16 +182,16 @@ def _format(cut: Cut, name: str, is_matrix: bool) -> str | None:
     return experts if role is ParallelStyle.EXPERTS else linear
 
 
-def _group(cut: Cut) -> int | None:
+def _group(sharded: ShardedModel) -> int | None:
     """Quantization group size, if it is set."""
-    if cut.run.lora.quant_group_size is not None:
-        return cut.run.lora.quant_group_size
-    return cut.model.published.group_size if cut.model.published else None
+    if sharded.run.lora.quant_group_size is not None:
+        return sharded.run.lora.quant_group_size
+    return sharded.model.quantization.group_size if sharded.model.quantization else None
 
 
 def _width(format: str, columns: int, told: int | None) -> float:
     """Bytes per element of a quantized row, including scales."""
-    each, group, scale, whole = CODES[format]
+    each, group, scale, whole = QUANT_FORMATS[format]
     if group is None:
         return each + scale / columns
     size = (told if format in ("nf4", "int4") else None) or group
@@ -198,26 +200,26 @@ def _width(format: str, columns: int, told: int | None) -> float:
     return (codes + groups * scale + whole) / columns
 
 
-def _adapters(cut: Cut, layers: list[int], ends: bool) -> Iterator[Tensor]:
-    rank = cut.run.lora.lora_rank
-    for one in cut.model.adapters:
+def _adapters(sharded: ShardedModel, layers: list[int], ends: bool) -> Iterator[Tensor]:
+    rank = sharded.run.lora.lora_rank
+    for one in sharded.model.adapters:
         layer = parse_layer_number(one.of)
         if layer == ROOT and one.name != EMBEDDING and not ends:
             continue
         if layer == ROOT or layer in layers:
-            for rows, columns in _factors(cut, one, rank):
-                shards = cut.expert_shards if one.experts else cut.shards
-                yield Tensor(layer, rows, columns, True, 4, cut.computes, shards)
+            for rows, columns in _factors(sharded, one, rank):
+                shards = sharded.expert_shards if one.experts else sharded.shards
+                yield Tensor(layer, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
-def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
+def _factors(sharded: ShardedModel, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
-    size = cut.degrees.tensor
-    role = cut.model.roles[one.native]
+    size = sharded.degrees.tensor
+    role = sharded.model.roles[one.native]
     outputs, inputs = one.outputs, one.inputs
     if one.experts:
-        count = -(-one.experts // cut.degrees.expert)
-        lora = cut.run.lora
+        count = -(-one.experts // sharded.degrees.expert)
+        lora = sharded.run.lora
         first, second = count, count
         if lora.moe_shared_lora:
             first = second = 1
@@ -232,5 +234,5 @@ def _factors(cut: Cut, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
         outputs = -(-outputs // size)
     yield rank, inputs
     yield outputs, rank
-    if cut.run.lora.use_dora:
+    if sharded.run.lora.use_dora:
         yield outputs, 1

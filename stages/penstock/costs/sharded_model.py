@@ -23,7 +23,7 @@ WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Model:
+class UnshardedModel:
     """The unsharded model, independent of the layout."""
 
     config: DecoderConfig
@@ -33,18 +33,18 @@ class Model:
     """Parallel style of each module with parameters."""
     adapters: tuple[Linear, ...]
     """Layers with an adapter."""
-    learning: Learning
-    published: QuantizationConfig | None = None
+    trainable: Learning
+    quantization: QuantizationConfig | None = None
     """Quantization of a pre-quantized checkpoint, if the run uses it."""
 
     @classmethod
-    def of(
+    def from_run(
         cls,
         run: RunConfig,
         family: Family,
         config: DecoderConfig,
         published: QuantizationConfig | None = None,
-    ) -> "Model":
+    ) -> "UnshardedModel":
         """Build the model of a run."""
         names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
         shapes = {name: names.native_shape(name) for name in names.native_names()}
@@ -55,11 +55,11 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedModel:
     """A run with its parallel layout and device type."""
 
     run: RunConfig
-    model: Model
+    model: UnshardedModel
     degrees: ParallelDims
     kind: Kind
 
@@ -69,20 +69,20 @@ class Cut:
         return self.model.config
 
     @property
-    def computes(self) -> int:
+    def compute_bytes(self) -> int:
         """Bytes per element of the compute dtype."""
         return WIDTHS[self.run.train.computes_in]
 
     @property
-    def keeps(self) -> int:
+    def param_bytes(self) -> int:
         """Bytes per element of trainable weights."""
         return WIDTHS[self.run.train.keeps_in]
 
     @property
-    def adds_up(self) -> int:
+    def grad_bytes(self) -> int:
         """Bytes per element of accumulated gradients."""
         if self.is_sharded:
-            return self.keeps
+            return self.param_bytes
         return 2 if self.run.train.grad_accum_dtype == "bf16" else 4
 
     @property
@@ -121,7 +121,7 @@ class Cut:
         return -(-whole // multiple) * multiple // self.degrees.context
 
     @property
-    def kept(self) -> ReshardAfter:
+    def reshard_after(self) -> ReshardAfter:
         """When gathered weights are freed with fsdp2 (reshard_after_forward)."""
         return reshard_policy(self.run.train)
 
@@ -131,6 +131,6 @@ class Cut:
         return self.run.train.data_parallel_mode == "fsdp2"
 
     @property
-    def keeps_only_adapters(self) -> bool:
+    def saves_only_adapters(self) -> bool:
         """Whether checkpoints have only adapters: LoRA without merging (ReLoRA)."""
         return self.run.lora.enable_lora and not self.run.lora.merge_lora_interval

@@ -15,7 +15,7 @@ from penstock.prepare.stage import Prepare
 from penstock.rows.row_length import SampleSizes, fitted_row_length
 from penstock.rows.sizing import keeps_rest
 
-FILL = 0.97
+ASSUMED_PACKING_EFFICIENCY = 0.97
 """Assumed packing efficiency (share of row capacity with tokens) before data is packed."""
 
 Certainty = Literal["counted", "estimated"]
@@ -30,9 +30,9 @@ class Data:
     tokens: int
     """Tokens of all these rows, without padding."""
     documents: int
-    trained: int
+    trained_tokens: int
     """Number of tokens with a label."""
-    certain: Certainty
+    certainty: Certainty
 
     @property
     def rows(self) -> int:
@@ -57,14 +57,14 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Made:
+class DataFacts:
     """Facts of the prepare and pack stages; None if a result is not cached."""
 
     prepared: Mapping[str, Any] | None
     packed: Mapping[str, Any] | None
 
     @classmethod
-    def of(cls, steps: Sequence[PlannedStage]) -> "Made":
+    def read(cls, steps: Sequence[PlannedStage]) -> "DataFacts":
         """Read the facts from the planned stages of a run."""
         found = {step.stage.name: step for step in steps}
         manifests = [find_cached(found[n]) if n in found else None for n in ("prepare", "pack")]
@@ -72,7 +72,7 @@ class Made:
 
 
 def with_row_length(
-    run: RunConfig, made: Made, steps: Sequence[PlannedStage], vocab_size: int
+    run: RunConfig, made: DataFacts, steps: Sequence[PlannedStage], vocab_size: int
 ) -> RunConfig:
     """The run with its row length set from the data, if the config does not set it.
 
@@ -98,7 +98,7 @@ def with_row_length(
 def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:
     """Data counts from packed rows, prepared samples, or source files; None without any of them."""
     by_stage = {step.stage.name: step for step in steps}
-    made = Made.of(steps)
+    made = DataFacts.read(steps)
     if made.packed:
         facts = {name: of.get("train") for name, of in made.packed.items()}
         rows = facts["epoch_rows"] or [facts["rows"]]
@@ -109,13 +109,13 @@ def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int
     row = run.data.row_length
     if made.prepared:
         facts = {name: made.prepared[name]["train"] for name in COUNTED}
-        rows = max(1, math.ceil(facts["tokens"] / (row * FILL)))
+        rows = max(1, math.ceil(facts["tokens"] / (row * ASSUMED_PACKING_EFFICIENCY)))
         return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
     sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
     sizes = estimate_samples(sources, vocab_size)
     if sizes is None:
         return None
-    rows = max(1, math.ceil(sizes.tokens / (row * FILL)))
+    rows = max(1, math.ceil(sizes.tokens / (row * ASSUMED_PACKING_EFFICIENCY)))
     return Data((rows,), sizes.tokens, sizes.samples, sizes.tokens, "estimated")
 
 
@@ -126,8 +126,8 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
     """Steps of a run from its start; None if they depend on data whose size is unknown."""
     train = run.train
     row = run.data.row_length
-    per_step = rows_per_step * (data.tokens_per_row if data else row * FILL)
-    certain: Certainty = data.certain if data else "estimated"
+    per_step = rows_per_step * (data.tokens_per_row if data else row * ASSUMED_PACKING_EFFICIENCY)
+    certain: Certainty = data.certainty if data else "estimated"
     if train.eval_only:
         return Length(0, 0, "eval_only", "counted")
     ends: dict[str, tuple[int, Certainty]] = {}
@@ -169,7 +169,7 @@ def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows
     length = max(1, round(data.tokens / seen))
     documents = max(1, round(tokens / length))
     one = Work.from_lengths(config, [length])
-    trained = data.trained / max(1, data.tokens)
+    trained = data.trained_tokens / max(1, data.tokens)
     return Work(
         tokens=length * documents,
         attention_pairs=one.attention_pairs * documents,

@@ -8,7 +8,7 @@ from penstock.core.errors import PenstockError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
 from penstock.engine.model_source import ModelSource
-from penstock.export.licence import CARD, TEXTS, Licence, licence_in
+from penstock.export.license import CARD, LICENSE_PATTERNS, License, detect_license
 
 _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 """Pattern of a commit's folder in the Hub cache."""
@@ -23,7 +23,7 @@ class BaseModel:
     repo: str | None = None
     """The Hub repository; None if unknown."""
     commit: str | None = None
-    licence: Licence | None = None
+    license: License | None = None
     folder: Path | None = None
     """The local folder with its license texts; None if not available."""
 
@@ -34,24 +34,26 @@ def read_base_model(origin: ModelSource) -> BaseModel | None:
         return None
     pin = origin.weights.pin
     if pin["kind"] != "hub":
-        return base_in(local_folder(origin.model_path, origin.weights), _called(origin.model_path))
+        return read_model_folder(
+            local_folder(origin.model_path, origin.weights), _display_name(origin.model_path)
+        )
     try:
-        folder = local_folder(origin.model_path, origin.weights, (CARD, *TEXTS))
+        folder = local_folder(origin.model_path, origin.weights, (CARD, *LICENSE_PATTERNS))
     except PenstockError:
         # The weights are in the checkpoint; a card without a license is better than none.
         folder = None
-    licence = licence_in(folder) if folder else None
-    return BaseModel(pin["repo"], pin["repo"], pin["commit"], licence, folder)
+    license_ = detect_license(folder) if folder else None
+    return BaseModel(pin["repo"], pin["repo"], pin["commit"], license_, folder)
 
 
-def base_in(folder: Path, name: str | None = None) -> BaseModel:
+def read_model_folder(folder: Path, name: str | None = None) -> BaseModel:
     """The model in `folder`, which may be in the Hub cache."""
-    licence = licence_in(folder)
+    license_ = detect_license(folder)
     if found := _SNAPSHOT.search(folder.resolve().as_posix()):
         repo = found["repo"].replace("--", "/")
-        return BaseModel(repo, repo, found["commit"], licence, folder)
-    return BaseModel(name or folder.resolve().name, None, None, licence, folder)
+        return BaseModel(repo, repo, found["commit"], license_, folder)
+    return BaseModel(name or folder.resolve().name, None, None, license_, folder)
 
 
-def _called(typed: str) -> str:
+def _display_name(typed: str) -> str:
     return PurePath(redact(typed)).name or typed

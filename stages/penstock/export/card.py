@@ -19,32 +19,32 @@ from penstock.engine.model_source import ModelSource
 from penstock.engine.peft.adapter_config import CONFIG
 from penstock.export.base_model import BaseModel, read_base_model
 from penstock.export.card_text import (
-    adapter_told,
+    adapter_snippet,
     code,
     count,
+    describe_adapter,
+    model_snippet,
     number,
     pairs,
     section,
-    use_of_adapter,
-    use_of_model,
 )
 from penstock.export.data_text import data_section
-from penstock.export.licence import CARD, pass_on
+from penstock.export.license import CARD, copy_license_files
 from penstock.export.lineage import Lineage, has_chat_template
 
 MARKUP = "\\`*_[]<>#|&!~$"
 """Markdown special characters."""
 
-OBJECTIVES = {"sft": "cross-entropy of the next token, over the tokens that are trained on"}
+OBJECTIVES = {"sft": "next-token cross-entropy over the trained tokens"}
 """The training objective by kind of data."""
 
-STARTS = {"checkpoint": "a checkpoint of another run", "adapter": "an adapter that was there"}
+START_INPUTS = {"checkpoint": "a checkpoint of another run", "adapter": "an existing adapter"}
 """What a run can start from, by input name of the train stage."""
 
-OF_PRECISION = ("enable_mixed_precision", "precision", "master_weights")
+PRECISION_SETTINGS = ("enable_mixed_precision", "precision", "master_weights")
 """Settings that together describe compute and storage precision."""
 
-CODE = ("penstock", "torch", "transformers", "commit")
+VERSION_NAMES = ("penstock", "torch", "transformers", "commit")
 """Packages whose versions are shown."""
 
 
@@ -78,12 +78,12 @@ def write_cards(
             continue
         folder = out / facts["folders"][name]
         if name == "hf":
-            use = use_of_model(prompting)
+            use = model_snippet(prompting)
         else:
-            use = use_of_adapter(prompting, _tokenizer_of(export))
+            use = adapter_snippet(prompting, _locate_tokenizer(export))
         save_card(folder, _front_matter(export, name), _body(export, name, use))
         if export.base and export.base.folder:
-            pass_on(export.base.folder, folder)
+            copy_license_files(export.base.folder, folder)
 
 
 def save_card(folder: Path, data: ModelCardData, body: str) -> None:
@@ -97,12 +97,12 @@ def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCar
     """The front matter fields that all cards have. A base model that is not known to be on the Hub
     is omitted, because the Hub would link to it."""
     on_hub = base is not None and base.repo is not None
-    licence = base.licence.front_matter if base and base.licence else {}
+    license_ = base.license.front_matter if base and base.license else {}
     return ModelCardData(
         base_model=base.repo if base else None,
         base_model_relation=relation if on_hub else None,
         pipeline_tag="text-generation",
-        **licence,
+        **license_,
         **more,
     )
 
@@ -121,12 +121,12 @@ def describe_base(base: BaseModel) -> str:
     return f"[{base.repo}](https://huggingface.co/{base.repo}){at}"
 
 
-def licence_told(base: BaseModel) -> str:
+def describe_license(base: BaseModel) -> str:
     """The base model's license, or that it is unknown."""
-    if not base.licence:
-        return "not known here; look for that of the base model before you pass this on"
-    name = code(base.licence.spoken)
-    link = base.licence.link
+    if not base.license:
+        return "unknown; check the base model's license before you redistribute this model"
+    name = code(base.license.display_name)
+    link = base.license.link
     # Angle brackets delimit the link; they end at characters that no valid link has.
     is_link = link is not None and not any(each in link for each in "<> \n")
     return (
@@ -136,7 +136,7 @@ def licence_told(base: BaseModel) -> str:
     )
 
 
-def _tokenizer_of(export: Export) -> Literal["here", "of the base", "in hf"]:
+def _locate_tokenizer(export: Export) -> Literal["here", "of the base", "in hf"]:
     if "hf" not in export.facts["folders"]:
         return "here"
     origin = export.origin
@@ -152,11 +152,11 @@ def _front_matter(export: Export, name: str) -> ModelCardData:
         library_name="transformers" if name == "hf" else "peft",
         datasets=lineage.datasets or None,
         tags=["penstock", *(["lora"] if export.adapter else [])],
-        **_evaluation(export),
+        **_evaluation_metadata(export),
     )
 
 
-def _evaluation(export: Export) -> dict[str, Any]:
+def _evaluation_metadata(export: Export) -> dict[str, Any]:
     """The evaluation loss as metadata, if there is held-out data."""
     lineage = export.lineage
     loss = lineage.train["facts"].get("eval_loss")
@@ -184,7 +184,7 @@ def _title(export: Export) -> str:
 def _body(export: Export, name: str, use: str) -> str:
     parts = [
         heading(_title(export)),
-        _what(export, name),
+        _summary(export, name),
         section("Use", use),
         data_section(export.lineage),
         _recipe(export),
@@ -194,25 +194,27 @@ def _body(export: Export, name: str, use: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _what(export: Export, name: str) -> str:
+def _summary(export: Export, name: str) -> str:
     facts, base = export.facts, export.base
     base_beside = not base and name == "adapter"
     rows = {
-        "base model": describe_base(base) if base else "none: training started at random weights",
+        "base model": describe_base(base) if base else "none: trained from scratch",
         "architecture": code(facts["model_type"]),
         "parameters": f"{facts['parameters']:,}" if name == "hf" else "",
-        "precision of the weights": _precision(facts) if name == "hf" else "",
-        "adapter": adapter_told(export.adapter) if export.adapter else "",
-        "its parameters": f"{facts['adapter']['parameters']:,}" if export.adapter else "",
-        "licence": licence_told(base) if base else "",
+        "dtype of the weights": _precision(facts) if name == "hf" else "",
+        "adapter": describe_adapter(export.adapter) if export.adapter else "",
+        "adapter parameters": f"{facts['adapter']['parameters']:,}" if export.adapter else "",
+        "license": describe_license(base) if base else "",
     }
     notes: list[str] = []
     if export.adapter and name == "hf":
         notes.append("The adapter is merged into these weights; `adapter/` holds it alone.")
     elif base_beside:
-        notes.append("The weights that it adapts exist nowhere else; they lie in `../base`.")
+        notes.append("Its base weights are not published; they are in `../base`.")
     if "quantised" in facts and name == "hf":
-        notes.append("vLLM and SGLang load this; transformers does with `compressed-tensors`.")
+        notes.append(
+            "Loads in vLLM and SGLang, and in transformers with `compressed-tensors` installed."
+        )
     return "\n\n".join(each for each in (pairs(rows), *notes) if each)
 
 
@@ -239,36 +241,41 @@ def _recipe(export: Export) -> str:
         pairs(
             {
                 "objective": OBJECTIVES.get(kind, code(kind)),
-                "what is trained": _trained(settings) + _beside(facts),
-                "optimizer": _optimizer(train),
-                "learning rate": _rate(train) + _rate_of_b(lora),
-                "gradient norm": f"at most {number(train['max_grad_norm'])}"
+                "trained parameters": _describe_trained_weights(settings)
+                + _describe_quantization(facts),
+                "optimizer": _describe_optimizer(train),
+                "learning rate": _describe_lr(train) + _describe_lora_plus(lora),
+                "gradient clipping": f"max norm {number(train['max_grad_norm'])}"
                 if train["max_grad_norm"]
-                else "as it is",
-                "started from": " and ".join(STARTS[name] for name in STARTS if name in inputs),
-                "a step": row,
+                else "none",
+                "started from": " and ".join(
+                    START_INPUTS[name] for name in START_INPUTS if name in inputs
+                ),
+                "global batch size": row,
                 "steps": f"{facts['steps']:,}, {count_epochs(facts['epochs'])}",
                 "tokens seen": f"{facts['tokens']:,}",
-                "of them trained on": f"{facts['trained_tokens']:,}",
-                "computed in": _computed_in(train),
-                "dropout": _dropout(train.get("dropout", {}), lora.get("lora_dropout", 0.0)),
+                "trained tokens": f"{facts['trained_tokens']:,}",
+                "precision": _describe_precision(train),
+                "dropout": _describe_dropout(
+                    train.get("dropout", {}), lora.get("lora_dropout", 0.0)
+                ),
                 "seed": str(train["seed"]),
             }
         ),
     )
 
 
-def _trained(settings: Mapping[str, Any]) -> str:
+def _describe_trained_weights(settings: Mapping[str, Any]) -> str:
     if lora := settings.get("lora"):
         every = lora.get("merge_lora_interval")
         if every:
-            return f"adapters, made part of the base model every {count(every, 'step')}"
+            return f"adapters, merged into the base model every {count(every, 'step')} (ReLoRA)"
         return "adapters; the base model is frozen"
     frozen = settings["model"].get("freeze_router", False)
-    return "all weights but those of routers" if frozen else "all weights"
+    return "all weights except routers" if frozen else "all weights"
 
 
-def _beside(facts: Mapping[str, Any]) -> str:
+def _describe_quantization(facts: Mapping[str, Any]) -> str:
     formats = facts.get("quantised", ())
     return f", in {' and '.join(map(code, formats))}" if formats else ""
 
@@ -278,60 +285,61 @@ def count_epochs(epochs: float) -> str:
     return f"{epochs:.4g} epoch" + ("" if epochs == 1 else "s")
 
 
-def _computed_in(train: Mapping[str, Any]) -> str:
-    written = {name: train[name] for name in OF_PRECISION if name in train}
-    kept = MemoryConfig.model_validate(written)
+def _describe_precision(train: Mapping[str, Any]) -> str:
+    written = {name: train[name] for name in PRECISION_SETTINGS if name in train}
+    memory_config = MemoryConfig.model_validate(written)
     rounds = train["optimizer"] in ("anyprecision_adamw", "muon", "novograd")
     states = "bfloat16" if rounds and train["optimizer_dtype"] == "bf16" else "float32"
-    if kept.computes_in == kept.keeps_in == states:
+    compute, weights = memory_config.computes_in, memory_config.keeps_in
+    if compute == weights == states:
         return states
-    if kept.keeps_in == states:
-        return f"{kept.computes_in}, weights and optimizer states in {states}"
-    return f"{kept.computes_in}, weights in {kept.keeps_in}, optimizer states in {states}"
+    if weights == states:
+        return f"{compute}, weights and optimizer states in {states}"
+    return f"{compute}, weights in {weights}, optimizer states in {states}"
 
 
-def _optimizer(train: Mapping[str, Any]) -> str:
+def _describe_optimizer(train: Mapping[str, Any]) -> str:
     said = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
     told = train.get("optimizer_kwargs", {})
     return said + "".join(f", {name} {code(json.dumps(value))}" for name, value in told.items())
 
 
-def _rate(train: Mapping[str, Any]) -> str:
+def _describe_lr(train: Mapping[str, Any]) -> str:
     said = number(train["lr"])
     if train["optimizer"] == "muon":
         said += f" ({number(train['muon_lr'])} for matrices)"
     if train.get("lr_warmup_steps"):
-        said += f", after a rise over {count(train['lr_warmup_steps'], 'step')}"
+        said += f", after a warmup of {count(train['lr_warmup_steps'], 'step')}"
     elif train["lr_warmup_ratio"]:
-        said += f", after a rise over {train['lr_warmup_ratio']:.4g} of the steps"
+        said += f", after a warmup of {train['lr_warmup_ratio']:.4g} of the steps"
     if train["lr_decay_style"] == "constant":
         return f"{said}, constant"
     by = "" if train["lr_decay_ratio"] == 1 else f" at {train['lr_decay_ratio']:.4g} of the steps"
-    return f"{said}, falling to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
+    return f"{said}, decaying to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
 
 
-def _dropout(written: Mapping[str, Any], of_adapters: float) -> str:
-    of = {"hidden": "hidden states", "ffn": "what feed-forward networks compute within"}
+def _describe_dropout(written: Mapping[str, Any], of_adapters: float) -> str:
+    of = {"hidden": "hidden states", "ffn": "feed-forward activations"}
     named = [f"{written[name]} of {what}" for name, what in of.items() if written.get(name)]
     said = " and ".join(named)
     if written.get("depth_scaling"):
         said += ", less in earlier layers"
     if steps := written.get("warmup_steps"):
-        said += f", after a rise over {count(steps, 'step')}"
+        said += f", after a warmup of {count(steps, 'step')}"
     adapters = f"{of_adapters} of adapters" if of_adapters else ""
     return "; ".join(filter(None, (said, adapters)))
 
 
-def _rate_of_b(lora: Mapping[str, Any]) -> str:
+def _describe_lora_plus(lora: Mapping[str, Any]) -> str:
     ratio = lora.get("lora_plus_ratio", 1.0)
-    return f"; {number(ratio)} times as fast for second factors" if ratio != 1 else ""
+    return f"; {number(ratio)} times as large for lora_B (LoRA+)" if ratio != 1 else ""
 
 
 def _results(export: Export) -> str:
     facts = export.lineage.train["facts"]
     rows = {
-        "loss of the last step": number(facts["final_loss"]) if "final_loss" in facts else "",
-        "loss on held-out data": number(facts["eval_loss"]) if "eval_loss" in facts else "",
+        "final training loss": number(facts["final_loss"]) if "final_loss" in facts else "",
+        "evaluation loss": number(facts["eval_loss"]) if "eval_loss" in facts else "",
     }
     return section("Results", pairs(rows))
 
@@ -339,10 +347,12 @@ def _results(export: Export) -> str:
 def _lineage(export: Export) -> str:
     keys = {**export.lineage.keys, "export": export.key}
     made_by: Mapping[str, str] = export.lineage.train.get("code", {})
-    with_what = ", ".join(f"{name} {code(made_by[name])}" for name in CODE if name in made_by)
+    with_what = ", ".join(
+        f"{name} {code(made_by[name])}" for name in VERSION_NAMES if name in made_by
+    )
     return section(
         "Lineage",
-        "Each stage's key is a digest of all that decides its result.",
+        "Each stage's cache key is a digest of its settings and inputs.",
         pairs({stage: code(key) for stage, key in keys.items()}),
         f"Trained with {with_what}." if with_what else "",
     )

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from penstock.core.remote.urls import redact_text
 
-MOST_NAMES = 16
+MAX_LAYER_NAMES = 16
 """Maximum number of layer names in one sentence."""
 
 Prompting = Literal["chat", "text"]
@@ -18,7 +18,7 @@ inputs = tokenizer.apply_chat_template(
 )"""
 _TEXT = """\
 inputs = tokenizer("Hello!", return_tensors="pt")"""
-_ANSWER = """\
+_GENERATE = """\
 output = model.generate(**inputs, max_new_tokens=64)
 answer = output[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(answer, skip_special_tokens=True))"""
@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 name = "."  # this folder, or the repository that holds it
 model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained({tokenizer})"""
-_BASE_NAMED = 'model.peft_config["default"].base_model_name_or_path'
+_BASE_MODEL_OF_ADAPTER = 'model.peft_config["default"].base_model_name_or_path'
 
 
 def code(text: str) -> str:
@@ -74,15 +74,15 @@ def pairs(rows: Mapping[str, str]) -> str:
     return table(("", ""), [(name, value) for name, value in rows.items() if value])
 
 
-def adapter_told(config: Mapping[str, Any]) -> str:
+def describe_adapter(config: Mapping[str, Any]) -> str:
     """Describe an adapter_config.json: adapter type, rank, and target modules."""
-    said = f"{_kind(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
+    said = f"{_adapter_type(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
     if any(config.get(each) for each in ("rank_pattern", "alpha_pattern")):
         said += ", others for some layers"
     targets = config.get("target_modules") or []
     names = [targets] if isinstance(targets, str) else sorted(targets)
     names += sorted(config.get("target_parameters") or [])
-    shown = [code(name) for name in names[:MOST_NAMES]]
+    shown = [code(name) for name in names[:MAX_LAYER_NAMES]]
     if len(names) > len(shown):
         shown.append(f"{len(names) - len(shown):,} others")
     said += f", on {', '.join(shown)}" if shown else ""
@@ -90,22 +90,24 @@ def adapter_told(config: Mapping[str, Any]) -> str:
     return f"{said}; {biases} trained too" if biases else said
 
 
-def _kind(config: Mapping[str, Any]) -> str:
+def _adapter_type(config: Mapping[str, Any]) -> str:
     kind = "DoRA" if config.get("use_dora") else "LoRA"
     return f"rank-stabilized {kind}" if config.get("use_rslora") else kind
 
 
-def use_of_model(prompting: Prompting) -> str:
+def model_snippet(prompting: Prompting) -> str:
     """Snippet that loads the folder with transformers."""
     return _snippet(_MODEL, prompting)
 
 
-def use_of_adapter(prompting: Prompting, tokenizer: Literal["here", "of the base", "in hf"]) -> str:
+def adapter_snippet(
+    prompting: Prompting, tokenizer: Literal["here", "of the base", "in hf"]
+) -> str:
     """Snippet that loads the folder with peft; `tokenizer` says which folder has the tokenizer."""
-    places = {"here": "name", "of the base": _BASE_NAMED, "in hf": '"../hf"'}
+    places = {"here": "name", "of the base": _BASE_MODEL_OF_ADAPTER, "in hf": '"../hf"'}
     return _snippet(_ADAPTER.format(tokenizer=places[tokenizer]), prompting)
 
 
 def _snippet(loading: str, prompting: Prompting) -> str:
     asking = _CHAT if prompting == "chat" else _TEXT
-    return f"```python\n{loading}\n\n{asking}\n{_ANSWER}\n```"
+    return f"```python\n{loading}\n\n{asking}\n{_GENERATE}\n```"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cache.data_facts import kept_data_facts
+from penstock.core.cache.data_facts import read_data_facts
 from penstock.core.cache.stage import Artifact
 
 Record = dict[str, Any]
@@ -34,7 +34,7 @@ class Lineage:
     @classmethod
     def of(cls, trained: Artifact) -> "Lineage":
         """The lineage of a complete run."""
-        manifest, data = trained.manifest, kept_data_facts(trained.path) or {}
+        manifest, data = trained.manifest, read_data_facts(trained.path) or {}
         made: Record = data.get("made", {})
         prepare, pack = made.get("prepare", {}), made.get("pack", {})
         keys = {
@@ -73,5 +73,5 @@ class Lineage:
 def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer in the folder has a chat template."""
     config = folder / "tokenizer_config.json"
-    said_within = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
-    return said_within or any(folder.glob("chat_template.*"))
+    in_config = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    return in_config or any(folder.glob("chat_template.*"))

@@ -17,7 +17,7 @@ from penstock.core.remote.local_mirror import local_cache_dir
 
 NAMES = ("hf", "adapter")
 
-NOTES = ".links"
+LINKS_FOLDER = ".links"
 
 
 def link_exported(outcome: StageResult, run: RunConfig) -> None:
@@ -27,45 +27,44 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
         target = outcome.path / name
         if link.exists() and not link.is_symlink():
             raise StageError(
-                f"{link} is in the way: it is not a link of ours.\n"
-                "  Move it elsewhere and run again."
+                f"{link} exists and is not a symbolic link.\n  Move it elsewhere and run again."
             )
         wanted = target.resolve() if target.is_dir() else None
         if link.is_symlink() and (wanted is None or link.resolve() != wanted):
             link.unlink()
         if wanted:
-            _note(outcome.path, link.absolute())
+            _record_link(outcome.path, link.absolute())
             if not link.is_symlink():
                 link.symlink_to(wanted)
 
 
-def links_to(export: Path) -> list[Path]:
+def find_links(export: Path) -> list[Path]:
     """The links of runs that currently point at the export in `export`, sorted."""
-    return sorted({link for link in _noted(export) if _leads_to(link, export)})
+    return sorted({link for link in _read_links(export) if _points_to(link, export)})
 
 
 def forget_links(export: Path) -> None:
     """Delete the notes about a deleted export."""
-    remove(_notes_of(export))
+    remove(_links_folder(export))
 
 
-def _note(export: Path, link: Path) -> None:
-    note = _notes_of(export) / f"{short(digest_json(str(link)))}.json"
+def _record_link(export: Path, link: Path) -> None:
+    note = _links_folder(export) / f"{short(digest_json(str(link)))}.json"
     if not note.is_file():
         write_json(note, {"link": str(link)})
 
 
-def _noted(export: Path) -> Iterator[Path]:
-    for note in _notes_of(export).glob("*.json"):
+def _read_links(export: Path) -> Iterator[Path]:
+    for note in _links_folder(export).glob("*.json"):
         try:
             yield Path(read_json(note)["link"])
         except (OSError, DamagedFileError, KeyError, TypeError):
             continue
 
 
-def _leads_to(link: Path, export: Path) -> bool:
+def _points_to(link: Path, export: Path) -> bool:
     return link.is_symlink() and link.resolve().parent == export.resolve()
 
 
-def _notes_of(export: Path) -> Path:
-    return export.parent / NOTES / export.name
+def _links_folder(export: Path) -> Path:
+    return export.parent / LINKS_FOLDER / export.name

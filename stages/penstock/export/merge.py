@@ -17,7 +17,7 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
 from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
-from penstock.export.licence import CARD
+from penstock.export.license import CARD
 from penstock.export.merge_file import merged_shape, write_file
 from penstock.export.merged_card import write_merged_card
 
@@ -34,52 +34,52 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     CapabilityError for folders that cannot be merged, StageError for a full disk.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already.\n  Name another folder with -o.")
-    hf_config = _config_of(base)
-    aside = out.with_name(out.name + PART)
-    remove(aside)
-    aside.mkdir(parents=True)
+        raise ConfigError(f"{out} exists already.\n  Name another folder with -o.")
+    hf_config = _read_config(base)
+    partial = out.with_name(out.name + PART)
+    remove(partial)
+    partial.mkdir(parents=True)
     try:
         with SafetensorsFolder(base) as weights, PeftFolder(adapter) as folder:
             changes = AdapterMerge(folder, weights, hf_config.get("hidden_size"))
             files = weights.by_file()
             for file, names in files.items():
-                write_file(weights, changes, names, file, aside / file.name)
+                write_file(weights, changes, names, file, partial / file.name)
             facts = {
                 "folder": str(out),
                 "tensors": len(weights.names()),
                 "changed": len(changes.targets()),
                 "shards": len(files),
             }
-            _write_config(aside, hf_config, weights, changes)
-        _copy_rest(base, adapter, aside)
-        write_merged_card(aside, base, adapter, folder.config, facts)
+            _write_config(partial, hf_config, weights, changes)
+        _copy_other_files(base, adapter, partial)
+        write_merged_card(partial, base, adapter, folder.config, facts)
     except OSError as error:
-        remove(aside)
+        remove(partial)
         if error.errno == errno.ENOSPC:
             raise StageError(
-                f"the disk of {out} is full; nothing was left there.\n"
-                "  Free as much as the base model takes, or name a folder on another disk with -o."
+                f"the disk of {out} is full; the partial result was removed.\n"
+                "  Free space for a copy of the base model, or name another disk's folder with -o."
             ) from error
         raise
     except BaseException:
-        remove(aside)
+        remove(partial)
         raise
     if out.exists():
         out.rmdir()
-    fsync(aside)
-    aside.rename(out)
+    fsync(partial)
+    partial.rename(out)
     fsync(out.parent)
     return facts
 
 
-def _config_of(base: Path) -> dict[str, Any]:
+def _read_config(base: Path) -> dict[str, Any]:
     if not (base / CONFIG).is_file():
         raise CapabilityError(f"{base} has no {CONFIG}.\n  Name the folder of a model.")
     config = read_json(base / CONFIG)
     if "quantization_config" in config:
         raise CapabilityError(
-            f"{base} is quantized; what is merged into rounded weights would be rounded away.\n"
+            f"{base} is quantized; quantizing the merged weights again would lose the adapter.\n"
             "  Name the model that it was quantized from."
         )
     return config
@@ -105,7 +105,7 @@ def _write_config(
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _copy_rest(base: Path, adapter: Path, out: Path) -> None:
+def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:
     """Copy the other files: those of the base model, and the adapter's tokenizer if it has one,
     because the adapter was trained with it."""
     own_tokenizer = any(

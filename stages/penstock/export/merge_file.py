@@ -20,20 +20,20 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.hf.safetensors_writer import file_layout, put
 from penstock.engine.peft.merge_adapter import AdapterMerge
 
-STRETCH = 32 << 20
+BLOCK_BYTES = 32 << 20
 """Bytes in fp32 of the rows that one thread merges at a time."""
 
 THREADS = 4
 """Maximum number of threads: each has a block in memory, and the disk is the bottleneck."""
 
-NO_COPYING = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+COPY_UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """Errors of systems without copy_file_range between these two files."""
 
 MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _TensorCopy:
     """A tensor of the output file."""
 
     name: str
@@ -48,20 +48,20 @@ def write_file(
 
     Raises CapabilityError for a change that does not match its tensor, and OSError for disk errors.
     """
-    header, placed, size = _laid_out(weights, changes, names, source)
+    header, tensors, size = _plan_layout(weights, changes, names, source)
     with source.open("rb") as old, target.open("w+b") as new:
         os.posix_fallocate(new.fileno(), 0, size)
         os.pwrite(new.fileno(), header, 0)
         with ThreadPoolExecutor(max_workers=min(THREADS, env.num_processors())) as pool:
-            jobs = _jobs(weights, changes, placed, old.fileno(), new.fileno())
+            jobs = _write_jobs(weights, changes, tensors, old.fileno(), new.fileno())
             for done in [pool.submit(job) for job in jobs]:
                 done.result()
         os.fsync(new.fileno())
 
 
-def _laid_out(
+def _plan_layout(
     weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path
-) -> tuple[bytes, list[_Placed], int]:
+) -> tuple[bytes, list[_TensorCopy], int]:
     """The header, the offset of each tensor, and the file size."""
     old = {name: weights.stored(name) for name in names}
     shapes = {name: merged_shape(name, weights, changes) for name in names}
@@ -70,75 +70,83 @@ def _laid_out(
             length = int.from_bytes(stream.read(8), "little")
             stream.seek(0)
             header = stream.read(8 + length)
-        placed = [_Placed(name, was, was) for name, was in old.items()]
-        return header, placed, source.stat().st_size
+        tensors = [_TensorCopy(name, was, was) for name, was in old.items()]
+        return header, tensors, source.stat().st_size
     layout = file_layout({name: (shapes[name], was.dtype) for name, was in old.items()})
-    placed = [_Placed(name, was, layout.tensors[name]) for name, was in old.items()]
-    return layout.header, placed, layout.size
+    tensors = [_TensorCopy(name, was, layout.tensors[name]) for name, was in old.items()]
+    return layout.header, tensors, layout.size
 
 
-def _jobs(
-    weights: SafetensorsFolder, changes: AdapterMerge, placed: list[_Placed], old: int, new: int
+def _write_jobs(
+    weights: SafetensorsFolder,
+    changes: AdapterMerge,
+    tensors: list[_TensorCopy],
+    old: int,
+    new: int,
 ) -> Iterator[Callable[[], None]]:
     targets = set(changes.targets())
-    for one in placed:
+    for one in tensors:
         if one.name not in targets:
-            yield lambda one=one: _copy(one, old, new)
+            yield lambda one=one: _copy_tensor(one, old, new)
         else:
-            yield lambda one=one: _change(one, weights, changes, new)
+            yield lambda one=one: _merge_tensor(one, weights, changes, new)
 
 
-def _copy(one: _Placed, old: int, new: int) -> None:
+def _copy_tensor(one: _TensorCopy, old: int, new: int) -> None:
     left = math.prod(one.old.shape) * one.old.dtype.itemsize
     source, target = one.old.start, one.new.start
     while left:
-        count = _copied(old, new, left, source, target)
+        count = _copy_block(old, new, left, source, target)
         if not count:
-            raise StageError(f"the file that holds {one.name} ends before it does.")
+            raise StageError(f"the file of {one.name} is truncated within it.")
         left, source, target = left - count, source + count, target + count
 
 
-def _copied(old: int, new: int, left: int, source: int, target: int) -> int:
+def _copy_block(old: int, new: int, left: int, source: int, target: int) -> int:
     """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
     try:
         return os.copy_file_range(old, new, left, source, target)
     except OSError as error:
-        if error.errno not in NO_COPYING:
+        if error.errno not in COPY_UNSUPPORTED:
             raise
-    return os.pwrite(new, os.pread(old, min(left, STRETCH), source), target)
+    return os.pwrite(new, os.pread(old, min(left, BLOCK_BYTES), source), target)
 
 
-def _change(one: _Placed, weights: SafetensorsFolder, changes: AdapterMerge, new: int) -> None:
+def _merge_tensor(
+    one: _TensorCopy, weights: SafetensorsFolder, changes: AdapterMerge, new: int
+) -> None:
     """Read, merge and write a tensor, in blocks of as many rows as fit the memory limit."""
     if one.new.dtype not in MERGED_DTYPES:
-        raise CapabilityError(f"{one.name} is of {one.new.dtype}, into which nothing is merged.")
+        raise CapabilityError(
+            f"{one.name} is {one.new.dtype}, and adapters are merged only into float weights."
+        )
     replaced = changes.replacement(one.name)
     rows, *rest = one.new.shape or (1,)
     columns = math.prod(rest)
     whole = changes.replacing(one.name).to(one.new.dtype).view(rows, *rest) if replaced else None
     change = changes.change_of(one.name)
-    at_once = rows if change and change.needs_all_rows else max(1, STRETCH // (4 * columns))
-    for start in range(0, rows, at_once):
-        count = min(at_once, rows - start)
+    block_rows = rows if change and change.needs_all_rows else max(1, BLOCK_BYTES // (4 * columns))
+    for start in range(0, rows, block_rows):
+        count = min(block_rows, rows - start)
         if whole is not None:
-            stretch = whole[start : start + count]
+            block = whole[start : start + count]
         else:
-            stretch = weights.box(one.name, (start, *[0] * len(rest)), (count, *rest))
-        made = _changed(stretch, change, start, one, changes)
+            block = weights.box(one.name, (start, *[0] * len(rest)), (count, *rest))
+        merged = _merge_block(block, change, start, one, changes)
         place = one.new.start + start * columns * one.new.dtype.itemsize
-        put(new, made, place)
+        put(new, merged, place)
 
 
-def _changed(
-    stretch: torch.Tensor,
+def _merge_block(
+    block: torch.Tensor,
     change: WeightDelta | None,
     start: int,
-    one: _Placed,
+    one: _TensorCopy,
     changes: AdapterMerge,
 ) -> torch.Tensor:
     """Merge a block, given as rows of one matrix; the matrices of several experts are stacked."""
     if change is None:
-        return stretch
+        return block
     shape = one.new.shape if len(one.new.shape) > 1 else (*one.new.shape, 1)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if change.product.shape != (rows, columns):
@@ -148,7 +156,7 @@ def _changed(
             f"{columns}.\n  Name the base model that it was trained on."
         )
     first = start * (rows // shape[0])
-    return change.made_of(stretch.reshape(-1, columns), first).view(stretch.shape)
+    return change.made_of(block.reshape(-1, columns), first).view(block.shape)
 
 
 def merged_shape(name: str, weights: SafetensorsFolder, changes: AdapterMerge) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.export.base_model import BaseModel, base_in
-from penstock.export.card import describe_base, front_matter, heading, licence_told, save_card
-from penstock.export.card_text import adapter_told, code, count, pairs, section, use_of_model
-from penstock.export.licence import pass_on
+from penstock.export.base_model import BaseModel, read_model_folder
+from penstock.export.card import describe_base, describe_license, front_matter, heading, save_card
+from penstock.export.card_text import code, count, describe_adapter, model_snippet, pairs, section
+from penstock.export.license import copy_license_files
 from penstock.export.lineage import has_chat_template
 
 
@@ -19,32 +19,34 @@ def write_merged_card(
     `config` is the adapter_config.json, `facts` are those of the merge. The license texts of both
     are copied; if names collide, the base model's is used.
     """
-    start, merged = base_in(base), base_in(adapter)
+    start, adapter_model = read_model_folder(base), read_model_folder(adapter)
     body = [
-        heading(f"{_short(start)} with {_short(merged)}"),
-        pairs(_told(start, merged, config, facts)),
-        section("Use", use_of_model("chat" if has_chat_template(out) else "text")),
+        heading(f"{_short_name(start)} with {_short_name(adapter_model)}"),
+        pairs(_summary(start, adapter_model, config, facts)),
+        section("Use", model_snippet("chat" if has_chat_template(out) else "text")),
     ]
     data = front_matter(
         start, "finetune", library_name="transformers", tags=["penstock", "lora", "merged"]
     )
     save_card(out, data, "\n\n".join(body))
     for folder in (base, adapter):
-        pass_on(folder, out)
+        copy_license_files(folder, out)
 
 
-def _told(
-    start: BaseModel, merged: BaseModel, config: Mapping[str, Any], facts: Mapping[str, Any]
+def _summary(
+    start: BaseModel, adapter_model: BaseModel, config: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> dict[str, str]:
     return {
         "base model": describe_base(start),
-        "adapter": describe_base(merged),
-        "kind of adapter": adapter_told(config),
-        "adapted": f"{facts['changed']:,} of {count(facts['tensors'], 'tensor')}",
-        "licence": licence_told(start),
-        "the adapter's own": code(merged.licence.spoken) if merged.licence else "",
+        "adapter": describe_base(adapter_model),
+        "adapter type": describe_adapter(config),
+        "merged into": f"{facts['changed']:,} of {count(facts['tensors'], 'tensor')}",
+        "license": describe_license(start),
+        "license of the adapter": code(adapter_model.license.display_name)
+        if adapter_model.license
+        else "",
     }
 
 
-def _short(model: BaseModel) -> str:
+def _short_name(model: BaseModel) -> str:
     return model.name.rpartition("/")[2]

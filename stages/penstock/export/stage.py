@@ -84,7 +84,7 @@ class Export(Stage):
         relative = PurePosixPath(self.trained.facts["checkpoint"])
         if relative.is_absolute() or ".." in relative.parts:
             raise ArtifactError(
-                f"the manifest in {self.trained.path} names the checkpoint {relative}, which lies "
+                f"the manifest in {self.trained.path} names the checkpoint {relative}, which is "
                 "outside of it.\n  Run the train stage again."
             )
         return self.trained.path / relative

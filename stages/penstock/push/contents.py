@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from penstock.core.cache.stage import Artifact
-from penstock.core.cache.verify import NAMED, damaged_files
+from penstock.core.cache.verify import MAX_LISTED_FILES, damaged_files
 from penstock.core.errors import ArtifactError
 
 ADAPTER_FOLDER = "adapter"
@@ -18,14 +18,14 @@ ADAPTER_FOLDER = "adapter"
 
 # Weight file names that loaders recognize. One left over from an earlier push would be loaded
 # instead of, or in addition to, the new files.
-_LOADED_BY_NAME = re.compile(
+_WEIGHT_FILE_NAME = re.compile(
     r"(model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|pytorch_model.*\.bin(\.index\.json)?|adapter_model\.(safetensors|bin)|adapter_config\.json)"
 )
 
 
 @dataclass(frozen=True)
-class SentFile:
+class PushFile:
     """A file: its local path, its name at the target, and its expected content."""
 
     name: str
@@ -39,7 +39,7 @@ class SentFile:
         return {"path": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
-def list_contents(exported: Artifact) -> list[SentFile]:
+def list_contents(exported: Artifact) -> list[PushFile]:
     """The files to upload, sorted by their name at the target.
 
     A model goes to the root of the target and its adapter to `adapter/`; an adapter alone goes to
@@ -49,14 +49,14 @@ def list_contents(exported: Artifact) -> list[SentFile]:
     manifest = exported.manifest
     folders: dict[str, str] = manifest["facts"]["folders"]
     prefixes = _prefixes(folders, exported)
-    found: list[SentFile] = []
+    found: list[PushFile] = []
     for entry in manifest["files"]:
         listed = PurePosixPath(entry["path"])
         for folder, prefix in prefixes.items():
             if listed.is_relative_to(folder):
                 name = (PurePosixPath(prefix) / listed.relative_to(folder)).as_posix()
-                path = _inside(exported.path, listed)
-                found.append(SentFile(name, path, entry["bytes"], entry["sha256"]))
+                path = _resolve_inside(exported.path, listed)
+                found.append(PushFile(name, path, entry["bytes"], entry["sha256"]))
     if not found:
         raise ArtifactError(
             f"The export in {exported.path} lists no file in {', '.join(sorted(prefixes))}.\n"
@@ -66,7 +66,7 @@ def list_contents(exported: Artifact) -> list[SentFile]:
     return sorted(found, key=lambda file: file.name)
 
 
-def superseded(present: Iterable[str], sent: Iterable[SentFile]) -> list[str]:
+def obsolete_files(present: Iterable[str], sent: Iterable[PushFile]) -> list[str]:
     """Weight files at the target that are not part of this push, sorted.
 
     Only folders that receive files are searched; no other file is ever deleted.
@@ -78,7 +78,7 @@ def superseded(present: Iterable[str], sent: Iterable[SentFile]) -> list[str]:
         for name in present
         if name not in names
         and PurePosixPath(name).parent in folders
-        and _LOADED_BY_NAME.fullmatch(PurePosixPath(name).name)
+        and _WEIGHT_FILE_NAME.fullmatch(PurePosixPath(name).name)
     )
 
 
@@ -97,7 +97,7 @@ def _prefixes(folders: dict[str, str], exported: Artifact) -> dict[str, str]:
     )
 
 
-def _inside(root: Path, listed: PurePosixPath) -> Path:
+def _resolve_inside(root: Path, listed: PurePosixPath) -> Path:
     path = root / listed
     outside = listed.is_absolute() or ".." in listed.parts
     if outside or not path.resolve().is_relative_to(root.resolve()):
@@ -113,6 +113,6 @@ def _check_content(folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
     if damaged := damaged_files(folder, files, "changed"):
         raise ArtifactError(
             f"the export in {folder} has changed since it was exported; nothing was sent:\n  "
-            + "\n  ".join(damaged[:NAMED])
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
             + "\n  Build the export again with --force export."
         )

@@ -21,7 +21,7 @@ from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
 from penstock.core.os_errors import describe_os_error
-from penstock.push.contents import SentFile, superseded
+from penstock.push.contents import PushFile, obsolete_files
 
 INDEX = "penstock-push.json"
 
@@ -56,19 +56,19 @@ class CopyTarget:
             ) from error
         return cls(url, system, root.rstrip("/"))
 
-    def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
+    def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
         """Names of files that are missing or differ at the target, and names to delete."""
-        with self._speaking():
-            known = self._read_index()
+        with self._translate_errors():
+            index = self._read_index()
             sizes = self._sizes()
             send = [
                 file.name
                 for file in files
-                if known.get(file.name) != file.fact or sizes.get(file.name) != file.num_bytes
+                if index.get(file.name) != file.fact or sizes.get(file.name) != file.num_bytes
             ]
-            return send, superseded(sizes, files)
+            return send, obsolete_files(sizes, files)
 
-    def send(self, files: Sequence[SentFile]) -> None:
+    def send(self, files: Sequence[PushFile]) -> None:
         """Write the files that differ, each atomically, then the index.
 
         Raises CapabilityError if the target is not writable, StageError on failure.
@@ -76,19 +76,19 @@ class CopyTarget:
         send, remove = self.difference(files)
         if not send and not remove:
             return
-        with self._speaking():
+        with self._translate_errors():
             by_name = {file.name: file for file in files}
             changing = {*send, *remove}
-            known = {name: e for name, e in self._read_index().items() if name not in changing}
-            self._write_index(known)
+            index = {name: e for name, e in self._read_index().items() if name not in changing}
+            self._write_index(index)
             for name in remove:
-                self.system.rm_file(self._at(name))
+                self.system.rm_file(self._path_at(name))
             for name in send:
-                self._put(by_name[name])
-                known[name] = by_name[name].fact
-                self._write_index(known)
+                self._upload(by_name[name])
+                index[name] = by_name[name].fact
+                self._write_index(index)
 
-    def _at(self, name: str) -> str:
+    def _path_at(self, name: str) -> str:
         return posixpath.join(self.root, name)
 
     def _sizes(self) -> dict[str, int]:
@@ -105,58 +105,58 @@ class CopyTarget:
             if path.startswith(below)
         }
 
-    def _put(self, file: SentFile) -> None:
-        with file.path.open("rb") as source, self._written(file.name) as target:
+    def _upload(self, file: PushFile) -> None:
+        with file.path.open("rb") as source, self._atomic_stream(file.name) as target:
             while chunk := source.read(_CHUNK):
                 target.write(chunk)
 
     @contextmanager
-    def _written(self, name: str) -> Iterator[Any]:
+    def _atomic_stream(self, name: str) -> Iterator[Any]:
         """A stream to a file that is created only if the block succeeds. Local files are fsynced
         before they are added to the index."""
-        final = self._at(name)
+        final = self._path_at(name)
         self.system.makedirs(posixpath.dirname(final), exist_ok=True)
         protocols = self.system.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
-        aside = final if names & _OBJECT_STORES else final + PART
+        temporary = final if names & _OBJECT_STORES else final + PART
         is_local = isinstance(self.system, LocalFileSystem)
-        with self.system.open(aside, "wb") as stream:
+        with self.system.open(temporary, "wb") as stream:
             yield stream
             if is_local:
                 stream.flush()
                 os.fsync(stream.fileno())
-        if aside != final:
-            self.system.mv(aside, final)
+        if temporary != final:
+            self.system.mv(temporary, final)
         if is_local:
             fsync(Path(final).parent)
 
     def _read_index(self) -> Entries:
         """The digests of an earlier push; empty if there is no readable index."""
         try:
-            content: Any = self.system.cat_file(self._at(INDEX))
+            content: Any = self.system.cat_file(self._path_at(INDEX))
             record = parse_record(content, INDEX, UNDIGESTED_INDEX, "Push again.")
             return {entry["path"]: entry for entry in record["files"]}
         except (FileNotFoundError, ArtifactError, KeyError, TypeError):
             return {}
 
-    def _write_index(self, known: Entries) -> None:
-        value = {"format": 1, "files": [known[name] for name in sorted(known)]}
-        with self._written(INDEX) as stream:
+    def _write_index(self, index: Entries) -> None:
+        value = {"format": 1, "files": [index[name] for name in sorted(index)]}
+        with self._atomic_stream(INDEX) as stream:
             stream.write((json.dumps(with_digest(value), indent=2, sort_keys=True) + "\n").encode())
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except PenstockError:
             raise
         except PermissionError as error:
             raise CapabilityError(
-                f"push.url {self.url} may not be written: {error.strerror or error}\n"
+                f"push.url {self.url} is not writable: {error.strerror or error}\n"
                 "  Give this account the right to write there, or use another URL."
             ) from error
         except OSError as error:
             raise StageError(
                 f"push.url {self.url} failed: {describe_os_error(error)}\n"
-                "  Push again: what has arrived is not sent twice."
+                "  Push again: uploaded files are not sent twice."
             ) from error

@@ -22,9 +22,9 @@ from penstock.push.hub_errors import HubRepo, http_status
 from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
 
 FIELD = "data.push_dataset_to_hub"
-RECORD = "penstock.json"
+PROVENANCE_FILE = "penstock.json"
 """Provenance file of a key. Its presence marks the key as complete."""
-TRIES = 5
+MAX_COMMIT_TRIES = 5
 """Number of tries to update the card after concurrent commits."""
 PRECONDITION_FAILED = 412
 
@@ -51,7 +51,7 @@ def push_dataset(
         sent = [
             target.send(file, folder) for file in parquet_files(prepared, file_bytes=file_bytes)
         ]
-        commit = target.commit(sent, _record_of(prepared), info)
+        commit = target.commit(sent, _build_provenance(prepared), info)
     return {**receipt, "status": "pushed", "commit": commit, "files": len(sent)}
 
 
@@ -67,7 +67,7 @@ class DatasetTarget:
 
     def open(self) -> DatasetInfo:
         """Open or create the repository. Raises CapabilityError if it is unsuitable."""
-        with self.hub.speaking("open"):
+        with self.hub.translate_errors("open"):
             self.hub.api.create_repo(
                 self.hub.repo, repo_type="dataset", private=True, exist_ok=True
             )
@@ -83,21 +83,21 @@ class DatasetTarget:
             and not _configs(self._card(info))
         ):
             raise CapabilityError(
-                f"{self.hub.repo} holds data that its card names in no configuration, and adding "
-                f"one would hide it.\n  Name a data set of its own in {FIELD}."
+                f"{self.hub.repo} has data that no configuration in its card lists, and adding a "
+                f"configuration would hide it.\n  Name another data set in {FIELD}."
             )
         return info
 
     def holds(self, info: DatasetInfo) -> bool:
         """Whether this configuration exists; it is then complete."""
-        return f"{self.config}/{RECORD}" in _names(info)
+        return f"{self.config}/{PROVENANCE_FILE}" in _names(info)
 
     def send(self, file: ParquetFile, folder: Path) -> Sent:
         """Write and upload one file without committing it, and delete the local copy."""
         local = folder / file.name
         file.write(local)
         addition = CommitOperationAdd(f"{self.config}/{file.name}", local)
-        with self.hub.speaking("send to"):
+        with self.hub.translate_errors("send to"):
             self.hub.api.preupload_lfs_files(
                 self.hub.repo, additions=[addition], repo_type="dataset"
             )
@@ -107,16 +107,16 @@ class DatasetTarget:
 
     def commit(self, sent: list[Sent], record: bytes, info: DatasetInfo) -> str:
         """Commit the uploaded files with the card that names them; return the commit."""
-        for _ in range(TRIES):
+        for _ in range(MAX_COMMIT_TRIES):
             card = self._card(info)
             _add_config(card, self.config, sent)
-            with self.hub.speaking("send to"):
+            with self.hub.translate_errors("send to"):
                 try:
                     done = self.hub.api.create_commit(
                         self.hub.repo,
                         [
                             *(addition for _, addition in sent),
-                            CommitOperationAdd(f"{self.config}/{RECORD}", record),
+                            CommitOperationAdd(f"{self.config}/{PROVENANCE_FILE}", record),
                             CommitOperationAdd("README.md", str(card).encode()),
                         ],
                         commit_message=f"Upload prepared data {self.config}",
@@ -130,20 +130,20 @@ class DatasetTarget:
                     if self.holds(info):
                         return str(info.sha)
                     continue
-                self._check_arrived(sent, done.oid)
+                self._require_committed(sent, done.oid)
                 return done.oid
         raise StageError(
-            f"{self.hub.repo} was changed by others {TRIES} times while {self.config} was added to "
-            "its card.\n  Run it again: what has arrived is not sent twice."
+            f"{self.hub.repo} was changed by others {MAX_COMMIT_TRIES} times while {self.config} "
+            "was added to its card.\n  Run it again: uploaded files are not sent twice."
         )
 
-    def _check_arrived(self, sent: list[Sent], commit: str) -> None:
-        there = _names(self._info(commit))
-        missing = sorted({addition.path_in_repo for _, addition in sent} - there)
+    def _require_committed(self, sent: list[Sent], commit: str) -> None:
+        committed = _names(self._info(commit))
+        missing = sorted({addition.path_in_repo for _, addition in sent} - committed)
         if missing:
             raise StageError(
                 f"{len(missing)} of {len(sent)} files are not in commit {commit} of "
-                f"{self.hub.repo} although the hub took it: {', '.join(missing[:5])}.\n"
+                f"{self.hub.repo} although the commit succeeded: {', '.join(missing[:5])}.\n"
                 "  Look for them in the repository's .gitignore, then push again."
             )
 
@@ -154,7 +154,7 @@ class DatasetTarget:
         """The repository's card at that commit, or a new one."""
         if "README.md" not in _names(info):
             return DatasetCard(_NEW_CARD.format(name=self.hub.repo.rpartition("/")[2]))
-        with self.hub.speaking("read"):
+        with self.hub.translate_errors("read"):
             path = self.hub.api.hf_hub_download(
                 self.hub.repo, "README.md", repo_type="dataset", revision=info.sha
             )
@@ -169,10 +169,10 @@ tags:
 # {name}
 
 Data for fine-tuning, prepared by Penstock. Every configuration is one set of samples, named after
-the key of what made it; `penstock.json` in its folder says what that was.
+its cache key; `penstock.json` in its folder has the settings and sources.
 
-`input_ids` are tokens and `labels` what is trained: label t belongs to token t, and -100 is not
-trained. `source` is the data set a sample came from, and `row` its place there.
+`input_ids` are token ids and `labels` the targets: label t belongs to token t, and -100 is not
+trained. `source` is the data set of a sample, and `row` its index there.
 """
 
 
@@ -191,7 +191,7 @@ def _names(info: DatasetInfo) -> set[str]:
     return {each.rfilename for each in info.siblings or []}
 
 
-def _record_of(prepared: Artifact) -> bytes:
+def _build_provenance(prepared: Artifact) -> bytes:
     """The provenance: the manifest without machine-specific fields and quoted data."""
     manifest: Mapping[str, Any] = prepared.manifest
     facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}

@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from penstock.core.errors import StageError
-from penstock.push.contents import SentFile, superseded
+from penstock.push.contents import PushFile, obsolete_files
 from penstock.push.hub_errors import HubRepo
 from penstock.push.stage import PushSettings
 
@@ -33,26 +33,26 @@ class HubTarget:
         """
         hub = HubRepo.with_token(settings.repo_id or "", "push.repo_id", endpoint=endpoint)
         target = cls(hub, settings)
-        with hub.speaking("open"):
+        with hub.translate_errors("open"):
             target.api.create_repo(target._repo, private=settings.private, exist_ok=True)
             if settings.revision and not settings.revision.startswith("refs/"):
                 target.api.create_branch(target._repo, branch=settings.revision, exist_ok=True)
         return target
 
-    def difference(self, files: Sequence[SentFile]) -> tuple[list[str], list[str]]:
+    def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
         """Names of files that are missing or differ in the repository, and names to delete."""
-        with self.hub.speaking("read"):
-            return self._difference(files, self._base)
+        with self.hub.translate_errors("read"):
+            return self._difference(files, self._revision)
 
-    def send(self, files: Sequence[SentFile], *, title: str) -> dict[str, Any]:
+    def send(self, files: Sequence[PushFile], *, title: str) -> dict[str, Any]:
         """Commit the files that differ and return the commit; without a difference, the latest
         commit.
 
         With `create_pr`, an open pull request of the same title is updated. Raises StageError if
         the Hub fails or does not store a file.
         """
-        with self.hub.speaking("send to"):
-            revision = self._base
+        with self.hub.translate_errors("send to"):
+            revision = self._revision
             pull_request = None
             if self.settings.create_pr and any(self._difference(files, revision)):
                 pull_request = self._open_pull_request(title)
@@ -73,7 +73,7 @@ class HubTarget:
                 revision=None if revision == "main" else revision,
                 create_pr=self.settings.create_pr and pull_request is None,
             )
-            self._check_arrived(files, done.oid)
+            self._require_committed(files, done.oid)
             url = pull_request.url if pull_request else done.pr_url
             return self._receipt(done.oid, url)
 
@@ -87,17 +87,17 @@ class HubTarget:
         return self.hub.repo
 
     @property
-    def _base(self) -> str:
+    def _revision(self) -> str:
         return self.settings.revision or "main"
 
     def _receipt(self, commit: str, pull_request: str | None) -> dict[str, Any]:
         url = f"{self.api.endpoint}/{self._repo}"
         return {"url": url, "commit": commit, "pull_request": pull_request}
 
-    def _difference(self, files: Sequence[SentFile], revision: str) -> tuple[list[str], list[str]]:
-        there = self._tree(revision)
-        send = [file.name for file in files if not _is_same(file, there.get(file.name))]
-        return send, superseded(there, files)
+    def _difference(self, files: Sequence[PushFile], revision: str) -> tuple[list[str], list[str]]:
+        remote = self._tree(revision)
+        send = [file.name for file in files if not _is_identical(file, remote.get(file.name))]
+        return send, obsolete_files(remote, files)
 
     def _tree(self, revision: str) -> dict[str, RepoFile]:
         try:
@@ -114,25 +114,25 @@ class HubTarget:
                 return discussion
         return None
 
-    def _check_arrived(self, files: Sequence[SentFile], commit: str) -> None:
+    def _require_committed(self, files: Sequence[PushFile], commit: str) -> None:
         missing, _ = self._difference(files, commit)
         if missing:
             raise StageError(
                 f"{len(missing)} of {len(files)} files are not in commit {commit} of {self._repo} "
-                f"although the hub took it: {', '.join(missing[:5])}.\n"
+                f"although the commit succeeded: {', '.join(missing[:5])}.\n"
                 "  Look for them in the repository's .gitignore, then push again."
             )
 
 
-def _is_same(file: SentFile, there: RepoFile | None) -> bool:
-    if there is None or there.size != file.num_bytes:
+def _is_identical(file: PushFile, remote: RepoFile | None) -> bool:
+    if remote is None or remote.size != file.num_bytes:
         return False
-    if there.lfs is not None:
-        return there.lfs.sha256 == file.sha256
-    return there.blob_id == _git_blob_id(file)
+    if remote.lfs is not None:
+        return remote.lfs.sha256 == file.sha256
+    return remote.blob_id == _git_blob_id(file)
 
 
-def _git_blob_id(file: SentFile) -> str:
+def _git_blob_id(file: PushFile) -> str:
     """The git blob id: SHA-1 of a header with the size, then the bytes."""
     digest = hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)
     with file.path.open("rb") as stream:

@@ -42,8 +42,8 @@ class HubRepo:
         return cls(HfApi(endpoint=endpoint, token=token, library_name="penstock"), repo, field)
 
     @contextmanager
-    def speaking(self, doing: str) -> Iterator[None]:
-        """Translate the client's exceptions while `doing` something with the repository."""
+    def translate_errors(self, action: str) -> Iterator[None]:
+        """Translate the client's exceptions in a block; `action` is a verb such as `send to`."""
         try:
             yield
         except PenstockError:
@@ -54,35 +54,35 @@ class HubRepo:
                 f"  Unset it to push, or leave {self.field} out."
             ) from None
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
-            raise self._translated(doing, error) from None
+            raise self._to_penstock_error(action, error) from None
 
-    def _translated(self, doing: str, error: BaseException) -> PenstockError:
+    def _to_penstock_error(self, action: str, error: BaseException) -> PenstockError:
         status = http_status(error)
-        said = self._printable(error)
+        message = self._redacted_message(error)
         at = f"{self.repo} at {self.api.endpoint}"
         if status in (401, 403):
             return CapabilityError(
-                f"The hub refuses to {doing} {at} with this token (HTTP {status}): {said}\n"
+                f"The hub refuses to {action} {at} with this token (HTTP {status}): {message}\n"
                 f"  Use a token that may write to {self.repo} (HF_TOKEN or `hf auth login`), or "
                 f"change {self.field}."
             )
         if status == 404:
             return CapabilityError(
-                f"{at} does not exist, or this token may not see it (HTTP 404): {said}\n"
+                f"{at} does not exist, or this token may not see it (HTTP 404): {message}\n"
                 f"  Check {self.field} and its revision, and which account the token belongs to."
             )
         fault = f"HTTP {status}" if status else type(error).__name__
         failure = StageError(
-            f"Could not {doing} {at} ({fault}): {said}\n"
-            "  Push again: what has arrived is not sent twice."
+            f"Could not {action} {at} ({fault}): {message}\n"
+            "  Push again: uploaded files are not sent twice."
         )
         failure.may_pass = is_transient(error)
         return failure
 
-    def _printable(self, error: BaseException) -> str:
+    def _redacted_message(self, error: BaseException) -> str:
         """The client's message and its cause, without signatures and the token."""
-        said = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
-        text = _QUERY.sub(r"\1", " ".join(said.split()))[:500]
+        message = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
+        text = _QUERY.sub(r"\1", " ".join(message.split()))[:500]
         return text.replace(str(self.api.token), "<token>")
 
 

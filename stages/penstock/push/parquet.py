@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.core.cache.stage import Artifact
-from penstock.core.cache.verify import NAMED, damaged_files
+from penstock.core.cache.verify import MAX_LISTED_FILES, damaged_files
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
 from penstock.rows.prepared import PLAN
@@ -30,7 +30,7 @@ class ParquetFile:
 
     def write(self, target: Path) -> None:
         """Write the file. Deterministic."""
-        schema = _plain(self.batches[0].schema)
+        schema = _without_dictionaries(self.batches[0].schema)
         with pq.ParquetWriter(target, schema, compression="zstd") as writer:
             for batch in self.batches:
                 writer.write_batch(batch.cast(schema))
@@ -41,23 +41,23 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
     Raises ArtifactError if a file differs from the manifest.
     """
-    vouched = _vouched(prepared)
+    verified = _verified_files(prepared)
     plan: dict[str, Any] = read_json(prepared.path / PLAN)
     for split in SPLITS:
         files = [entry["file"] for entry in plan["splits"][split]]
         for file in files:
-            if file not in vouched:
+            if file not in verified:
                 raise ArtifactError(
                     f"{prepared.path} has no {file} in its manifest; nothing was sent.\n"
                     "  Prepare the data again with --force prepare."
                 )
         batches = [batch for file in files for batch in map_batches(prepared.path / file)]
-        runs = list(_runs([batch for batch in batches if batch.num_rows], file_bytes))
-        for number, run in enumerate(runs):
-            yield ParquetFile(split, f"{split}-{number:05d}-of-{len(runs):05d}.parquet", run)
+        groups = list(_group_batches([batch for batch in batches if batch.num_rows], file_bytes))
+        for number, group in enumerate(groups):
+            yield ParquetFile(split, f"{split}-{number:05d}-of-{len(groups):05d}.parquet", group)
 
 
-def _vouched(prepared: Artifact) -> set[str]:
+def _verified_files(prepared: Artifact) -> set[str]:
     """The data files in the manifest, after verification."""
     files = prepared.manifest["files"]
     root = prepared.path.resolve()
@@ -70,26 +70,28 @@ def _vouched(prepared: Artifact) -> set[str]:
         raise ArtifactError(
             f"the prepared data in {prepared.path} has changed since it was sealed; nothing was "
             "sent:\n  "
-            + "\n  ".join(damaged[:NAMED])
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
             + "\n  Prepare the data again with --force prepare."
         )
     return {file["path"] for file in files}
 
 
-def _runs(batches: list[pa.RecordBatch], file_bytes: int) -> Iterator[tuple[pa.RecordBatch, ...]]:
-    run: list[pa.RecordBatch] = []
+def _group_batches(
+    batches: list[pa.RecordBatch], file_bytes: int
+) -> Iterator[tuple[pa.RecordBatch, ...]]:
+    group: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
-        if run and size + batch.nbytes > file_bytes:
-            yield tuple(run)
-            run, size = [], 0
-        run.append(batch)
+        if group and size + batch.nbytes > file_bytes:
+            yield tuple(group)
+            group, size = [], 0
+        group.append(batch)
         size += batch.nbytes
-    if run:
-        yield tuple(run)
+    if group:
+        yield tuple(group)
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
     """The schema without dictionary types: parquet applies dictionary encoding itself, and
     `datasets` does not support them."""
     return pa.schema(

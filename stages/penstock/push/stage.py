@@ -17,7 +17,7 @@ from pydantic import ConfigDict, model_validator
 from penstock.config.schema.base import Settings
 from penstock.core.cache.record import read_record_fields, write_record
 from penstock.core.cache.stage import Artifact, Facts, Stage, short
-from penstock.push.contents import SentFile, list_contents
+from penstock.push.contents import PushFile, list_contents
 
 PLAN = "plan.json"
 """The differences found by the first attempt; a resumed push reports the same."""
@@ -114,18 +114,18 @@ class Push(Stage):
             return {**facts, **self._copy(out, self.settings.url, files)}
         return {**facts, **self._commit(out, files)}
 
-    def _commit(self, out: Path, files: list[SentFile]) -> dict[str, Any]:
+    def _commit(self, out: Path, files: list[PushFile]) -> dict[str, Any]:
         from penstock.push.hub import HubTarget
 
         target = HubTarget.open(self.settings, endpoint=self.endpoint)
-        plan = _planned(out, target.difference(files), files)
+        plan = _load_or_write_plan(out, target.difference(files), files)
         return {**plan, **target.send(files, title=f"Upload export {short(self.exported.key)}")}
 
-    def _copy(self, out: Path, url: str, files: list[SentFile]) -> dict[str, Any]:
+    def _copy(self, out: Path, url: str, files: list[PushFile]) -> dict[str, Any]:
         from penstock.push.copy import CopyTarget
 
         target = CopyTarget.open(url)
-        plan = _planned(out, target.difference(files), files)
+        plan = _load_or_write_plan(out, target.difference(files), files)
         target.send(files)
         return plan
 
@@ -137,8 +137,8 @@ def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
     return push_dataset(prepared, repo)
 
 
-def _planned(
-    out: Path, difference: tuple[list[str], list[str]], files: list[SentFile]
+def _load_or_write_plan(
+    out: Path, difference: tuple[list[str], list[str]], files: list[PushFile]
 ) -> dict[str, Any]:
     """The facts of the planned changes, stored before anything is uploaded."""
     if not (out / PLAN).is_file():

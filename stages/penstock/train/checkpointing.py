@@ -70,7 +70,7 @@ class Checkpointer:
         self.root = job.output_dir / CHECKPOINTS
         self._checkpoints = CheckpointManager(
             self.root,
-            built.trained,
+            built.train_state,
             ranks,
             writes="behind" if train.save_async else "at_once",
             limit=train.save_total_limit,
@@ -109,7 +109,7 @@ class Checkpointer:
             mine = state["rng"].get(str(self._ranks.rank))
             if mine and state["layout"] == self._built.layout:
                 rng.set_rng_state(mine)
-            if (scaling := self._built.engine.scaling) and "loss_scale" in state:
+            if (scaling := self._built.engine.grad_scaler) and "loss_scale" in state:
                 scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None
         return state
@@ -186,7 +186,10 @@ class Checkpointer:
 
     def _write(self, at: TrainerState, more: Mapping[str, Any]) -> None:
         self._ranks.heartbeat.set_phase("saving", step=at.step)
-        states, scaling = self._ranks.all_gather(rng.get_rng_state()), self._built.engine.scaling
+        states, scaling = (
+            self._ranks.all_gather(rng.get_rng_state()),
+            self._built.engine.grad_scaler,
+        )
         state = {
             "format": FORMAT,
             "key": self._job.key,

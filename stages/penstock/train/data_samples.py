@@ -16,7 +16,7 @@ from penstock.rows.decoding import Decoder
 from penstock.rows.reader import SHARDS, PackedRows, Row, Tokens
 from penstock.rows.schema import IGNORED, SPLITS
 from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
-from penstock.train.launch.job import SHOWN_DATA
+from penstock.train.launch.job import DATA_SAMPLES
 from penstock.train.length_histogram import length_histogram
 from penstock.train.masked_text import masked_pieces
 
@@ -61,12 +61,12 @@ def keep_shown_data(
                 list(_parts(rows.row(row), document, decode))
                 for row, document in _spread(ends, number)
             ]
-    write_json(out / SHOWN_DATA, {"lengths": lengths, "samples": samples})
+    write_json(out / DATA_SAMPLES, {"lengths": lengths, "samples": samples})
 
 
 def kept_shown_data(out: Path) -> dict[str, Any]:
     """Read `lengths` by split and `samples`; both empty if the run stored none."""
-    path = out / SHOWN_DATA
+    path = out / DATA_SAMPLES
     return read_json(path) if path.is_file() else {"lengths": {}, "samples": []}
 
 

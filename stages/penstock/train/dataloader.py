@@ -67,7 +67,7 @@ def _pad_to(run: RunConfig) -> PadTo:
 def trained_rows(job: Job) -> PackedRows:
     """The training rows. Samples of one row attend to each other only if configured."""
     kind = PackedRows if job.config.data.isolate_samples else UnmaskedRows
-    return kind(job.packed / "data" / "train")
+    return kind(job.packed_dir / "data" / "train")
 
 
 def prepare(reading: LoaderConfig) -> None:

@@ -16,7 +16,7 @@ from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
-from penstock.core.cache.data_facts import DATA, keep_data_facts
+from penstock.core.cache.data_facts import DATA, write_data_facts
 from penstock.core.cache.diff_identity import differences
 from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.manifest import MANIFEST, read_manifest
@@ -40,7 +40,7 @@ from penstock.engine.checkpoint.folders import checkpoint_naming, newest_checkpo
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.train.launch.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, build_job, read_outcome
 from penstock.train.launch.stop_request import STOP_FILE
-from penstock.train.launch.torchrun import LaunchResult, build_ending, start_ranks
+from penstock.train.launch.torchrun import LaunchResult, build_facts, start_ranks
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 
 
@@ -111,7 +111,7 @@ class Train(Stage):
 
     def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """The facts of ranks that finished; otherwise raises the error that ended them."""
-        return build_ending(job, ended, where)
+        return build_facts(job, ended, where)
 
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted if asked to stop."""
@@ -120,7 +120,7 @@ class Train(Stage):
         file = job.write()
         # It belongs to the previous start.
         (out / STOP_FILE).unlink(missing_ok=True)
-        keep_data_facts(out, self.packed, self.prepared)
+        write_data_facts(out, self.packed, self.prepared)
         _keep_shown_data(out, self)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True)
@@ -131,11 +131,11 @@ class Train(Stage):
             self._write_hf_weights(out / facts["checkpoint"])
         return facts
 
-    def keepsakes(self, out: Path) -> list[list[Path]]:
+    def files_to_upload(self, out: Path) -> list[list[Path]]:
         """Complete checkpoints, and the run's logs."""
         return files_to_upload(out)
 
-    def wanted(self, names: Collection[str], out: Path) -> list[str]:
+    def files_to_download(self, names: Collection[str], out: Path) -> list[str]:
         """The newest complete checkpoint, unless `out` has one that is as new."""
         return files_to_download(names, out, checkpoint_naming(self.run_config.train))
 
@@ -247,12 +247,12 @@ def _here(job: Job) -> LaunchResult:
     from penstock.train.rank import run_by_hand
 
     run_by_hand(job)
-    return LaunchResult(status=0)
+    return LaunchResult(exit_status=0)
 
 
 def _keep_shown_data(out: Path, stage: Train) -> None:
     """Store the data samples of the report; errors do not stop the run."""
-    from penstock.rows.decoding import decoder_of
+    from penstock.rows.decoding import load_pinned_decoder
     from penstock.train.data_samples import keep_shown_data
 
     try:
@@ -261,7 +261,7 @@ def _keep_shown_data(out: Path, stage: Train) -> None:
             stage.packed.path,
             stage.packed.facts.get("epoch_rows", {}).get("train", ()),
             stage.run_config.train.report_samples,
-            lambda: decoder_of(stage.origin.tokenizer_path, stage.origin.tokenizer),
+            lambda: load_pinned_decoder(stage.origin.tokenizer_path, stage.origin.tokenizer),
         )
     except (OSError, PenstockError) as error:
         sys.stderr.write(f"train: the report shows no samples of the data: {error}\n")

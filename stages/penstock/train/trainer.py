@@ -54,7 +54,7 @@ class Trainer:
         self.job, self.built, self.ranks, self.stop = job, built, ranks, stop
         self.train: TrainConfig = job.config.train
         self.rows = trained_rows(job)
-        replicas = built.degrees.num_replicas
+        replicas = built.dims.num_replicas
         self.batches = StepSampler(
             built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
             rows_per_step=rows_per_step(self.train, replicas),
@@ -184,10 +184,10 @@ class Trainer:
             "trained_tokens": result.trained_tokens,
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
-            **result.of_preferences,
+            **result.preference_metrics,
             **result.of_routers,
-            **result.of_scaling,
-            **result.of_norms,
+            **result.loss_scale_metrics,
+            **result.norm_metrics,
             **self.measures.step_fields(result, batches, rows, seconds),
         }
 
@@ -203,10 +203,10 @@ class Trainer:
         return assign_micro_batches(
             rows.tolist(),
             self.batches.costs[rows].tolist(),
-            num_replicas=self.built.degrees.num_replicas,
+            num_replicas=self.built.dims.num_replicas,
             size=self.train.micro_batch_size,
             count=self.accumulation,
-        )[self.built.engine.layout.mesh.index("replicate", "shard")]
+        )[self.built.engine.model.mesh.index("replicate", "shard")]
 
     def _sync_stop_flag(self) -> int:
         """All-reduce the stop flag: clocks and signals may differ between ranks. Also reduces peak

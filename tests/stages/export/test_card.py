@@ -22,7 +22,7 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.stage import Artifact, identity, stage_key
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_model
-from penstock.export.licence import licence_in
+from penstock.export.license import detect_license
 from penstock.export.stage import Export
 from penstock.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.push.contents import list_contents
@@ -172,7 +172,7 @@ def test_the_text_says_what_the_manifests_say(made):
     rows, tokens, learnt = (
         sum(each[name] for each in counted) for name in ("rows", "tokens", "trained_tokens")
     )
-    line = f"| `<b>x\\|y 'z'` | training | {rows:,} | {tokens:,} | {learnt:,} | not known here |"
+    line = f"| `<b>x\\|y 'z'` | training | {rows:,} | {tokens:,} | {learnt:,} | unknown |"
     assert line in text.splitlines()
     assert f"{sum(facts['dropped'].values())} of {facts['records']} records left out" in text
     assert "4 samples of the training sources held out." in text
@@ -181,14 +181,14 @@ def test_the_text_says_what_the_manifests_say(made):
     assert cell(text, "architecture") == "`qwen3`"
     assert cell(text, "adapter").startswith("LoRA of rank 4, alpha 8, on `down_proj`, ")
     factors = load_file(made.adapter / "adapter_model.safetensors").values()
-    assert cell(text, "its parameters") == f"{sum(each.numel() for each in factors):,}"
-    assert cell(text, "what is trained") == "adapters; the base model is frozen, in `nf4`"
-    assert cell(text, "learning rate") == "0.01, falling to 1e-07 (cosine)"
+    assert cell(text, "adapter parameters") == f"{sum(each.numel() for each in factors):,}"
+    assert cell(text, "trained parameters") == "adapters; the base model is frozen, in `nf4`"
+    assert cell(text, "learning rate") == "0.01, decaying to 1e-07 (cosine)"
     assert cell(text, "a step").endswith(" of 256 tokens")
     assert cell(text, "steps").startswith("2, ")
     assert cell(text, "tokens seen") == f"{trained['tokens']:,}"
-    assert cell(text, "loss of the last step") == f"{trained['final_loss']:.4g}"
-    assert cell(text, "precision of the weights") == cell(text, "computed in") == "float32"
+    assert cell(text, "final training loss") == f"{trained['final_loss']:.4g}"
+    assert cell(text, "dtype of the weights") == cell(text, "precision") == "float32"
     for stage in ("prepare", "pack", "train", "export"):
         assert cell(text, stage) == f"`{made.artifact(stage).key}`"
     assert f"torch `{made.artifact('train').manifest['code']['torch']}`" in text
@@ -249,7 +249,7 @@ def test_the_data_sets_of_the_hub_are_linked_though_the_data_are_gone(made, tmp_
 @pytest.mark.parametrize(("said", "name"), [("[mit]", "mit"), ("[mit, apache-2.0]", None)])
 def test_one_of_several_licences_is_not_taken_for_all(tmp_path, said, name):
     (tmp_path / "README.md").write_text(f"---\nlicense: {said}\n---\n")
-    found = licence_in(tmp_path)
+    found = detect_license(tmp_path)
     assert (found.id if found else None) == name
 
 
@@ -271,7 +271,7 @@ def test_a_base_model_of_a_folder_is_named_without_its_path(made, tmp_path, kind
         assert "somewhere" not in card.content
         wanted = {"known text": "apache-2.0", "other text": "other", "no text": None}[kind]
         assert said.get("license") == wanted
-        assert ("not known here; look" in cell(card.text, "licence")) == (kind == "no text")
+        assert ("unknown; check" in cell(card.text, "license")) == (kind == "no text")
         assert (tmp_path / "out" / name / "LICENSE").is_file() == (kind != "no text")
 
 

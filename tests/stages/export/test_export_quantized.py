@@ -117,7 +117,7 @@ def test_every_layer_is_the_quantized_one_and_what_is_no_layer_stays(scheme, tmp
     assert facts["quantised"] == scheme
     card = (hf / "README.md").read_text()
     assert f"`{scheme}` in linear layers, bfloat16 elsewhere" in card
-    assert "transformers does with `compressed-tensors`" in card
+    assert "in transformers with `compressed-tensors` installed" in card
     # Again, in many files: the same tensors, and the index knows all of them.
     again, _ = exported(
         EXPERTS, weights, tmp_path / "2", quantise=scheme, dtype="bfloat16", max_shard_bytes=50_000

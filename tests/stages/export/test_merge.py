@@ -196,7 +196,7 @@ def test_the_card_tells_what_was_merged_into_what(base):
     assert (folders[2] / "LICENSE").read_text() == "The adapter's own."
     lines = card.text.splitlines()
     assert "| base model | `base` |" in lines
-    assert "| kind of adapter | DoRA of rank 4, alpha 8, on `down_proj`, `q_proj` |" in lines
+    assert "| adapter type | DoRA of rank 4, alpha 8, on `down_proj`, `q_proj` |" in lines
     assert f"| adapted | {facts['changed']} of {facts['tensors']} tensors |" in lines
     assert str(folders[0].parent) not in card.content
     assert "Of the base alone" not in card.content

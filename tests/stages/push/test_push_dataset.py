@@ -165,7 +165,7 @@ def test_data_is_not_pushed_into_the_open_or_over_data_without_a_name(hub, prepa
     with pytest.raises(CapabilityError, match="someone/data is a public data set"):
         push_dataset(prepared(), REPO)
     hub.public = False
-    with pytest.raises(CapabilityError, match="its card names in no configuration"):
+    with pytest.raises(CapabilityError, match="no configuration in its card lists"):
         push_dataset(prepared(), REPO)
     assert hub.commits == 1
 

@@ -9,12 +9,12 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.train.launch.job import JOB, LOGS, OUTCOME, SAMPLES, SURROUNDINGS, Job
+from penstock.train.launch.job import JOB, LOGS, OUTCOME, SAMPLES, ENVIRONMENT, Job
 from penstock.train.metrics import recorder
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.report import write_comparison, write_report
-from penstock.train.report.chart import smoothed
-from penstock.train.report.heatmap import over_steps
+from penstock.train.report.chart import smooth_values
+from penstock.train.report.heatmap import layer_step_map
 from tests.cli.command import penstock
 from tests.stages.report.report_pages import (
     Page,
@@ -31,6 +31,7 @@ def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
     phases = {"forward": 0.5, "optimizer": 1.5, "communication": 0.25}
     used = {"memory_gib": 2.5, "memory_rank": 3}
     records = falling(50, tflops=1.5, mfu=None, **used, phases=phases)
+    records[20] |= {"memory_gib": 3.5, "memory_rank": 1}
     more = {"eval_perplexity": 3.5, "eval_token_accuracy": 0.75, "eval_loss/a": 1.5}
     evaluation = {"step": 50, "eval_loss": 1.25, **more}
     job_in(tmp_path)
@@ -43,17 +44,17 @@ def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
     page = Page(text)
     assert dict(zip(page.texts["dt"], page.texts["dd"], strict=True)) == {
         "loss": "1.08",
-        "held-out loss": "1.25",
-        "held-out token accuracy": "75.0%",
+        "evaluation loss": "1.25",
+        "evaluation token accuracy": "75.0%",
         "steps": "50",
         "epochs": "0.50",
         "tokens": "51.3 k",
-        "of them trained on": "25 k",
+        "trained tokens": "25 k",
         "tokens per second, median": "20 k",
-        "memory, peak": "2.5 GiB on rank 3",
-        "time in steps": "2.5 s",
+        "peak memory": "3.5 GiB on rank 1",
+        "training time": "2.5 s",
     }
-    spent = section_of(text, "Where the time went")
+    spent = section_of(text, "Time by phase")
     assert re.findall(r"</i>(.*?) <b>(.*?)</b>", spent) == [
         ("update", "75.0 %"),
         ("forward", "25.0 %"),
@@ -187,7 +188,7 @@ def test_smoothing_is_the_two_sided_exponential_mean():
     values = [math.sin(i) + i / 40 for i in range(300)]
     values[7] = math.nan
     keep = math.exp(-1 / 3)  # one per cent of the run
-    for i, got in enumerate(smoothed(values)):
+    for i, got in enumerate(smooth_values(values)):
         weighed = [(keep ** abs(i - j), v) for j, v in enumerate(values) if math.isfinite(v)]
         assert got == pytest.approx(sum(w * v for w, v in weighed) / sum(w for w, _ in weighed))
 
@@ -219,7 +220,7 @@ AROUND = {
 
 
 def test_a_page_says_how_a_run_stands(tmp_path):
-    write_json(tmp_path / SURROUNDINGS, {**AROUND, "total_steps": 40})
+    write_json(tmp_path / ENVIRONMENT, {**AROUND, "total_steps": 40})
     assert "not finished" in report_of(tmp_path, falling(10), outcome="none")
     text = write_report(tmp_path, state="running").read_text()
     assert '<body data-refresh="30">' in text
@@ -243,7 +244,7 @@ def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_pat
         "counts": [[3, 1], [2, 2]],
     }
     norms = {"embed_tokens": 1.0, "layers.0": 10.0}
-    write_json(tmp_path / SURROUNDINGS, AROUND)
+    write_json(tmp_path / ENVIRONMENT, AROUND)
     answers = [
         {"step": step, "samples": [{"prompt": "why?", "answer": f"because {step}"}]}
         for step in (1, 3)
@@ -256,7 +257,7 @@ def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_pat
     assert maps["grad_norms"]["table"] == [[1.0, 10.0]] * 3
     assert maps["load"]["table"] == [[1.5, 1.0], [0.5, 1.0]]
     assert maps["imbalance"]["rows"] == ["layer 1", "layer 3"]
-    assert "In the last step; 1 is an even share. Every expert got some." in text
+    assert "In the last step; 1 is balanced. Every expert got tokens." in text
     said = page.texts["p"]
     assert said.index("because 3") < said.index("because 1")
     told = dict(
@@ -270,7 +271,7 @@ def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_pat
 
 def test_tiles_of_a_long_run_are_means_of_its_stretches():
     values = [[float(step), 1.0] for step in range(1, 1201)]
-    found = over_steps("x", "X", ["a", "b"], range(1, 1201), values).pointed_at
+    found = layer_step_map("x", "X", ["a", "b"], range(1, 1201), values).tooltip
     assert len(found["table"]) == 120
     assert found["table"][0] == [5.5, 1.0]
     assert found["columns"][-1] == "steps 1,191 to 1,200"
@@ -318,7 +319,7 @@ def wait_for(is_there):
 
 @pytest.mark.slow
 def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(recorder, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(recorder, "POLL_SECONDS", 0.0)
     recorders = {}
     for name, seconds in (("never", 0), ("often", 0.1)):
         settings = {"report_interval": seconds, "log_format": "structured", "use_wandb": False}

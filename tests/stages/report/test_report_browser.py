@@ -103,7 +103,7 @@ def test_in_a_browser_the_page_fits_any_width_has_two_themes_and_tells_under_the
         assert its["wide"] <= width, name
         assert its["errors"] == []
         assert set(its["papers"]) == {"rgb(246, 247, 248)", "rgb(14, 19, 23)"}
-        assert its["tip"].splitlines() == ["step 10", "1.4", "held-out rows  1.5"]
+        assert its["tip"].splitlines() == ["step 10", "1.4", "evaluation loss  1.5"]
         assert its["left"]
         assert its["rules"] == len(re.findall('class="card chart small"', text))
         x, y = its["mark"]

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.core.cache.data_facts import DATA, keep_data_facts
+from penstock.core.cache.data_facts import DATA, write_data_facts
 from penstock.core.cache.stage import Artifact
 from penstock.rows.reader import PackedRows
 from penstock.train.data_samples import keep_shown_data
-from penstock.train.launch.job import SHOWN_DATA
+from penstock.train.launch.job import DATA_SAMPLES
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import table_of, texts, write_lines
 from tests.stages.report.report_pages import Page, report_of, section_of
@@ -37,7 +37,7 @@ def data_facts(tmp_path_factory):
     )
     stages = penstock("pack", config, "--json").last["stages"]
     prepared, packed = (Artifact(s["stage"], s["key"], Path(s["path"])) for s in stages)
-    keep_data_facts(folder, packed, prepared)
+    write_data_facts(folder, packed, prepared)
     keep_shown_data(folder, packed.path, (), 0, pytest.fail)
     tables = {split: table_of(prepared.path, split) for split in ("train", "validation")}
     rows = {s: len(PackedRows(packed.path / "data" / s)) for s in tables}
@@ -60,7 +60,7 @@ def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, ou
     assert told["held-out samples"] == str(len(tables["validation"])) == "7"
     lengths = [len(ids) for ids in tables["train"]["input_ids"].to_pylist()]
     trained = sum(v != -100 for r in tables["train"]["labels"].to_pylist() for v in r[1:])
-    assert f"{trained / sum(lengths):.1%} of them trained on" in section
+    assert f"{trained / sum(lengths):.1%} trained on" in section
     assert told[f"training rows of {length} tokens"] == str(rows["train"])
     assert told["exact duplicate"] == "1"
     for name in ("<b>one.jsonl", "two.jsonl"):
@@ -76,7 +76,7 @@ def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, ou
 
 def test_bars_read_off_their_axis_are_the_lengths(tmp_path, data_facts):
     file, tables, _ = data_facts
-    for name in (DATA, SHOWN_DATA):
+    for name in (DATA, DATA_SAMPLES):
         tmp_path.joinpath(name).write_bytes(file.with_name(name).read_bytes())
     section = section_of(report_of(tmp_path, falling(3)), "Data")
     figures = re.findall(r'<figure class="bars">.*?</figure>', section, re.S)

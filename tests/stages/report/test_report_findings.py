@@ -5,10 +5,10 @@ import re
 import pytest
 
 from penstock.core.files import read_json, write_json
-from penstock.train.eval.eval_results import MOST_ANSWERS, keep_held_out, keep_task_scores
-from penstock.train.launch.job import EVAL_RESULTS, SURROUNDINGS
+from penstock.train.eval.eval_results import MAX_COMPLETIONS, write_held_out_results, write_task_scores
+from penstock.train.launch.job import EVAL_RESULTS, ENVIRONMENT
 from penstock.train.report import write_report
-from penstock.train.report.warnings import warnings_of
+from penstock.train.report.warnings import collect_warnings
 from tests.stages.report.report_pages import Page, chart_of, points, report_of, section_of
 from tests.stages.train.told_runs import falling, job_in, record, tell
 
@@ -23,7 +23,7 @@ FINDINGS = [{"name": "few_steps", "text": "gravest"}, {"name": "rows_dropped", "
 
 def test_what_is_wrong_with_the_whole_run_is_told_before_anything_of_a_step():
     warned = [{"step": step, "warning": f"of {step}"} for step in range(1, 500)]
-    told = warnings_of(warned, falling(500), FINDINGS).told
+    told = collect_warnings(warned, falling(500), FINDINGS).active
     assert told[:4] == [
         ("run", "gravest"),
         ("run", "grave"),
@@ -46,10 +46,10 @@ def test_what_is_wrong_with_the_whole_run_is_told_before_anything_of_a_step():
 def test_a_spike_that_the_loss_came_back_from_is_no_warning(later, is_passing):
     steps = [record(step, 0.12) for step in range(1, 31)]
     steps += [record(31 + at, loss) for at, loss in enumerate([0.38, *later])]
-    found = warnings_of([spike(31, 0.38, 0.12)], steps, FINDINGS)
+    found = collect_warnings([spike(31, 0.38, 0.12)], steps, FINDINGS)
     row = ("step 31", "the loss is 0.38")
-    assert (row in found.passing, row in found.told) == (is_passing, not is_passing)
-    assert found.told[0] == ("run", "gravest")
+    assert (row in found.recovered, row in found.active) == (is_passing, not is_passing)
+    assert found.active[0] == ("run", "gravest")
 
 
 def test_passing_spikes_stand_below_the_curve_and_the_highest_first(tmp_path):
@@ -58,7 +58,7 @@ def test_passing_spikes_stand_below_the_curve_and_the_highest_first(tmp_path):
     text = report_of(tmp_path, [*records, spike(30, 4.0, 1.1), spike(40, 9.0, 1.1)])
     assert 'class="card warned"' not in text
     folded = text.split('id="spikes">')[1].split("</details>")[0]
-    assert "2 spikes that the loss came back from" in folded
+    assert "2 spikes that the loss recovered from" in folded
     assert folded.index("the loss is 9") < folded.index("the loss is 4")
     assert text.index('data-chart="loss"') < text.index('id="spikes"')
 
@@ -66,7 +66,7 @@ def test_passing_spikes_stand_below_the_curve_and_the_highest_first(tmp_path):
 def test_a_run_of_one_step_is_warned_of_above_all(tmp_path):
     around = {"layout": {}, "device": "d", "ranks": 1, "host": "h", "system": "s", "quantised": []}
     more = {"findings": FINDINGS, "total_steps": 1, "versions": {}}
-    write_json(tmp_path / SURROUNDINGS, {**around, **more})
+    write_json(tmp_path / ENVIRONMENT, {**around, **more})
     text = report_of(tmp_path, [record(1, 15.55), {"step": 1, "warning": "late"}], [(1, 14.0)])
     box = text.split('class="card warned"')[1].split("</section>")[0]
     assert re.findall("<td>(.*?)</td>", box) == ["gravest", "grave", "late"]
@@ -104,7 +104,7 @@ def test_a_run_that_only_evaluates_shows_its_loss(tmp_path):
     text = report_of(tmp_path, [], [(0, 1.5)], outcome="none")
     paths, _ = chart_of(text, "loss")
     assert points(paths[0, "dots"]) == [(500.0, 500.0)]
-    assert "No step has ended yet" not in text
+    assert "No step is finished yet" not in text
 
 
 KEY = "0123456789abcdef" * 4
@@ -124,12 +124,12 @@ def test_what_was_asked_after_training_is_in_the_page(tmp_path):
     report_of(tmp_path, falling(3), data={"val_set_size": 5})
     text = write_report(tmp_path).read_text()
     assert f"<code>penstock eval {tmp_path}</code>" in text
-    keep_held_out(tmp_path, KEY, found(60, 40))
+    write_held_out_results(tmp_path, KEY, found(60, 40))
     score = {"task": "arc", "metric": "acc,none", "value": 0.25, "stderr": 0.01}
-    keep_task_scores(tmp_path, KEY, [{**score, "value": 0.2}], None)
-    keep_task_scores(tmp_path, KEY, [score], 10)
+    write_task_scores(tmp_path, KEY, [{**score, "value": 0.2}], None)
+    write_task_scores(tmp_path, KEY, [score], 10)
     text = write_report(tmp_path).read_text()
-    section = section_of(text, "Held-out prompts, asked after training")
+    section = section_of(text, "Evaluation by generation (penstock eval)")
     assert "60 of 100, 60.0%" in section
     assert "<td>4.9%</td>" in section  # the root of 0.6 x 0.4 / 100
     assert "&lt;i&gt;a0&lt;/i&gt;" in section
@@ -139,24 +139,24 @@ def test_what_was_asked_after_training_is_in_the_page(tmp_path):
     assert "penstock eval" not in section
     page = Page(text)
     figures = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
-    assert figures["held-out prompts right"] == "60.0%"
+    assert figures["exact match"] == "60.0%"
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(60, 40), (2, 40), (40, 1), (3, 3)])
 def test_some_wrong_and_some_right_answers_are_kept(tmp_path, right, wrong):
-    keep_held_out(tmp_path, KEY, found(right, wrong))
+    write_held_out_results(tmp_path, KEY, found(right, wrong))
     kept = read_json(tmp_path / EVAL_RESULTS)["held_out"]["samples"]
-    assert len(kept) == min(right + wrong, MOST_ANSWERS)
-    assert sum(each["right"] for each in kept) >= min(right, MOST_ANSWERS // 2)
-    assert sum(not each["right"] for each in kept) >= min(wrong, MOST_ANSWERS // 2)
+    assert len(kept) == min(right + wrong, MAX_COMPLETIONS)
+    assert sum(each["right"] for each in kept) >= min(right, MAX_COMPLETIONS // 2)
+    assert sum(not each["right"] for each in kept) >= min(wrong, MAX_COMPLETIONS // 2)
 
 
 def test_long_answers_are_cut_and_results_of_another_run_are_passed_over(tmp_path):
     its = found(1, 0)
     its["samples"][0]["answer"] = "x" * 50_000 + " hf_abcdefghijklmnopqrstuvwxyz"
-    keep_held_out(tmp_path, "another", its)
+    write_held_out_results(tmp_path, "another", its)
     assert (tmp_path / EVAL_RESULTS).stat().st_size < 5_000
     text = report_of(tmp_path, falling(3))
-    assert "asked after training" not in text
-    keep_task_scores(tmp_path, KEY, [], None)
+    assert "Evaluation by generation" not in text
+    write_task_scores(tmp_path, KEY, [], None)
     assert read_json(tmp_path / EVAL_RESULTS)["held_out"] is None

@@ -16,7 +16,7 @@ from penstock.rows.decoding import Decoder
 from penstock.train import data_samples
 from penstock.train import stage as train_stage
 from penstock.train.data_samples import MOST_TOKENS, keep_shown_data
-from penstock.train.launch.job import SHOWN_DATA
+from penstock.train.launch.job import DATA_SAMPLES
 from penstock.train.length_histogram import MOST_BARS, bar_names, length_histogram
 from penstock.train.masked_text import BLOT, masked, masked_pieces
 from penstock.train.report import write_report
@@ -43,7 +43,7 @@ def kept(tmp_path, samples, kind="sft", number=3, **how):
     folder = tmp_path / "packed"
     packed(stored(tmp_path / "prepared", kind, samples), folder, **how)
     keep_shown_data(tmp_path, folder, (), number, decoder)
-    return json.loads((tmp_path / SHOWN_DATA).read_text())
+    return json.loads((tmp_path / DATA_SAMPLES).read_text())
 
 
 def chat(question, answer):
@@ -109,7 +109,7 @@ def test_as_many_samples_are_kept_as_are_asked_for(tmp_path, number):
     again = tmp_path / "again"
     again.mkdir()
     keep_shown_data(again, tmp_path / "packed", (), number, decoder if number else pytest.fail)
-    assert json.loads((again / SHOWN_DATA).read_text()) == shown
+    assert json.loads((again / DATA_SAMPLES).read_text()) == shown
 
 
 def test_training_keeps_as_many_samples_as_the_config_says(tmp_path, monkeypatch):

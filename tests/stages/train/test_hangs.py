@@ -16,20 +16,20 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.process.rank_heartbeat import Heartbeat, beats
-from penstock.train.launch.hang_watchdog import WATCH_LOG, HangWatchdog, pulse_folder
+from penstock.core.process.rank_heartbeat import Heartbeat, read_heartbeats
+from penstock.train.launch.hang_watchdog import WATCH_LOG, HangWatchdog, heartbeat_folder
 from penstock.train.launch.job import LOGS, METRICS, Job
-from penstock.train.launch.rank_failures import RankCrash, deaths_file, leave_failure, what_happened
+from penstock.train.launch.rank_failures import RankCrash, crash_file, write_failure, build_error
 from tests.config.values import smallest
 
 RANK = """
 import sys, time
 from pathlib import Path
 from penstock.core.process.rank_heartbeat import Heartbeat
-from penstock.train.launch.rank_stacks import show_on_request
+from penstock.train.launch.rank_stacks import register_stack_dump
 
 logs, pulses, rank, what = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-show_on_request(logs, rank)
+register_stack_dump(logs, rank)
 pulse = Heartbeat(pulses, rank=rank)
 
 def all_reduce():
@@ -59,7 +59,7 @@ def job(folder: Path, **launch: object) -> Job:
 @contextmanager
 def ranks(job: Job, *what: str):
     """Processes that look like ranks of `job`, each in the middle of something."""
-    folders = [str(job.output_dir / LOGS), str(pulse_folder(job))]
+    folders = [str(job.output_dir / LOGS), str(heartbeat_folder(job))]
     started = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, "penstock.train", *folders, str(rank), each],
@@ -97,7 +97,7 @@ def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tm
         said = told_by(watch)
         assert [process.wait(10) for process in started] == [-signal.SIGKILL] * 3
         assert f"rank 1 on {platform.node()} (process {started[1].pid}): 7 step(s) done" in said
-        assert "nothing has moved for 0.5 s (launch.timeout)" in said
+        assert "no rank has made progress for 0.5 s (launch.timeout)" in said
         assert "reading rows" in said
         assert "lost_in_the_data" in said
         assert "all_reduce" not in said
@@ -106,7 +106,7 @@ def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tm
         assert watch() is None
     logged = (tmp_path / LOGS / WATCH_LOG).read_text()
     assert re.fullmatch(r"[\d-]+ [\d:]+,000 WARNING " + re.escape(f"{watch.report}\n"), logged)
-    error = what_happened(tmp_path / LOGS, 1, watch.report)
+    error = build_error(tmp_path / LOGS, 1, watch.report)
     assert "lost_in_the_data" in str(error)
 
 
@@ -116,7 +116,7 @@ def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
     with ranks(watched, "waits", "hangs") as started:
         assert watch() is None
         timed_out = RuntimeError("[gloo] Timed out waiting 1810000ms for recv operation")
-        leave_failure(tmp_path / LOGS, 0, timed_out)
+        write_failure(tmp_path / LOGS, 0, timed_out)
         started[0].kill()
         started[0].wait()
         said = told_by(watch)
@@ -124,24 +124,24 @@ def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
         assert "lost_in_the_data" in said
         assert started[1].poll() is None, "killed, though launch.timeout is not written"
         assert watch() is None
-    assert "lost_in_the_data" in str(what_happened(tmp_path / LOGS, 1, watch.report))
+    assert "lost_in_the_data" in str(build_error(tmp_path / LOGS, 1, watch.report))
 
 
 def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.train.launch.rank_stacks.ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr("penstock.train.launch.rank_stacks.DUMP_TIMEOUT_SECONDS", 1.0)
     watched = job(tmp_path, timeout=1.0)
     watch = HangWatchdog(watched)
     with ranks(watched, "hangs") as started:
         started[0].send_signal(signal.SIGSTOP)
-        moving = Heartbeat(pulse_folder(watched), rank=5)
+        moving = Heartbeat(heartbeat_folder(watched), rank=5)
         for step in range(6):
             moving.set_phase("computing", step=step)
             assert watch() is None
             time.sleep(0.3)
-        assert [beat.step for beat in beats(pulse_folder(watched))] == [7, 5]
+        assert [beat.step for beat in read_heartbeats(heartbeat_folder(watched))] == [7, 5]
         said = told_by(watch)
         assert "rank 0 on" in said
-        assert "no answer: it is stopped" in said
+        assert "no stack dump: the process is stopped" in said
 
 
 def test_without_any_process_a_timeout_ends_the_wait(tmp_path):
@@ -149,7 +149,7 @@ def test_without_any_process_a_timeout_ends_the_wait(tmp_path):
     (tmp_path / METRICS).write_text("{}\n")
     assert watch() is None
     time.sleep(0.2)
-    with pytest.raises(StageError, match=r"nothing has begun for 0\.1 s \(launch\.timeout\)"):
+    with pytest.raises(StageError, match=r"no rank has started within 0\.1 s \(launch\.timeout\)"):
         watch()
 
 
@@ -163,23 +163,23 @@ def test_the_first_to_fail_is_the_cause(tmp_path):
     def told(deaths: list[dict[str, object]], *errors: Exception) -> str:
         logs = tmp_path / str(len(list(tmp_path.iterdir())))
         logs.mkdir()
-        deaths_file(logs, "first").write_text(json.dumps([]))
-        deaths_file(logs, "second").write_text(json.dumps(deaths))
+        crash_file(logs, "first").write_text(json.dumps([]))
+        crash_file(logs, "second").write_text(json.dumps(deaths))
         for rank, error in enumerate(errors):
-            leave_failure(logs, rank, error)
-        return str(what_happened(logs, 1))
+            write_failure(logs, rank, error)
+        return str(build_error(logs, 1))
 
     now = int(time.time())
     killed = death(3, signal.SIGKILL, now)
     asked = death(2, signal.SIGTERM, now - 5)
     late = death(3, signal.SIGKILL, now + 40)
-    assert "rank 3 on there (process 77) was ended by SIGKILL" in told([asked, killed], lost)
-    assert "want of memory" in told([killed])
-    assert "SIGSEGV, a fault in native code" in told([death(0, signal.SIGSEGV, now)], lost)
+    assert "rank 3 on there (process 77) was killed by SIGKILL" in told([asked, killed], lost)
+    assert "memory ran out" in told([killed])
+    assert "SIGSEGV, an error in native code" in told([death(0, signal.SIGSEGV, now)], lost)
     assert "rank 0 on" in told([late], ValueError("the real one"), lost)
     assert "the real one" in told([late], ValueError("the real one"), lost)
     assert told([late], lost, ConfigError("write less")).startswith("write less")
-    assert "died without a word" in told([asked])
+    assert "died without an error message" in told([asked])
 
 
 def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
@@ -190,7 +190,7 @@ def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
             pulse.set_phase("computing", step=step)
     after = os.times()
     assert (after.user + after.system) - (before.user + before.system) < 1.0
-    (beat,) = beats(tmp_path)
+    (beat,) = read_heartbeats(tmp_path)
     assert (beat.rank, beat.pid, beat.step, beat.waiting) == (2, os.getpid(), 999, False)
     nowhere = Heartbeat(tmp_path / "rank_2.pulse" / "below", rank=0)
     nowhere.set_phase("computing")

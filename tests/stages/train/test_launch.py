@@ -177,7 +177,7 @@ def test_every_process_gets_the_environment_and_is_started_again_as_often_as_wri
     ended = start(
         tmp_path, ranks=True, status=9, nproc_per_node=2, max_restarts=1, env={"MINE": "yes"}
     )
-    assert ended.status != 0
+    assert ended.exit_status != 0
     given = [note["environment"] for note in notes(tmp_path)]
     started = sorted((one["TORCHELASTIC_RESTART_COUNT"], one["RANK"]) for one in given)
     assert started == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
@@ -216,7 +216,7 @@ def test_two_machines_meet_and_count_their_processes_together(tmp_path):
 def test_a_run_without_a_step_for_too_long_is_ended(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(15)\n")
     started = time.monotonic()
-    with pytest.raises(StageError, match=r"nothing has begun for 0\.5 s \(launch\.timeout\)"):
+    with pytest.raises(StageError, match=r"no rank has started within 0\.5 s \(launch\.timeout\)"):
         start_ranks(job(tmp_path, timeout=0.5, env={"PYTHONPATH": str(tmp_path)}), tmp_path / "j")
     assert time.monotonic() - started < 10
 
@@ -244,7 +244,7 @@ def test_ranks_that_do_not_hear_are_killed_in_time(tmp_path):
         signal.raise_signal(signal.SIGALRM)
 
     threading.Thread(target=ask, daemon=True).start()
-    with pytest.raises(StageError, match="asked"), Deadline(100).kept("asked"):
+    with pytest.raises(StageError, match="asked"), Deadline(100).enforce("asked"):
         start_ranks(deaf, tmp_path / "j")
     assert 1.5 < time.monotonic() - asked[0] < 15
     ranks = [int(path.name.partition("-")[2]) for path in tmp_path.glob("rank-*")]

@@ -3,7 +3,7 @@
 import io
 import re
 
-from penstock.train.metrics.progress import progress
+from penstock.train.metrics.progress import build_progress
 
 EVALUATED = {"step": 3, "eval_loss": 1.5}
 
@@ -13,7 +13,7 @@ def drawn(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     written = io.StringIO()
     monkeypatch.setattr("sys.stderr", written)
-    shown = progress("progress_bar", 3, 0)
+    shown = build_progress("progress_bar", 3, 0)
     for step in (1, 2, 3):
         shown.show({"step": step, "loss": 1 / step, "lr": 1e-3, "tokens_per_second": 1e4})
     shown.show(EVALUATED)

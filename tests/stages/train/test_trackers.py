@@ -13,12 +13,12 @@ from penstock.train.launch.job import METRICS
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import registry, supervisor, uploader
-from penstock.train.trackers.registry import KNOWN, require_trackers, wanted
+from penstock.train.trackers.registry import TRACKERS, require_trackers, select_trackers
 from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.scalars import record_values
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
-from penstock.train.trackers.uploader import End, carry
+from penstock.train.trackers.uploader import RunEnd, upload_run
 from tests.stages.train.told_runs import falling, job_in, record, tell
 
 EVALUATION = {"step": 4, "eval_loss": 1.5, "eval_loss/a": 1.25, "time": 1_700_000_004.5}
@@ -56,18 +56,18 @@ class Notebook:
 
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch):
-    monkeypatch.setattr(uploader, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(uploader, "RETRY_DELAYS", (0.0, 0.0))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/nowhere")
 
 
 def carried(folder, tracker, name="trackio", ending: Ending = "finished"):
-    end = End()
+    end = RunEnd()
     end.ending = ending
-    end.has_come.set()
+    end.event.set()
     (folder / "trackers").mkdir(exist_ok=True)
-    carry(name, folder, tracker.begin, end)
+    upload_run(name, folder, tracker.begin, end)
 
 
 LEFT_OUT = ("count", "mfu", "note", "rank")
@@ -144,8 +144,8 @@ def test_what_fails_is_tried_again_and_given_up_with_what_was_told_kept(tmp_path
 def test_records_are_carried_as_they_come(tmp_path):
     job_in(tmp_path)
     (tmp_path / "trackers").mkdir()
-    notebook, end = Notebook(), End()
-    carrier = threading.Thread(target=carry, args=("trackio", tmp_path, notebook.begin, end))
+    notebook, end = Notebook(), RunEnd()
+    carrier = threading.Thread(target=upload_run, args=("trackio", tmp_path, notebook.begin, end))
     carrier.start()
     log = MetricsLog(tmp_path / METRICS, 0)
     for each in falling(3):
@@ -156,7 +156,7 @@ def test_records_are_carried_as_they_come(tmp_path):
         time.sleep(0.05)
     log.append(record(4, 1.0))
     log.close()
-    end.has_come.set()
+    end.event.set()
     carrier.join(20)
     assert notebook.steps == [1, 2, 3, 4]
 
@@ -173,13 +173,13 @@ def test_a_run_has_its_name_project_and_tags_there_and_no_secret(tmp_path):
         data=data,
         launch={"env": {"NCCL_DEBUG": HIDDEN}},
     )
-    card = RunInfo.of(job)
+    card = RunInfo.from_job(job)
     assert (card.project, card.name, card.tags) == ("ours", "mine", ("a", "b"))
     assert card.settings["train.wandb_project"] == "ours"
     assert card.settings["data.datasets[0].path"] == "https://host/r.jsonl"
     assert HIDDEN not in json.dumps(dict(card.settings))
     named = job_in(tmp_path / "other", train={"wandb_name": "another"})
-    assert RunInfo.of(named).name == "another"
+    assert RunInfo.from_job(named).name == "another"
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def nothing_installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_a_tracker_whose_package_is_missing_is_refused_before_any_work(tmp_path, name):
     with pytest.raises(CapabilityError, match=re.escape(f"pip install 'penstock[{name}]'")):
         require_trackers(job_in(tmp_path, train={f"use_{name}": True}).config.train)
@@ -199,7 +199,7 @@ def test_weights_and_biases_is_used_where_there_is_a_login_unless_written(tmp_pa
     monkeypatch.setattr(registry, "find_spec", lambda module: module)
 
     def found(**train):
-        return wanted(job_in(tmp_path, train=train).config.train)
+        return select_trackers(job_in(tmp_path, train=train).config.train)
 
     assert found() == ([], [])
     offline, [note] = found(use_wandb=True)
@@ -225,7 +225,7 @@ TIMEIT = ("timeit", "-n", "1", "-r", "1")
 
 
 def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "PARTING_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "SHUTDOWN_SECONDS", 0.5)
     said: list[str] = []
     all_of_them = TrackerSupervisor(said.append)
     all_of_them.start("one", [*TIMEIT, "raise OSError('no route to host')"], tmp_path / "1.log")
@@ -238,7 +238,7 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
         time.sleep(0.05)
     all_of_them.poll()
     assert len(said) == 1
-    assert said[0].startswith("one follows this run no more: OSError: no route to host")
+    assert said[0].startswith("one stopped: OSError: no route to host")
     assert str(tmp_path / "1.log") in said[0]
     began = time.monotonic()
     all_of_them.close("finished")
@@ -250,8 +250,8 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
 def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
     said: list[str] = []
     hung = (
-        "from penstock.train.trackers import uploader;uploader.ANSWER_SECONDS = 0.2;"
-        "import time;uploader._patiently(lambda: time.sleep(600))"
+        "from penstock.train.trackers import uploader;uploader.CALL_TIMEOUT_SECONDS = 0.2;"
+        "import time;uploader._with_retries(lambda: time.sleep(600))"
     )
     alone = TrackerSupervisor(said.append)
     alone.start("it", [*TIMEIT, hung], tmp_path / "log")
@@ -260,7 +260,7 @@ def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
         assert time.monotonic() < deadline
         alone.poll()
         time.sleep(0.05)
-    assert "it did not answer" in said[0]
+    assert "a call to it timed out" in said[0]
     alone.close("stopped")
     assert len(said) == 1
 
@@ -319,8 +319,8 @@ def test_names_of_values_are_flat():
 def test_mlflow_goes_where_it_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://theirs")
     told = {"use_mlflow": True, "mlflow_tracking_uri": "http://ours"}
-    written = RunInfo.of(job_in(tmp_path, train=told))
-    unwritten = RunInfo.of(job_in(tmp_path))
+    written = RunInfo.from_job(job_in(tmp_path, train=told))
+    unwritten = RunInfo.from_job(job_in(tmp_path))
     assert [resolve_mlflow_uri(written), resolve_mlflow_uri(unwritten)] == [
         "http://ours",
         "http://theirs",
@@ -331,5 +331,5 @@ def test_mlflow_goes_where_it_is_told(tmp_path, monkeypatch):
 
 def test_events_of_tensorboard_go_where_it_is_written(tmp_path):
     told = {"use_tensorboard": True, "log_dir": str(tmp_path / "events")}
-    assert RunInfo.of(job_in(tmp_path / "a", train=told)).events == tmp_path / "events"
-    assert RunInfo.of(job_in(tmp_path / "a")).events == tmp_path / "a" / "tensorboard"
+    assert RunInfo.from_job(job_in(tmp_path / "a", train=told)).tensorboard_dir == tmp_path / "events"
+    assert RunInfo.from_job(job_in(tmp_path / "a")).tensorboard_dir == tmp_path / "a" / "tensorboard"

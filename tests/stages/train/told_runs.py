@@ -44,14 +44,14 @@ def job_in(folder: Path, **sections: dict[str, Any]) -> Job:
     job = Job(
         key="0123456789abcdef" * 4,
         config=loads(settings),
-        packed=folder,
+        packed_dir=folder,
         packed_key="1" * 64,
         epoch_rows=(),
         max_token_id=258,
         config_path="builtin:tiny-qwen3",
         weights=None,
         output_dir=folder,
-        launch="1",
+        launch_id="1",
     )
     job.write()
     return job

@@ -14,11 +14,11 @@ LINEAGE = "lineage.json"
 """When the artifact was built and whether it was reused. Runs of one key may differ in these
 fields."""
 
-BEGAN = datetime.now(UTC).isoformat(timespec="seconds")
+PROCESS_START = datetime.now(UTC).isoformat(timespec="seconds")
 """Build time of this process, for artifacts that it built rather than reused."""
 
 
-def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> None:
+def write_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> None:
     """Write the facts and inputs of the prepare and pack artifacts. The prepared artifact may be
     missing on this machine."""
     before = packed.manifest
@@ -35,25 +35,25 @@ def keep_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> N
         record["prepared"] = first["facts"]
         record["made"]["prepare"] = {"key": first["key"], "sources": _sources(first["inputs"])}
     write_json(out / DATA, record)
-    made = {"pack": before, **({"prepare": first} if first else {})}
-    write_json(out / LINEAGE, {name: _making(manifest) for name, manifest in made.items()})
+    built = {"pack": before, **({"prepare": first} if first else {})}
+    write_json(out / LINEAGE, {name: _build_info(manifest) for name, manifest in built.items()})
 
 
-def kept_data_facts(out: Path) -> dict[str, Any] | None:
+def read_data_facts(out: Path) -> dict[str, Any] | None:
     """Return the facts by stage, or None if the run stored none."""
     path = out / DATA
     return read_json(path) if path.is_file() else None
 
 
-def kept_lineage(out: Path) -> dict[str, Any]:
+def read_lineage(out: Path) -> dict[str, Any]:
     """Return build times by stage; empty if the run stored none."""
     path = out / LINEAGE
     return read_json(path) if path.is_file() else {}
 
 
-def _making(manifest: dict[str, Any]) -> dict[str, Any]:
+def _build_info(manifest: dict[str, Any]) -> dict[str, Any]:
     created = manifest["created"]
-    return {"created": created, "seconds": manifest["seconds"], "reused": created < BEGAN}
+    return {"created": created, "seconds": manifest["seconds"], "reused": created < PROCESS_START}
 
 
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,14 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.core import env
 
-SETTLED_NS = 100_000_000
+MIN_AGE_NS = 100_000_000
 """A file younger than this, in nanoseconds, is digested but not cached: a second write could leave
 the same size and, within the clock's granularity, the same modification time."""
 
-READERS = 8
+MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
 
-GUARD = 16
+CHECKSUM_DIGITS = 16
 """Number of hex digits of the digest that each cache row stores of itself."""
 
 Trust = Literal["mtime", "ctime", "nothing"]
@@ -47,73 +47,75 @@ def digest_files(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
     if not paths:
         return []
     try:
-        with closing(_open_memory()) as memory:
-            return _through_memory(memory, paths, trust)
+        with closing(_open_database()) as database:
+            return _digest_with_cache(database, paths, trust)
     except sqlite3.OperationalError:  # The database is locked, or the disk is full.
         return _read_all(paths)
     except sqlite3.DatabaseError:
         with suppress(OSError):
-            _memory_file().unlink(missing_ok=True)  # The database is damaged: recreate it.
+            _database_file().unlink(missing_ok=True)  # The database is damaged: recreate it.
         return _read_all(paths)
 
 
-def remember(known: Iterable[tuple[Path, str]]) -> None:
+def cache_digests(known: Iterable[tuple[Path, str]]) -> None:
     """Cache digests of files that the caller has read and that are no longer written."""
     rows: list[_Row] = []
     for path, digest in known:
         stat = _Stat.of(path)
         rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
-    with suppress(sqlite3.Error), closing(_open_memory()) as memory:
-        _keep(memory, rows)
+    with suppress(sqlite3.Error), closing(_open_database()) as database:
+        _store_rows(database, rows)
 
 
 @contextmanager
-def links_made(paths: Iterable[Path]) -> Generator[None]:
+def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
     """Keep cached digests valid across a block that creates hard links to the files. Creating a
     link changes a file's ctime but not its content."""
     paths = list(paths)
     before = [_Stat.of(path) for path in paths]
     yield
-    with suppress(sqlite3.Error), closing(_open_memory()) as memory:
+    with suppress(sqlite3.Error), closing(_open_database()) as database:
         rows: list[_Row] = []
         for path, stat in zip(paths, before, strict=True):
-            now, digest = _Stat.of(path), _remembered(memory, stat, "ctime")
+            now, digest = _Stat.of(path), _cached_digest(database, stat, "ctime")
             if digest and (now.size, now.mtime_ns) == (stat.size, stat.mtime_ns):
                 rows.append(_Row.of(now, digest, read_at=now.ctime_ns))
-        _keep(memory, rows)
+        _store_rows(database, rows)
 
 
-def derived(content: str, compute: Callable[[], Any]) -> Any:
+def cached_value(content: str, compute: Callable[[], Any]) -> Any:
     """Return the JSON value of `compute`, cached under `content`.
 
     `content` is a digest of everything that the value depends on: the inputs and the algorithm.
     """
     try:
-        with closing(_open_memory()) as memory:
-            row = memory.execute("SELECT value FROM derived WHERE content=?", (content,)).fetchone()
+        with closing(_open_database()) as database:
+            row = database.execute(
+                "SELECT value FROM derived WHERE content=?", (content,)
+            ).fetchone()
     except sqlite3.Error:
         row = None
-    if row and (text := _unguarded(content, row[0])) is not None:
+    if row and (text := _without_checksum(content, row[0])) is not None:
         return json.loads(text)
     value = compute()
-    guarded = _guarded(content, json.dumps(value))
+    with_checksum = _with_checksum(content, json.dumps(value))
     try:
-        with closing(_open_memory()) as memory, memory:
-            memory.execute("REPLACE INTO derived VALUES (?, ?)", (content, guarded))
+        with closing(_open_database()) as database, database:
+            database.execute("REPLACE INTO derived VALUES (?, ?)", (content, with_checksum))
     except sqlite3.Error:
         pass  # Computed again on the next call.
     return value
 
 
-def _guarded(content: str, text: str) -> str:
+def _with_checksum(content: str, text: str) -> str:
     """Prefix the text with a digest of the text and its cache key."""
-    return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:GUARD] + text
+    return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS] + text
 
 
-def _unguarded(content: str, row: object) -> str | None:
+def _without_checksum(content: str, row: object) -> str | None:
     """Return the text of a row, or None if the row is damaged or predates row digests."""
-    text = row[GUARD:] if isinstance(row, str) else ""
-    return text if row == _guarded(content, text) else None
+    text = row[CHECKSUM_DIGITS:] if isinstance(row, str) else ""
+    return text if row == _with_checksum(content, text) else None
 
 
 class _Stat(NamedTuple):
@@ -151,74 +153,77 @@ class _Row(NamedTuple):
         return cls(stat.device, stat.inode, stat.size, stat.mtime_ns, sha256, read_at)
 
     @property
-    def guarded(self) -> tuple[Any, ...]:
+    def with_checksum(self) -> tuple[Any, ...]:
         """The row with its own digest."""
-        guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:GUARD]
+        guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:CHECKSUM_DIGITS]
         return (*self, guard)
 
-    def holds_for(self, stat: _Stat, trust: Trust) -> bool:
+    def is_valid_for(self, stat: _Stat, trust: Trust) -> bool:
         """Whether the row is valid for the file's current content."""
         if trust == "nothing" or (self.size, self.mtime_ns) != (stat.size, stat.mtime_ns):
             return False
         return trust == "mtime" or self.read_at == stat.ctime_ns
 
 
-def _through_memory(memory: sqlite3.Connection, paths: list[Path], trust: Trust) -> list[str]:
+def _digest_with_cache(database: sqlite3.Connection, paths: list[Path], trust: Trust) -> list[str]:
     stats = [_Stat.of(path) for path in paths]
-    known = [_remembered(memory, stat, trust) for stat in stats]
-    due = [number for number, digest in enumerate(known) if digest is None]
+    known = [_cached_digest(database, stat, trust) for stat in stats]
+    missing = [number for number, digest in enumerate(known) if digest is None]
     # Take the time before reading: a write during the read may leave the same file times.
     now = time.time_ns()
-    digests = _read_all([paths[number] for number in due])
+    digests = _read_all([paths[number] for number in missing])
     rows: list[_Row] = []
-    for number, digest in zip(due, digests, strict=True):
+    for number, digest in zip(missing, digests, strict=True):
         known[number], stat = digest, stats[number]
-        if now - stat.mtime_ns > SETTLED_NS and _Stat.of(paths[number]) == stat:
+        if now - stat.mtime_ns > MIN_AGE_NS and _Stat.of(paths[number]) == stat:
             rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
-    _keep(memory, rows)
+    _store_rows(database, rows)
     return [digest for digest in known if digest is not None]
 
 
-def _keep(memory: sqlite3.Connection, rows: Sequence[_Row]) -> None:
+def _store_rows(database: sqlite3.Connection, rows: Sequence[_Row]) -> None:
     if rows:
-        with memory:
-            memory.executemany(
-                "REPLACE INTO known VALUES (?, ?, ?, ?, ?, ?, ?)", [row.guarded for row in rows]
+        with database:
+            database.executemany(
+                "REPLACE INTO known VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [row.with_checksum for row in rows],
             )
 
 
-def _remembered(memory: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | None:
-    found = memory.execute(
+def _cached_digest(database: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | None:
+    found = database.execute(
         "SELECT * FROM known WHERE device=? AND inode=?", (stat.device, stat.inode)
     ).fetchone()
     if not found:
         return None
     row = _Row(*found[:-1])
-    return row.sha256 if row.guarded == tuple(found) and row.holds_for(stat, trust) else None
+    return (
+        row.sha256 if row.with_checksum == tuple(found) and row.is_valid_for(stat, trust) else None
+    )
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
     """SHA-256 of files read in threads; hashing releases the GIL."""
-    readers = min(READERS, os.cpu_count() or 1, len(paths))
+    readers = min(MAX_READERS, os.cpu_count() or 1, len(paths))
     if readers < 2:
         return [sha256_file(path) for path in paths]
     with ThreadPoolExecutor(readers) as pool:
         return list(pool.map(sha256_file, paths))
 
 
-def _memory_file() -> Path:
+def _database_file() -> Path:
     return env.cache_home() / "digests.sqlite"
 
 
-def _open_memory() -> sqlite3.Connection:
+def _open_database() -> sqlite3.Connection:
     folder = env.cache_home()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise sqlite3.OperationalError(str(error)) from error
-    file = _memory_file()
+    file = _database_file()
     try:
-        return _opened(file)
+        return _connect(file)
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError:  # The database is missing or damaged: create a new one.
@@ -226,19 +231,21 @@ def _open_memory() -> sqlite3.Connection:
             file.unlink(missing_ok=True)
         except OSError as error:
             raise sqlite3.OperationalError(str(error)) from error
-        return _opened(file)
+        return _connect(file)
 
 
-def _opened(file: Path) -> sqlite3.Connection:
-    memory = sqlite3.connect(file, timeout=10)
+def _connect(file: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(file, timeout=10)
     try:
-        memory.execute(
+        database.execute(
             "CREATE TABLE IF NOT EXISTS known (device INTEGER, inode INTEGER, size INTEGER,"
             " mtime_ns INTEGER, sha256 TEXT, read_at INTEGER, guard TEXT,"
             " PRIMARY KEY (device, inode))"
         )
-        memory.execute("CREATE TABLE IF NOT EXISTS derived (content TEXT PRIMARY KEY, value TEXT)")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS derived (content TEXT PRIMARY KEY, value TEXT)"
+        )
     except BaseException:
-        memory.close()
+        database.close()
         raise
-    return memory
+    return database

@@ -78,7 +78,7 @@ class FolderDigests:
     def write(self, folder: Path) -> None:
         """Write `digests.json`, including its own digest."""
         content = self._content()
-        write_json(folder / DIGESTS, {**content, "digest": _digest_of(content)})
+        write_json(folder / DIGESTS, {**content, "digest": _digest_record(content)})
 
     @classmethod
     def read(cls, folder: Path) -> "FolderDigests | None":
@@ -96,10 +96,10 @@ class FolderDigests:
             found = cls(files, int(record["part_bytes"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{DIGESTS} cannot be read ({error})") from error
-        if digest != _digest_of(record):
+        if digest != _digest_record(record):
             raise DamagedError(f"{DIGESTS} differs from its digest")
         if record["algorithm"] != ALGORITHM:
-            raise DamagedError(f"{DIGESTS} is by {record['algorithm']}, not by {ALGORITHM}")
+            raise DamagedError(f"{DIGESTS} uses {record['algorithm']}, not {ALGORITHM}")
         if found.part_bytes < 1:
             raise DamagedError(f"{DIGESTS} says that parts have {found.part_bytes} bytes")
         for name, file in files.items():
@@ -116,14 +116,14 @@ class FolderDigests:
             raise DamagedError(f"{DIGESTS} does not list {name}")
         content = _read(folder, name)
         if len(content) != expected.bytes:
-            raise DamagedError(_of_another_size(name, len(content), expected.bytes))
+            raise DamagedError(_size_message(name, len(content), expected.bytes))
         digester = Digester(self.part_bytes)
         digester.update(content)
         if digester.result() != expected:
             raise DamagedError(f"{name} differs from its digest")
         return content
 
-    def faults(
+    def find_damage(
         self,
         folder: Path,
         *,
@@ -137,13 +137,13 @@ class FolderDigests:
         called after each chunk.
         """
         found: dict[str, str] = {}
-        mine = list(islice(self._all_parts(), share, None, of))
+        mine = list(islice(self._iter_parts(), share, None, of))
 
-        def fault_of(part: tuple[str, int]) -> str | None:
-            return self._fault(folder, *part)
+        def check_part(part: tuple[str, int]) -> str | None:
+            return self._check_part(folder, *part)
 
         with ThreadPoolExecutor(THREADS) as pool:
-            for (name, _), fault in zip(mine, pool.map(fault_of, mine), strict=True):
+            for (name, _), fault in zip(mine, pool.map(check_part, mine), strict=True):
                 if fault:
                     found.setdefault(name, fault)
                 progress()
@@ -156,19 +156,19 @@ class FolderDigests:
         }
         return {"algorithm": ALGORITHM, "part_bytes": self.part_bytes, "files": files}
 
-    def _all_parts(self) -> Iterator[tuple[str, int]]:
+    def _iter_parts(self) -> Iterator[tuple[str, int]]:
         for name, file in sorted(self.files.items()):
             for number in range(len(file.parts)):
                 yield name, number
 
-    def _fault(self, folder: Path, name: str, number: int) -> str | None:
+    def _check_part(self, folder: Path, name: str, number: int) -> str | None:
         file = self.files[name]
         try:
             descriptor = os.open(folder / name, os.O_RDONLY)
             try:
                 size = os.fstat(descriptor).st_size
                 if size != file.bytes:
-                    return _of_another_size(name, size, file.bytes)
+                    return _size_message(name, size, file.bytes)
                 begin = number * self.part_bytes
                 end = min(begin + self.part_bytes, file.bytes)
                 if _digest_between(descriptor, begin, end) != file.parts[number]:
@@ -178,7 +178,7 @@ class FolderDigests:
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:
-            return _unreadable(name, error)
+            return _unreadable_message(name, error)
         return None
 
 
@@ -202,7 +202,7 @@ def _digest_between(descriptor: int, begin: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _digest_of(record: Mapping[str, Any]) -> str:
+def _digest_record(record: Mapping[str, Any]) -> str:
     text = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -213,14 +213,14 @@ def _read(folder: Path, name: str) -> bytes:
     except FileNotFoundError as error:
         raise DamagedError(f"{name} is missing") from error
     except OSError as error:
-        raise DamagedError(_unreadable(name, error)) from error
+        raise DamagedError(_unreadable_message(name, error)) from error
 
 
-def _of_another_size(name: str, size: int, expected: int) -> str:
+def _size_message(name: str, size: int, expected: int) -> str:
     return f"{name} has {size} bytes instead of {expected}"
 
 
-def _unreadable(name: str, error: OSError) -> str:
+def _unreadable_message(name: str, error: OSError) -> str:
     return f"{name} cannot be read ({error.strerror or error})"
 
 

@@ -19,12 +19,12 @@ from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json, write_json
 
-MARKS = ".in_use"
-GATE = "gate.lock"
+PINS_FOLDER = ".in_use"
+GATE_LOCK = "gate.lock"
 
 
 @contextmanager
-def in_use(steps: Iterable[PlannedStage]) -> Generator[None]:
+def pin_artifacts(steps: Iterable[PlannedStage]) -> Generator[None]:
     """Pin the results of the steps, including those not built yet, while the block runs.
 
     A root without write permission is not pinned.
@@ -37,81 +37,81 @@ def in_use(steps: Iterable[PlannedStage]) -> Generator[None]:
     with ExitStack() as held:
         for root, its in keys.items():
             with suppress(OSError):
-                held.enter_context(_mark(root, its))
+                held.enter_context(_pin(root, its))
         yield
 
 
 @contextmanager
-def unless_in_use(root: Path) -> Generator[Callable[[], set[str]]]:
+def block_new_pins(root: Path) -> Generator[Callable[[], set[str]]]:
     """Block new pins in the root while the block runs; yields a function that returns the pinned
     keys."""
-    marks = root / MARKS
-    marks.mkdir(parents=True, exist_ok=True)
-    with FileLock(marks / GATE):
-        yield lambda: _marked(marks)
+    pins = root / PINS_FOLDER
+    pins.mkdir(parents=True, exist_ok=True)
+    with FileLock(pins / GATE_LOCK):
+        yield lambda: _read_pinned_keys(pins)
 
 
-def keys_in_use(root: Path) -> set[str]:
+def pinned_keys(root: Path) -> set[str]:
     """Return the keys that are currently pinned in the root."""
-    return _marked(root / MARKS)
+    return _read_pinned_keys(root / PINS_FOLDER)
 
 
-def _mark(root: Path, keys: list[str]) -> ExitStack:
-    marks = root / MARKS
-    marks.mkdir(parents=True, exist_ok=True)
-    mark = marks / f"{_digest(keys)}-{uuid.uuid4().hex}.json"
+def _pin(root: Path, keys: list[str]) -> ExitStack:
+    pins = root / PINS_FOLDER
+    pins.mkdir(parents=True, exist_ok=True)
+    pin = pins / f"{_digest(keys)}-{uuid.uuid4().hex}.json"
     held = ExitStack()
-    with FileLock(marks / GATE):
-        _remove_stale(marks)
-        lock = FileLock(mark.with_suffix(".lock"))
+    with FileLock(pins / GATE_LOCK):
+        _remove_stale(pins)
+        lock = FileLock(pin.with_suffix(".lock"))
         lock.acquire()
-        held.callback(_unmark, mark, lock)
-        write_json(mark, keys)
+        held.callback(_unpin, pin, lock)
+        write_json(pin, keys)
     return held
 
 
-def _unmark(mark: Path, lock: FileLock) -> None:
-    mark.unlink(missing_ok=True)
+def _unpin(pin: Path, lock: FileLock) -> None:
+    pin.unlink(missing_ok=True)
     lock.release()
     Path(lock.lock_file).unlink(missing_ok=True)
 
 
-def _remove_stale(marks: Path) -> None:
+def _remove_stale(pins: Path) -> None:
     """Remove pins of killed processes. Requires the lock, so that no process is setting a pin."""
-    _marked(marks)
-    for file in marks.glob("*.lock"):
-        if file.name == GATE or file.with_suffix(".json").exists():
+    _read_pinned_keys(pins)
+    for file in pins.glob("*.lock"):
+        if file.name == GATE_LOCK or file.with_suffix(".json").exists():
             continue
         lock = FileLock(file)
         with suppress(OSError):  # The pin is in use, or belongs to another user.
             lock.acquire(timeout=0)
-            _unmark(file.with_suffix(".json"), lock)
+            _unpin(file.with_suffix(".json"), lock)
 
 
-def _marked(marks: Path) -> set[str]:
+def _read_pinned_keys(pins: Path) -> set[str]:
     """Return the pinned keys of live processes; remove pins of dead processes."""
     found: set[str] = set()
-    for mark in sorted(marks.glob("*.json")):
-        lock = FileLock(mark.with_suffix(".lock"))
+    for pin in sorted(pins.glob("*.json")):
+        lock = FileLock(pin.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
         except OSError:  # The pin is in use (Timeout), or belongs to another user.
             with suppress(FileNotFoundError):
-                found |= set(_keys_in(mark))
+                found |= set(_read_pin(pin))
         else:
-            _unmark(mark, lock)
+            _unpin(pin, lock)
     return found
 
 
-def _keys_in(mark: Path) -> list[str]:
+def _read_pin(pin: Path) -> list[str]:
     """Return the keys of a pin. Raises ArtifactError for a damaged pin, because the artifacts that
     it protects are unknown."""
-    keys = read_json(mark)
-    digest, _, rest = mark.stem.partition("-")
+    keys = read_json(pin)
+    digest, _, rest = pin.stem.partition("-")
     if rest and digest != _digest(keys):  # Pins of earlier versions have no digest.
         raise ArtifactError(
-            f"{mark} is damaged, so it is not known which results a run at work here needs.\n"
-            "  Wait until that run has ended: its mark goes then."
+            f"{pin} is damaged, so it is unknown which results a running process needs.\n"
+            "  Wait until that process ends, which removes the file."
         )
     return keys
 

@@ -59,7 +59,7 @@ def changed_inputs(
     stage: Stage, record: Mapping[str, Any], present: Mapping[str, str]
 ) -> list[ChangedInput]:
     """Return the inputs whose `present` digest differs from a manifest's or attempt record's."""
-    then = _recorded(record)
+    then = _recorded_digests(record)
     return [
         ChangedInput(name, source.stage, source.key, then[name], present[name])
         for name, source in stage.inputs.items()
@@ -88,7 +88,7 @@ def read_attempt(folder: Path) -> Record | None:
         return None
 
 
-def _recorded(record: Mapping[str, Any]) -> dict[str, str]:
+def _recorded_digests(record: Mapping[str, Any]) -> dict[str, str]:
     if DIGESTS in record:
         return record[DIGESTS]
     inputs: Mapping[str, Any] = record["inputs"]

@@ -32,12 +32,12 @@ def read_manifest(folder: Path) -> Record | None:
         record = read_record(path, UNDIGESTED, remedy_for(folder))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return _checked(record, str(path), remedy_for(folder))
+    return _require_key(record, str(path), remedy_for(folder))
 
 
 def parse_manifest(content: bytes, where: str, remedy: str) -> Record:
     """Parse and check the manifest `content` read from `where`."""
-    return _checked(parse_record(content, where, UNDIGESTED, remedy), where, remedy)
+    return _require_key(parse_record(content, where, UNDIGESTED, remedy), where, remedy)
 
 
 def remedy_for(folder: Path) -> str:
@@ -50,17 +50,17 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
     return digest_json(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
 
 
-def _checked(manifest: Record, where: str, remedy: str) -> Record:
+def _require_key(manifest: Record, where: str, remedy: str) -> Record:
     """Return the manifest if its recorded identity still hashes to its key. The manifest's own
     digest covers the other fields."""
-    if DIGEST not in manifest and not _gives_its_key(manifest):
+    if DIGEST not in manifest and not _matches_own_key(manifest):
         raise ArtifactError(
-            f"{where} is damaged: its settings and inputs do not give its key.\n  {remedy}"
+            f"{where} is damaged: its settings and inputs do not match its key.\n  {remedy}"
         )
     return manifest
 
 
-def _gives_its_key(manifest: Record) -> bool:
+def _matches_own_key(manifest: Record) -> bool:
     named = ("stage", "version", "settings", "inputs", "key")
     if manifest.get("stage") == RELEASE or any(name not in manifest for name in named):
         return True

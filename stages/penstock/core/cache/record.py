@@ -79,13 +79,13 @@ def parse_record(content: bytes, where: str, undigested: Collection[str], remedy
     if "format" in record and record["format"] != FORMAT:
         raise ArtifactError(_unknown_format(record, where, remedy))
     if DIGEST in record:
-        is_whole = record[DIGEST] == with_digest(record)[DIGEST]
+        is_intact = record[DIGEST] == with_digest(record)[DIGEST]
     else:
-        is_whole = record.keys() <= set(undigested)
-    if not is_whole:
+        is_intact = record.keys() <= set(undigested)
+    if not is_intact:
         raise ArtifactError(
-            f"{where} is damaged: it has changed since it was sealed, for its fields do not match "
-            f"its own digest.\n  {remedy}"
+            f"{where} is damaged: its fields do not match its digest, so it was changed after it "
+            f"was written.\n  {remedy}"
         )
     return record
 

@@ -107,14 +107,14 @@ class Stage(ABC):
         interruption.
         """
 
-    def keepsakes(self, out: Path) -> list[list[Path]]:
+    def files_to_upload(self, out: Path) -> list[list[Path]]:
         """Intermediate files of an incomplete `out` to upload to a remote store, so that another
         machine can resume. Ordered groups of files, each usable only with those before it; files
         that keep changing come last. By default none."""
         del out
         return []
 
-    def wanted(self, names: Collection[str], out: Path) -> list[str]:
+    def files_to_download(self, names: Collection[str], out: Path) -> list[str]:
         """Select the `names` of remote intermediate files to resume from, in download order. Empty
         if `out` has newer ones. Called again without those names after they are downloaded."""
         del names, out

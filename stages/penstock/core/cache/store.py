@@ -45,13 +45,13 @@ from penstock.core.errors import ArtifactError, Interrupted, PenstockError, Stag
 from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
-from penstock.core.remote.reconcile import holds_a_record, sync_mirror
+from penstock.core.remote.reconcile import has_record, sync_mirror
 from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import redact, redact_text
 from penstock.core.replace_folder import replace_folder
 from penstock.version import __version__
 
-AT_ONCE = 16
+MAX_CONCURRENT_FLUSHES = 16
 """Number of files flushed concurrently."""
 
 REPLACED = ".replaced"
@@ -101,7 +101,7 @@ class StageResult:
         return redact(self.remote) if self.remote else str(self.path)
 
 
-def find(step: PlannedStage) -> dict[str, Any] | None:
+def find_local(step: PlannedStage) -> dict[str, Any] | None:
     """Return the step's manifest, or None if there is no complete result with this key.
 
     Raises ArtifactError if listed files are missing or have other sizes, or if the manifest belongs
@@ -113,7 +113,7 @@ def find(step: PlannedStage) -> dict[str, Any] | None:
     if manifest["key"] != key:
         if step.path.name == short(key):
             raise ArtifactError(
-                f"{step.path / MANIFEST} is damaged: it is that of {manifest.get('stage')} "
+                f"{step.path / MANIFEST} is damaged: it belongs to {manifest.get('stage')} "
                 f"{short(manifest['key'])}.\n  {remedy_for(step.path)}"
             )
         return None
@@ -141,21 +141,21 @@ def get_or_build(
     request = _Request(cache, verify, claim, notify)
     if step.remote:
         try:
-            return _realize_there(step, RemoteArtifact(step.remote, step.path), request)
+            return _get_or_build_remote(step, RemoteArtifact(step.remote, step.path), request)
         except OSError as error:
             raise StageError(
                 f"{step.path}, for {step.where}: {describe_os_error(error)}."
             ) from error
-    if cache == "reuse" and (manifest := _current(step)):
+    if cache == "reuse" and (manifest := _find_current(step)):
         require_content(step.path, manifest, verify)
-        return _outcome(step, "cached", started, manifest["facts"])
-    with _locked(step.path, notify):
-        if cache == "reuse" and (manifest := _current(step, notify)):
+        return _stage_result(step, "cached", started, manifest["facts"])
+    with _folder_lock(step.path, notify):
+        if cache == "reuse" and (manifest := _find_current(step, notify)):
             require_content(step.path, manifest, verify)
-            return _outcome(step, "cached", started, manifest["facts"])
+            return _stage_result(step, "cached", started, manifest["facts"])
         if claim:
             claim(step)
-        return _built(step, started, request)
+        return _build_or_rebuild(step, started, request)
 
 
 def find_cached(step: PlannedStage) -> dict[str, Any] | None:
@@ -163,16 +163,16 @@ def find_cached(step: PlannedStage) -> dict[str, Any] | None:
 
     Also None if the result is stale, as far as local inputs show.
     """
-    manifest = sealed(step)
+    manifest = find_complete(step)
     if manifest and changed_inputs(step.stage, manifest, digests_of_inputs(step.stage, "local")):
         return None
     return manifest
 
 
-def sealed(step: PlannedStage) -> dict[str, Any] | None:
+def find_complete(step: PlannedStage) -> dict[str, Any] | None:
     """Return the step's local or remote manifest, stale or not, or None."""
     if step.remote is None:
-        return find(step)
+        return find_local(step)
     there = RemoteArtifact(step.remote, step.path).manifest()
     return there if there and there["key"] == stage_key(step.stage) else None
 
@@ -183,12 +183,12 @@ def fetch_cached(
     """Return the manifest after downloading a remote result that is missing on this machine and
     verifying its files. None if there is no result or it is stale."""
     if step.remote is None:
-        manifest = _current(step)
+        manifest = _find_current(step)
         if manifest:
             require_content(step.path, manifest, verify)
         return manifest
-    with _locked(step.path, notify):
-        return _obtained(step, RemoteArtifact(step.remote, step.path), verify, notify)
+    with _folder_lock(step.path, notify):
+        return _fetch_current(step, RemoteArtifact(step.remote, step.path), verify, notify)
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,11 @@ class _Request:
     notify: Callable[[str], None]
 
 
-def _current(
+def _find_current(
     step: PlannedStage, notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any] | None:
     """Return the manifest unless an input's content has changed since the build."""
-    manifest = find(step)
+    manifest = find_local(step)
     return manifest if manifest and _is_current(step, manifest, notify) else None
 
 
@@ -218,14 +218,16 @@ def _is_current(
     return not changed
 
 
-def _built(step: PlannedStage, started: float, request: _Request) -> StageResult:
+def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
     """Build or resume. An existing complete result is replaced once the new one is complete."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
     return _build(step, started, request.notify)
 
 
-def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
+def _get_or_build_remote(
+    step: PlannedStage, remote: RemoteArtifact, request: _Request
+) -> StageResult:
     """Build or fetch a remote step: one machine builds, the others download."""
     started = time.monotonic()
     notify = request.notify
@@ -233,60 +235,62 @@ def _realize_there(step: PlannedStage, depot: RemoteArtifact, request: _Request)
     def there() -> dict[str, Any] | None:
         if request.cache != "reuse":
             return None
-        return _obtained(step, depot, request.verify, notify)
+        return _fetch_current(step, remote, request.verify, notify)
 
     def is_done() -> bool:
-        manifest = depot.manifest() if request.cache == "reuse" else None
+        manifest = remote.manifest() if request.cache == "reuse" else None
         return bool(manifest and _matches_key(step, manifest) and _is_current(step, manifest))
 
-    with _locked(step.path, notify):
+    with _folder_lock(step.path, notify):
         if manifest := there():
-            return _outcome(step, "cached", started, manifest["facts"])
-        lease = depot.lease()
-        if not lease.take(is_done, notify):
+            return _stage_result(step, "cached", started, manifest["facts"])
+        lease = remote.lease()
+        if not lease.acquire(is_done, notify):
             manifest = there()
-            assert manifest, "sealed a moment ago"
-            return _outcome(step, "cached", started, manifest["facts"])
+            assert manifest, "lease.acquire found it complete"
+            return _stage_result(step, "cached", started, manifest["facts"])
         with lease:
             if manifest := there():
                 lease.clear()
-                return _outcome(step, "cached", started, manifest["facts"])
-            outcome = _build_for(step, depot, request)
+                return _stage_result(step, "cached", started, manifest["facts"])
+            outcome = _build_in_mirror(step, remote, request)
             manifest = read_manifest(step.path)
-            assert manifest, "sealed here"
-            depot.publish(manifest, lease)
-            if not step.stage.keepsakes(step.path):
-                depot.tidy(manifest)
+            assert manifest, "just written"
+            remote.publish(manifest, lease)
+            if not step.stage.files_to_upload(step.path):
+                remote.delete_unlisted(manifest)
             return outcome
 
 
-def _build_for(step: PlannedStage, depot: RemoteArtifact, request: _Request) -> StageResult:
+def _build_in_mirror(step: PlannedStage, remote: RemoteArtifact, request: _Request) -> StageResult:
     """Build in the local mirror, unless an earlier run completed the build and only the upload
     failed."""
     started = time.monotonic()
-    if request.cache == "reuse" and (manifest := _whole(step, request.verify, request.notify)):
-        return _outcome(step, "cached", started, manifest["facts"])
-    held = sync_mirror(depot, step.stage)
+    if request.cache == "reuse" and (
+        manifest := _find_intact_mirror(step, request.verify, request.notify)
+    ):
+        return _stage_result(step, "cached", started, manifest["facts"])
+    held = sync_mirror(remote, step.stage)
     if request.claim:
         request.claim(step)
-    if held not in (None, stage_key(step.stage)) and not holds_a_record(depot):
-        depot.set_aside()
-    with BackgroundUploader(depot, step.stage, request.notify):
-        return _built(step, started, request)
+    if held not in (None, stage_key(step.stage)) and not has_record(remote):
+        remote.move_to_backup()
+    with BackgroundUploader(remote, step.stage, request.notify):
+        return _build_or_rebuild(step, started, request)
 
 
-def _obtained(
-    step: PlannedStage, depot: RemoteArtifact, verify: Verify, notify: Callable[[str], None]
+def _fetch_current(
+    step: PlannedStage, remote: RemoteArtifact, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Return the manifest if the remote result is complete and current, after downloading and
     verifying its files."""
-    there = depot.manifest()
+    there = remote.manifest()
     if there is None or not _matches_key(step, there) or not _is_current(step, there, notify):
         return None
-    here = _whole(step, verify, notify)
+    here = _find_intact_mirror(step, verify, notify)
     if here is None or here["files"] != there["files"]:
-        depot.fetch(there)
-        if not step.stage.keepsakes(step.path):
+        remote.fetch(there)
+        if not step.stage.files_to_upload(step.path):
             listed = {step.path / file["path"] for file in there["files"]} | {step.path / MANIFEST}
             for path in regular_files(step.path):
                 if path not in listed:
@@ -298,13 +302,13 @@ def _matches_key(step: PlannedStage, manifest: dict[str, Any]) -> bool:
     return manifest["key"] == stage_key(step.stage)
 
 
-def _whole(
+def _find_intact_mirror(
     step: PlannedStage, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Return the manifest of a mirror whose files match it. Damage in a mirror is reported but is
     not an error, because the files can be downloaded again."""
     try:
-        manifest = _current(step)
+        manifest = _find_current(step)
         if manifest:
             require_content(step.path, manifest, verify)
     except ArtifactError as error:
@@ -319,7 +323,7 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-class _locked:  # noqa: N801 - used as a function
+class _folder_lock:  # noqa: N801 - used as a function
     """One writer per folder; notifies once if another process holds the lock."""
 
     def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
@@ -355,22 +359,22 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
     If the build fails, the existing result is restored, unless it is stale. An interrupted rebuild
     is resumed.
     """
-    had = (step.path / MANIFEST).exists()
-    from_nothing = request.cache == "off"
+    had_result = (step.path / MANIFEST).exists()
+    from_scratch = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
-    if had:
+    if had_result:
         remove(aside)
-    if had or (from_nothing and step.path.exists() and not aside.exists()):
+    if had_result or (from_scratch and step.path.exists() and not aside.exists()):
         step.path.rename(aside)
-    elif from_nothing:
+    elif from_scratch:
         remove(step.path)
-    gives_back = request.cache != "reuse" and (aside / MANIFEST).is_file()
+    restores_previous = request.cache != "reuse" and (aside / MANIFEST).is_file()
     try:
-        return _build(step, started, request.notify, gives_back=gives_back)
+        return _build(step, started, request.notify, restores_previous=restores_previous)
     except Interrupted:
         raise
     except Exception:
-        if gives_back:
+        if restores_previous:
             failed = step.path.with_name(f"{step.path.name}.failed{PART}")
             if attempt := replace_folder(aside, step.path, failed):
                 remove(attempt)
@@ -378,13 +382,17 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
 
 
 def _build(
-    step: PlannedStage, started: float, notify: Callable[[str], None], *, gives_back: bool = False
+    step: PlannedStage,
+    started: float,
+    notify: Callable[[str], None],
+    *,
+    restores_previous: bool = False,
 ) -> StageResult:
     stage, out = step.stage, step.path
     began = time.monotonic()
     try:
         digests = digests_of_inputs(stage)
-        resumed = _resumes(step, digests, notify)
+        resumed = _find_attempt_to_resume(step, digests, notify)
         out.mkdir(parents=True, exist_ok=True)
         write_record(out / ATTEMPT, attempt_record(stage, digests))
         facts = dict(stage.run(out))
@@ -394,11 +402,13 @@ def _build(
         raise
     except Exception as error:
         seconds = time.monotonic() - began
-        raise _failure(step, error, seconds, gives_back=gives_back) from error
-    return _outcome(step, "resumed" if resumed else "ran", started, manifest["facts"])
+        raise _failure(step, error, seconds, restores_previous=restores_previous) from error
+    return _stage_result(step, "resumed" if resumed else "ran", started, manifest["facts"])
 
 
-def _resumes(step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]) -> bool:
+def _find_attempt_to_resume(
+    step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]
+) -> bool:
     """Whether there is an attempt to resume. An attempt that read other inputs is moved aside."""
     attempt = read_attempt(step.path)
     if attempt is None:
@@ -408,8 +418,8 @@ def _resumes(step: PlannedStage, digests: dict[str, str], notify: Callable[[str]
     if changed := changed_inputs(step.stage, attempt, digests):
         aside = backup_rename(step.path)
         notify(
-            f"{step.stage.name}: the unfinished result began with other input "
-            f"({'; '.join(map(str, changed))}); it is now {aside}"
+            f"{step.stage.name}: the incomplete result was built from other input "
+            f"({'; '.join(map(str, changed))}); it was moved to {aside}"
         )
         return False
     return True
@@ -427,7 +437,9 @@ def _seal(
         if leftover.suffix == PART:
             leftover.unlink()
     owned = sorted(stage.owned_files(out))
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # Concurrent flushes cost little more than one flush.
+    with ThreadPoolExecutor(
+        MAX_CONCURRENT_FLUSHES
+    ) as pool:  # Concurrent flushes cost little more than one flush.
         list(pool.map(fsync, owned))
     # Hard links of already digested files are not read again.
     files = [
@@ -464,24 +476,24 @@ def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
 
 
 def _failure(
-    step: PlannedStage, error: Exception, seconds: float, *, gives_back: bool
+    step: PlannedStage, error: Exception, seconds: float, *, restores_previous: bool
 ) -> PenstockError:
     """The error shown to users; the traceback is written to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
         log.write_text(redact_text("".join(traceback.format_exception(error))))
     mirror = f", for {step.where}" if step.remote else ""
-    kept = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
-    if gives_back:
-        kept = f"The result that was there before is in {step.path}{mirror} again."
+    advice = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
+    if restores_previous:
+        advice = f"The previous result was restored in {step.path}{mirror}."
     text = str(error) if isinstance(error, PenstockError) else describe_os_error(error, step.path)
-    failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {kept}")
+    failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {advice}")
     if isinstance(error, PenstockError):
         failure.exit_code = error.exit_code if error.exit_code != 2 else 1
     return failure
 
 
-def _outcome(step: PlannedStage, status: Status, started: float, facts: Facts) -> StageResult:
+def _stage_result(step: PlannedStage, status: Status, started: float, facts: Facts) -> StageResult:
     seconds = time.monotonic() - started
     key = short(stage_key(step.stage))
     return StageResult(step.stage.name, key, status, step.path, seconds, facts, step.remote)

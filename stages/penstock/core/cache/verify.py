@@ -16,7 +16,7 @@ Verify = Literal["always", "changed", "off"]
 """always: read every file. changed: read files whose metadata changed since their last read. off:
 compare only sizes."""
 
-NAMED = 5
+MAX_LISTED_FILES = 5
 """Maximum number of damaged files listed in an error."""
 
 
@@ -70,10 +70,14 @@ def _require(folder: Path, manifest: Mapping[str, Any], damaged: Sequence[str]) 
     if not damaged:
         return
     stage = manifest["stage"]
-    more = f"\n  and {len(damaged) - NAMED} more files" if len(damaged) > NAMED else ""
+    more = (
+        f"\n  and {len(damaged) - MAX_LISTED_FILES} more files"
+        if len(damaged) > MAX_LISTED_FILES
+        else ""
+    )
     raise ArtifactError(
         f"the {stage} result in {folder} is damaged:\n  "
-        + "\n  ".join(damaged[:NAMED])
+        + "\n  ".join(damaged[:MAX_LISTED_FILES])
         + more
-        + f"\n  Restore what is named from a copy, or build it again with --force {stage}."
+        + f"\n  Restore these files from a copy, or build the result again with --force {stage}."
     )

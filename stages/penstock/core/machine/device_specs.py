@@ -15,8 +15,8 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 TERA = 1e12
 GB = 1e9
 
-_MAKERS = {"nvidia", "amd", "tesla", "instinct", "geforce", "corporation"}
-_FORMS = re.compile(r"\d+gb|sxm\d?|hbm\d?e?|oam")
+_VENDOR_WORDS = {"nvidia", "amd", "tesla", "instinct", "geforce", "corporation"}
+_FORM_FACTOR_WORDS = re.compile(r"\d+gb|sxm\d?|hbm\d?e?|oam")
 """Words that do not identify a different chip: memory size, memory type, and form factor."""
 
 
@@ -101,14 +101,14 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
-def device_called(name: str) -> Device | None:
+def find_device(name: str) -> Device | None:
     """Look up an accelerator by its driver name or short name; None if unknown.
 
     `NVIDIA A100-SXM4-40GB`, `A100 40GB` and `a100-40gb` are the same device. So are `H200` and
     `NVIDIA H200`; `H200 NVL` is a different device, and a MIG slice is unknown.
     """
-    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in _MAKERS]
-    plain = " ".join(word for word in words if word and not _FORMS.fullmatch(word))
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in _VENDOR_WORDS]
+    plain = " ".join(word for word in words if word and not _FORM_FACTOR_WORDS.fullmatch(word))
     sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
     found = DEVICES.get(" ".join([plain, *sizes])) or DEVICES.get(plain)
     if not found or not sizes:
@@ -119,5 +119,5 @@ def device_called(name: str) -> Device | None:
 
 def peak_flops(name: str, precision: Precision) -> float | None:
     """Peak FLOP/s of the accelerator of that name, or None if unknown."""
-    device = device_called(name)
+    device = find_device(name)
     return device.peak(precision) if device else None

@@ -46,7 +46,7 @@ SECRET = re.compile(
 )
 """Name suffixes that are dropped although the name has one of PREFIXES."""
 
-OF_PURPOSE: Mapping[Purpose, tuple[str, ...]] = {
+PURPOSE_PREFIXES: Mapping[Purpose, tuple[str, ...]] = {
     "hub": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"),
     "cloud": ("AWS_", "BOTO_", "GOOGLE_", "GCLOUD_", "GCS_", "CLOUDSDK_", "GCE_", "AZURE_"),
     "wandb": ("WANDB_", "NETRC"),
@@ -58,14 +58,14 @@ OF_PURPOSE: Mapping[Purpose, tuple[str, ...]] = {
 
 def is_allowed(name: str, purposes: Collection[Purpose] = (), more: Collection[str] = ()) -> bool:
     """Whether a child with these purposes receives the variable; `more` adds names."""
-    if name in more or serves(name, purposes):
+    if name in more or matches_purpose(name, purposes):
         return True
     return not SECRET.search(name) and (name in NAMES or name.startswith(PREFIXES))
 
 
-def serves(name: str, purposes: Collection[Purpose]) -> bool:
+def matches_purpose(name: str, purposes: Collection[Purpose]) -> bool:
     """Whether the variable belongs to one of these purposes."""
-    return any(name.startswith(OF_PURPOSE[purpose]) for purpose in purposes)
+    return any(name.startswith(PURPOSE_PREFIXES[purpose]) for purpose in purposes)
 
 
 def is_secret(name: str) -> bool:
@@ -75,4 +75,4 @@ def is_secret(name: str) -> bool:
 
 def is_private(name: str) -> bool:
     """Whether the variable is withheld from some processes: a credential, or an account setting."""
-    return is_secret(name) or any(map(name.startswith, OF_PURPOSE.values()))
+    return is_secret(name) or any(map(name.startswith, PURPOSE_PREFIXES.values()))

@@ -21,10 +21,10 @@ class ByteStream(Protocol):
 
 def byte_stream(stream: TextIO) -> ByteStream:
     """The stream's own buffer, or one that decodes UTF-8, in which characters may be cut in two."""
-    return getattr(stream, "buffer", None) or _Decoding(stream)
+    return getattr(stream, "buffer", None) or _DecodingStream(stream)
 
 
-class _Decoding:
+class _DecodingStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

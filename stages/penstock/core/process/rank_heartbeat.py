@@ -15,7 +15,7 @@ SIZE = 512
 
 SUFFIX = ".pulse"
 
-MOST_BEGINNINGS = 64
+MAX_STORED_PHASES = 64
 """Number of stored phases: more than come before the first training step."""
 
 
@@ -51,10 +51,10 @@ class Heartbeat:
 
     def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
         """Start writing to `folder`/rank_N.pulse."""
-        self._beat = RankStatus(rank, os.getpid(), platform.node())
+        self._status = RankStatus(rank, os.getpid(), platform.node())
         self._file: int | None = None
-        self._hears: Callable[[RankStatus], None] | None = None
-        self.beginnings: list[tuple[str, float]] = [("starting", process_start())]
+        self._listener: Callable[[RankStatus], None] | None = None
+        self.first_phases: list[tuple[str, float]] = [("starting", process_start())]
         """The first phases of the process and their start times in seconds since the epoch."""
         if folder is not None:
             with suppress(OSError):
@@ -63,50 +63,50 @@ class Heartbeat:
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write()
 
-    def listen(self, hears: Callable[[RankStatus], None] | None) -> None:
-        """Also pass each heartbeat to the callback `hears` in this process; None removes the
+    def set_listener(self, listener: Callable[[RankStatus], None] | None) -> None:
+        """Also pass each heartbeat to the callback `listener` in this process; None removes the
         callback."""
-        self._hears = hears
+        self._listener = listener
 
     def set_phase(self, phase: str, *, step: int | None = None) -> None:
         """Enter `phase`, such as `forward`; `step` is the number of completed steps."""
-        beat = self._beat
-        if step is not None and step != beat.step:
-            beat.step, beat.marks = step, 0
-        beat.marks += 1
-        beat.phase = phase
+        status = self._status
+        if step is not None and step != status.step:
+            status.step, status.marks = step, 0
+        status.marks += 1
+        status.phase = phase
         self._write()
-        if phase != self.beginnings[-1][0] and len(self.beginnings) < MOST_BEGINNINGS:
-            self.beginnings.append((phase, beat.since))
+        if phase != self.first_phases[-1][0] and len(self.first_phases) < MAX_STORED_PHASES:
+            self.first_phases.append((phase, status.since))
 
     @contextmanager
     def waiting(self) -> Generator[None]:
         """Mark a collective operation, which ends once other ranks reach it."""
-        before, self._beat.waiting = self._beat.waiting, True
+        before, self._status.waiting = self._status.waiting, True
         self._write()
         try:
             yield
         finally:
-            self._beat.waiting = before
+            self._status.waiting = before
             self._write()
 
     def _write(self) -> None:
-        self._beat.since = time.time()
-        if self._hears:
-            self._hears(self._beat)
+        self._status.since = time.time()
+        if self._listener:
+            self._listener(self._status)
         if self._file is not None:
             with suppress(OSError):
-                line = json.dumps(vars(self._beat)).encode()
+                line = json.dumps(vars(self._status)).encode()
                 os.pwrite(self._file, line.ljust(SIZE)[:SIZE], 0)
 
 
-def beats(folder: Path) -> list[RankStatus]:
+def read_heartbeats(folder: Path) -> list[RankStatus]:
     """The last heartbeat of each rank in `folder`, by rank."""
     found: list[RankStatus] = []
     for path in folder.glob(f"rank_*{SUFFIX}"):
         with suppress(OSError, ValueError, TypeError):
             found.append(RankStatus(**json.loads(path.read_bytes())))
-    return sorted(found, key=lambda beat: beat.rank)
+    return sorted(found, key=lambda status: status.rank)
 
 
 def process_start() -> float:

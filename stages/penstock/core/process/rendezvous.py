@@ -16,7 +16,7 @@ SIOCGIFADDR = 0x8915
 PORT = 29500
 """Default port of the first machine."""
 
-MEETING_SECONDS = 900.0
+RENDEZVOUS_TIMEOUT_SECONDS = 900.0
 """Seconds that a machine waits for the first one, whose image may still be pulled."""
 
 
@@ -29,7 +29,9 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def rendezvous_address(endpoint: str, number: int, patience: float = MEETING_SECONDS) -> str:
+def rendezvous_address(
+    endpoint: str, number: int, patience: float = RENDEZVOUS_TIMEOUT_SECONDS
+) -> str:
     """The address by which other machines reach this machine, which has that `number`.
 
     The first machine uses the endpoint's host. Other machines wait until the first one listens, and
@@ -46,10 +48,10 @@ def rendezvous_address(endpoint: str, number: int, patience: float = MEETING_SEC
         except OSError as error:
             if time.monotonic() > deadline:
                 raise StageError(
-                    f"machine {number} cannot reach launch.rdzv_endpoint {endpoint} for "
+                    f"node {number} could not reach launch.rdzv_endpoint {endpoint} for "
                     f"{patience:.0f} s: {error}.\n"
-                    "  Start the first machine (launch.node_rank 0), and see that its name and "
-                    "port are open to the others."
+                    "  Start node 0 (launch.node_rank 0), and check that the other nodes can "
+                    "resolve its name and reach its port."
                 ) from error
         time.sleep(1.0)
 

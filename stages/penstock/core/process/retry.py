@@ -10,10 +10,10 @@ from penstock.core.remote.errors import StorageError, classify_error, is_transie
 
 Result = TypeVar("Result")
 
-PATIENT = 7
+RUN_TRIES = 7
 """Number of tries during a run: survives about half a minute without a connection."""
 
-QUICK = 3
+PLANNING_TRIES = 3
 """Number of tries while a run is planned, because a user waits for the result."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
@@ -26,25 +26,25 @@ def backoff_seconds(tries: int, first: float) -> list[float]:
 
 
 def retry_with_backoff(
-    act: Callable[[], Result], pauses: Sequence[float], notify: Callable[[str], None]
+    call: Callable[[], Result], pauses: Sequence[float], notify: Callable[[str], None]
 ) -> Result:
-    """Return the result of `act`; after each pause, call it again if its error is transient.
+    """Return the result of `call`; after each pause, call it again if its error is transient.
 
     There is no random jitter: machines that work together pause for equally long and stay in step.
     """
     for seconds in pauses:
         try:
-            return act()
+            return call()
         except PenstockError as error:
             if not is_transient(error):
                 raise
-            notify(f"{error}\n  This may pass: it is tried again in {seconds:g} s.")
+            notify(f"{error}\n  The error may be temporary: retrying in {seconds:g} s.")
         time.sleep(seconds)
-    return act()
+    return call()
 
 
-def retry_until_connected(act: Callable[[], Result], *, tries: int = PATIENT) -> Result:
-    """Return the result of `act`; retry while the connection is lost.
+def retry_until_connected(call: Callable[[], Result], *, tries: int = RUN_TRIES) -> Result:
+    """Return the result of `call`; retry while the connection is lost.
 
     Raises StorageError for errors that a retry cannot fix, and OSError for errors of the local
     disk.
@@ -53,7 +53,7 @@ def retry_until_connected(act: Callable[[], Result], *, tries: int = PATIENT) ->
     while True:
         tries -= 1
         try:
-            return act()
+            return call()
         except Exception as error:
             kind = classify_error(error)
             if kind == "local":

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "penstock-"
-YOUNG_SECONDS = 60.0
+MIN_AGE_SECONDS = 60.0
 """Directories younger than this are not removed: a directory is locked just after it is created."""
 
 
@@ -45,7 +45,7 @@ def _is_stale(folder: Path) -> bool:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(handle)
-        if found.st_uid != os.getuid() or time.time() - found.st_mtime < YOUNG_SECONDS:
+        if found.st_uid != os.getuid() or time.time() - found.st_mtime < MIN_AGE_SECONDS:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError if the directory is in use.
         return True

@@ -8,7 +8,7 @@ from types import FrameType
 from penstock.core.errors import StageError
 
 
-class _TimeIsUp(BaseException):
+class _TimeoutReached(BaseException):
     """Propagates like KeyboardInterrupt, so that children are ended and locks are released."""
 
 
@@ -22,7 +22,7 @@ class Deadline:
         self._seconds = seconds
 
     @contextmanager
-    def kept(self, what: str) -> Generator[None]:
+    def enforce(self, what: str) -> Generator[None]:
         """Context manager around all of the work. Raises StageError with the text `what` on
         timeout."""
         if self._seconds is None:
@@ -32,18 +32,18 @@ class Deadline:
         left, _ = signal.getitimer(signal.ITIMER_REAL)
         try:
             yield
-        except _TimeIsUp:
+        except _TimeoutReached:
             raise StageError(what) from None
         finally:
             # Restore the previous timer, slightly delayed.
             signal.setitimer(signal.ITIMER_REAL, left)
             signal.signal(signal.SIGALRM, handler)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the timer."""
         if self._seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
 
 
 def _raise(_signum: int, _frame: FrameType | None) -> None:
-    raise _TimeIsUp
+    raise _TimeoutReached

@@ -19,12 +19,12 @@ from typing import Any, cast
 
 from filelock import FileLock, Timeout
 
-from penstock.core.cache.digests import links_made
+from penstock.core.cache.digests import keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import parse_record, write_record
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, fsync, link, remove
-from penstock.core.remote.path import checked
+from penstock.core.remote.path import require_relative
 
 LATEST = "latest"
 WITHDRAWN = "withdrawn.json"
@@ -76,15 +76,15 @@ class ReleaseStore(ABC):
         """
 
     @abstractmethod
-    def point(self, number: int, withdrawn: Collection[int]) -> None:
+    def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
         """Move the pointer, and set the releases that must not be selected automatically."""
 
     @abstractmethod
-    def drop(self, number: int) -> None:
+    def delete(self, number: int) -> None:
         """Delete a release that `latest` does not point to."""
 
     @abstractmethod
-    def tell(self, decision: Record) -> None:
+    def append_decision(self, decision: Record) -> None:
         """Append a decision record."""
 
     @abstractmethod
@@ -101,7 +101,7 @@ class ReleaseStore(ABC):
         return set(self._withdrawn()) - {self.latest()}
 
 
-class LocalShelf(ReleaseStore):
+class LocalReleaseStore(ReleaseStore):
     """A release store in a local folder or on a shared file system."""
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +138,7 @@ class LocalShelf(ReleaseStore):
         """The manifest of a release."""
         found = read_manifest(self.folder(number))
         if found is None:
-            raise absent(self.where, number)
+            raise missing_release(self.where, number)
         return found
 
     def folder(self, number: int) -> Path:
@@ -153,7 +153,7 @@ class LocalShelf(ReleaseStore):
         target = pointer.readlink()
         if not NUMBER.fullmatch(str(target)) or not (self._folder / target / MANIFEST).is_file():
             raise ArtifactError(
-                f"{pointer} leads to {target}, and there is no release.\n"
+                f"{pointer} points to {target}, which is not a release.\n"
                 "  Point it to one with penstock releases rollback --to NUMBER."
             )
         return int(str(target))
@@ -165,9 +165,9 @@ class LocalShelf(ReleaseStore):
         del stored
         number = max(self.numbers(), default=0) + 1
         part = self._folder / f".{uuid.uuid4().hex}{PART}"
-        with links_made(files.values()):
+        with keep_cached_across_links(files.values()):
             for name, source in files.items():
-                target = part / checked(name)
+                target = part / require_relative(name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link(source, target)
         write_record(part / MANIFEST, manifest_of(number))
@@ -178,7 +178,7 @@ class LocalShelf(ReleaseStore):
         fsync(self._folder)
         return number
 
-    def point(self, number: int, withdrawn: Collection[int]) -> None:
+    def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
         """Rename a new symbolic link over the old one."""
         write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
         aside = self._folder / f".{LATEST}{PART}"
@@ -187,13 +187,13 @@ class LocalShelf(ReleaseStore):
         aside.replace(self._folder / LATEST)
         fsync(self._folder)
 
-    def drop(self, number: int) -> None:
+    def delete(self, number: int) -> None:
         """Delete the release folder atomically."""
         part = self._folder / f".{release_folder_name(number)}{PART}"
         self.folder(number).rename(part)
         remove(part)
 
-    def tell(self, decision: Record) -> None:
+    def append_decision(self, decision: Record) -> None:
         """Append a line in one write."""
         self._folder.mkdir(parents=True, exist_ok=True)
         line = json.dumps(decision, sort_keys=True, ensure_ascii=False) + "\n"
@@ -230,7 +230,7 @@ def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
     with suppress(ValueError):
         if isinstance(numbers := json.loads(content), list):
             return cast("list[int]", numbers)
-    remedy = "Delete it, and withdraw what is not to be used with penstock releases rollback."
+    remedy = "Delete it, and withdraw releases again with penstock releases rollback."
     return parse_record(content, where, (), remedy)[WITHDRAWN_NUMBERS]
 
 
@@ -239,9 +239,9 @@ def release_folder_name(number: int) -> str:
     return f"{number:04}"
 
 
-def absent(where: str, number: int) -> ArtifactError:
+def missing_release(where: str, number: int) -> ArtifactError:
     """The error for a release that is missing or incomplete."""
     return ArtifactError(
-        f"{where} holds no release {release_folder_name(number)} that can be read.\n"
+        f"{where} has no readable release {release_folder_name(number)}.\n"
         "  See penstock releases list."
     )

@@ -21,11 +21,11 @@ from penstock.core.releases.local import (
     NUMBER,
     WITHDRAWN,
     WITHDRAWN_NUMBERS,
-    LocalShelf,
+    LocalReleaseStore,
     Notify,
     Record,
     ReleaseStore,
-    absent,
+    missing_release,
     parse_withdrawn,
     release_folder_name,
 )
@@ -40,27 +40,31 @@ POINTER = f"{LATEST}.json"
 
 def open_release_store(location: str) -> ReleaseStore:
     """Open the release store in a folder or at a URL, whether or not it has releases."""
-    return RemoteShelf(location) if is_url(location) else LocalShelf(local_cache_dir(location))
+    return (
+        RemoteReleaseStore(location)
+        if is_url(location)
+        else LocalReleaseStore(local_cache_dir(location))
+    )
 
 
-class RemoteShelf(ReleaseStore):
+class RemoteReleaseStore(ReleaseStore):
     """A release store in an object store. Files are downloaded to a local mirror on demand."""
 
     def __init__(self, url: str) -> None:
-        self._root = RemotePath.of(url)
+        self._root = RemotePath.from_url(url)
         self._mirror = local_cache_dir(url)
         self._lease: Lease | None = None
 
     @property
     def where(self) -> str:
         """The URL."""
-        return self._root.said
+        return self._root.redacted_url
 
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
         """Hold the lease."""
         lease = Lease(self._root, f"{mirror_holder()}-{uuid.uuid4().hex}")
-        lease.take(lambda: False, notify)
+        lease.acquire(lambda: False, notify)
         with lease:
             self._lease = lease
             try:
@@ -81,7 +85,7 @@ class RemoteShelf(ReleaseStore):
         name = f"{release_folder_name(number)}/{MANIFEST}"
         content = (self._root / name).read()
         if content is None:
-            raise absent(self.where, number)
+            raise missing_release(self.where, number)
         return parse_manifest(content, f"{self.where}/{name}", _REMEDY)
 
     def folder(self, number: int) -> Path:
@@ -106,7 +110,7 @@ class RemoteShelf(ReleaseStore):
             or not (self._root / release_folder_name(number) / MANIFEST).info()
         ):
             raise ArtifactError(
-                f"{self.where}/{POINTER} names no release that is there.\n"
+                f"{self.where}/{POINTER} names a release that does not exist.\n"
                 "  Point it to one with penstock releases rollback --to NUMBER."
             )
         return number
@@ -119,35 +123,35 @@ class RemoteShelf(ReleaseStore):
         folder = self._root / release_folder_name(number)
         for name in folder.files():  # Left by a writer that died before it created the manifest.
             (folder / name).delete()
-        there = RemotePath.of(stored).files() if stored else {}
+        there = RemotePath.from_url(stored).files() if stored else {}
         for name, source in files.items():
             if stored and name in there:
-                (RemotePath.of(stored) / name).copy(folder / name)
+                (RemotePath.from_url(stored) / name).copy(folder / name)
             else:
                 (folder / name).put(source)
-        self._check()
-        content = _dumped(manifest_of(number))
+        self._check_lease()
+        content = _to_json(manifest_of(number))
         if not (folder / MANIFEST).create(content):
             raise StageError(
-                f"{folder.said} was written by another machine in the same moment.\n"
-                "  Run it again: what stands there is looked at first."
+                f"{folder.redacted_url} was written by another machine at the same time.\n"
+                "  Run it again: existing releases are read first."
             )
         return number
 
-    def point(self, number: int, withdrawn: Collection[int]) -> None:
+    def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
         """Overwrite the pointer."""
-        self._check()
-        (self._root / WITHDRAWN).write(_dumped({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
-        (self._root / POINTER).write(_dumped({"number": number}))
+        self._check_lease()
+        (self._root / WITHDRAWN).write(_to_json({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
+        (self._root / POINTER).write(_to_json({"number": number}))
 
-    def drop(self, number: int) -> None:
+    def delete(self, number: int) -> None:
         """Delete the release remotely, its manifest first, and from the local mirror."""
         RemoteArtifact(
             (self._root / release_folder_name(number)).url,
             self._mirror / release_folder_name(number),
         ).delete()
 
-    def tell(self, decision: Record) -> None:
+    def append_decision(self, decision: Record) -> None:
         """Create an object whose name sorts by time."""
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
         name = f"{DECISIONS}/{now}-{uuid.uuid4().hex[:8]}.json"
@@ -166,7 +170,7 @@ class RemoteShelf(ReleaseStore):
     def _withdrawn(self) -> list[int]:
         return parse_withdrawn((self._root / WITHDRAWN).read(), f"{self.where}/{WITHDRAWN}")
 
-    def _check(self) -> None:
+    def _check_lease(self) -> None:
         if self._lease:
             self._lease.check()
 
@@ -174,5 +178,5 @@ class RemoteShelf(ReleaseStore):
 _REMEDY = "Restore it, or delete it and point to a release with penstock releases rollback."
 
 
-def _dumped(record: Record) -> bytes:
+def _to_json(record: Record) -> bytes:
     return json.dumps(with_digest(record), indent=2, sort_keys=True).encode()

@@ -20,11 +20,11 @@ from penstock.core.files import atomic_write, read_json, remove, write_json
 from penstock.core.remote.lease import LEASES, Lease
 from penstock.core.remote.local_mirror import mirror_holder
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Info, RemotePath, checked
+from penstock.core.remote.path import Info, RemotePath, require_relative
 from penstock.core.remote.urls import split_parent
 from penstock.core.remote.version import content_version
 
-AT_ONCE = 8
+MAX_CONCURRENT_TRANSFERS = 8
 """Concurrent transfers."""
 
 CHUNK = 4 << 20
@@ -34,16 +34,16 @@ class RemoteArtifact:
     """A remote artifact and the local folder that mirrors it."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.place = RemotePath.of(url)
+        self.root = RemotePath.from_url(url)
         self.folder = folder
-        self._notes = folder.with_name(f".{folder.name}.sent.json")
-        self._sent: dict[str, dict[str, Any]] = _read_notes(self._notes)
-        self._sent_now: dict[str, dict[str, Any]] = {}
+        self._sent_file = folder.with_name(f".{folder.name}.sent.json")
+        self._sent: dict[str, dict[str, Any]] = _read_sent_files(self._sent_file)
+        self._sent_by_this_run: dict[str, dict[str, Any]] = {}
         self._writing = threading.Lock()
 
     def lease(self) -> Lease:
         """The write lease of this machine."""
-        return Lease(self.place, mirror_holder())
+        return Lease(self.root, mirror_holder())
 
     def manifest(self) -> dict[str, Any] | None:
         """The remote manifest, or None. Raises ArtifactError if it is damaged."""
@@ -58,38 +58,42 @@ class RemoteArtifact:
 
         An existing manifest is deleted first, so that no manifest exists before its files.
         """
-        (self.place / MANIFEST).delete()
-        self._sent_now = {}
+        (self.root / MANIFEST).delete()
+        self._sent_by_this_run = {}
         self.send([str(file["path"]) for file in manifest["files"]])
         lease.check()
-        (self.place / MANIFEST).write((self.folder / MANIFEST).read_bytes())
-        (self.place / ATTEMPT).delete()
+        (self.root / MANIFEST).write((self.folder / MANIFEST).read_bytes())
+        (self.root / ATTEMPT).delete()
         lease.clear()
 
-    def tidy(self, manifest: dict[str, Any]) -> None:
+    def delete_unlisted(self, manifest: dict[str, Any]) -> None:
         """Delete files of earlier attempts from the store."""
         listed = {str(file["path"]) for file in manifest["files"]} | {MANIFEST}
-        for name in self.place.files():
+        for name in self.root.files():
             if name not in listed and not name.startswith(LEASES):
-                (self.place / name).delete()
+                (self.root / name).delete()
 
     def send(self, names: Sequence[str]) -> int:
         """Upload those files of the mirror that differ from the remote ones; return how many."""
-        due = [name for name in names if self._sent_now.get(name) != _stamp(self.folder / name)]
-        if not due:
+        changed = [
+            name
+            for name in names
+            if self._sent_by_this_run.get(name) != _file_stamp(self.folder / name)
+        ]
+        if not changed:
             return 0
-        there = self.place.files()
-        due = [name for name in due if not self._is_there(name, there.get(name))]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for job in [pool.submit(self._send, name) for name in due]:
+        there = self.root.files()
+        changed = [name for name in changed if not self._is_there(name, there.get(name))]
+        with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
+            for job in [pool.submit(self._send, name) for name in changed]:
                 job.result()
-        return len(due)
+        return len(changed)
 
     def drop(self, name: str) -> None:
         """Delete a remote file."""
-        (self.place / name).delete()
+        (self.root / name).delete()
         self._sent.pop(name, None)
-        self._sent_now.pop(name, None)
+        self._sent_by_this_run.pop(name, None)
 
     def fetch(self, manifest: dict[str, Any]) -> None:
         """Download a complete artifact; verify every file against the manifest, which is written
@@ -109,31 +113,34 @@ class RemoteArtifact:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / name, record)
 
-    def set_aside(self) -> None:
+    def move_to_backup(self) -> None:
         """Move the remote artifact to the first free `<name>.old-<n>` beside it."""
-        parent, name = split_parent(self.place.url)
-        number, taken = 1, RemotePath.of(parent).names()
+        parent, name = split_parent(self.root.url)
+        number, taken = 1, RemotePath.from_url(parent).names()
         while f"{name}.old-{number}" in taken:
             number += 1
-        aside = RemotePath.of(parent) / f"{name}.old-{number}"
-        files = [file for file in self.place.files() if not file.startswith(LEASES)]
+        aside = RemotePath.from_url(parent) / f"{name}.old-{number}"
+        files = [file for file in self.root.files() if not file.startswith(LEASES)]
         marks = [file for file in (MANIFEST, ATTEMPT) if file in files]
         for file in (*marks, *(file for file in files if file not in marks)):
-            (self.place / file).move(aside / file)
-        self._sent, self._sent_now = {}, {}
+            (self.root / file).move(aside / file)
+        self._sent, self._sent_by_this_run = {}, {}
 
     def delete(self) -> None:
         """Delete the remote artifact, its manifest first."""
-        (self.place / MANIFEST).delete()
-        for name in self.place.files():
-            (self.place / name).delete()
-        remove(self._notes)
+        (self.root / MANIFEST).delete()
+        for name in self.root.files():
+            (self.root / name).delete()
+        remove(self._sent_file)
 
     def _record(self, name: str) -> dict[str, Any] | None:
-        content = (self.place / name).read()
+        content = (self.root / name).read()
         if content is None:
             return None
-        where, remedy = f"{self.place.said}/{name}", "Delete it there to have it built again."
+        where, remedy = (
+            f"{self.root.redacted_url}/{name}",
+            "Delete it there to have it built again.",
+        )
         if name == MANIFEST:
             return parse_manifest(content, where, remedy)
         return parse_record(content, where, UNDIGESTED_ATTEMPT, remedy)
@@ -142,35 +149,35 @@ class RemoteArtifact:
         noted = self._sent.get(name)
         if info is None or noted is None or noted.get("version") is None:
             return False
-        return noted == {**_stamp(self.folder / name), "version": content_version(info)}
+        return noted == {**_file_stamp(self.folder / name), "version": content_version(info)}
 
     def _send(self, name: str) -> None:
-        path, place = self.folder / name, self.place / name
-        stamp = _stamp(path)
+        path, place = self.folder / name, self.root / name
+        stamp = _file_stamp(path)
         place.put(path)
         info = place.info()
         with self._writing:
-            self._sent_now[name] = stamp
+            self._sent_by_this_run[name] = stamp
             self._sent[name] = {**stamp, "version": content_version(info) if info else None}
-            write_json(self._notes, self._sent)
+            write_json(self._sent_file, self._sent)
 
     def _fetch_all(self, files: Sequence[dict[str, Any]]) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
             for job in [pool.submit(self._fetch, file) for file in files]:
                 job.result()
 
     def _fetch(self, file: dict[str, Any]) -> None:
         """Download one file; verify `bytes` and `sha256` where `file` has them."""
-        name = checked(str(file["path"]))
+        name = require_relative(str(file["path"]))
         target, wanted = self.folder / name, file.get("sha256")
         if wanted and target.is_file() and target.stat().st_size == file["bytes"]:
             with target.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() == wanted:
                     return
-        place = self.place / name
+        place = self.root / name
         if wanted and place.info() is None:
             raise ArtifactError(
-                f"{self.place.said} is sealed, but {name} is missing.\n"
+                f"{self.root.redacted_url} has a manifest, but {name} is missing.\n"
                 "  Restore it, or build again with --force."
             )
         digest = hashlib.sha256()
@@ -184,17 +191,17 @@ class RemoteArtifact:
                 stream.write(block)
             if wanted and digest.hexdigest() != wanted:
                 raise ArtifactError(
-                    f"{place.said} is not what its manifest says: its SHA-256 differs.\n"
+                    f"{place.redacted_url} differs from its manifest: its SHA-256 does not match.\n"
                     "  Restore it, or build again with --force."
                 )
 
 
-def _stamp(path: Path) -> dict[str, Any]:
+def _file_stamp(path: Path) -> dict[str, Any]:
     stat = path.stat()
     return {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
-def _read_notes(notes: Path) -> dict[str, dict[str, Any]]:
+def _read_sent_files(notes: Path) -> dict[str, dict[str, Any]]:
     """Read the record of uploaded files. Unreadable entries are uploaded again."""
     try:
         found = read_json(notes)

@@ -24,7 +24,7 @@ _NO_NAME = re.compile(
 
 def connection_fault(error: BaseException) -> str | None:
     """Why the connection failed, or None if the error is of another kind."""
-    chain = list(causes(error))
+    chain = list(iter_causes(error))
     for each in chain:
         if isinstance(each, socket.gaierror) or "DNSError" in type(each).__name__:
             return "the server's name cannot be resolved (DNS)"
@@ -42,7 +42,7 @@ def connection_fault(error: BaseException) -> str | None:
     return "the server's name cannot be resolved (DNS)" if _NO_NAME.search(text) else None
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def iter_causes(error: BaseException | None) -> Iterator[BaseException]:
     """The error and its chain of causes."""
     while error is not None:
         yield error

@@ -17,7 +17,7 @@ from penstock.core.errors import (
     StageError,
 )
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
-from penstock.core.remote.connection_errors import causes, connection_fault
+from penstock.core.remote.connection_errors import connection_fault, iter_causes
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
@@ -25,7 +25,7 @@ Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
 
 Doing = Literal["read", "written", "deleted", "copied"]
 
-_DENIED = {
+_CREDENTIAL_ERRORS = {
     "ClientAuthenticationError",
     "CredentialRetrievalError",
     "DefaultCredentialsError",
@@ -39,7 +39,7 @@ _DENIED = {
 }
 """Exception types for missing or invalid credentials, raised without a status."""
 
-_BROKEN_OFF = {
+_TRUNCATED_RESPONSES = {
     "ClientPayloadError",
     "IncompleteReadError",
     "ResponseStreamingError",
@@ -47,7 +47,7 @@ _BROKEN_OFF = {
 }
 """Exception types for a truncated response, whatever status a parser set."""
 
-_NETWORKS = (
+_NETWORK_LIBRARIES = (
     "aiohttp",
     "azure",
     "botocore",
@@ -60,7 +60,7 @@ _NETWORKS = (
 )
 """Libraries whose errors without a status are lost connections."""
 
-_BROKEN = {
+_CONNECTION_ERRNOS = {
     errno.EBUSY,
     errno.ECONNABORTED,
     errno.ECONNREFUSED,
@@ -85,22 +85,22 @@ class StorageError(Exception):
 
 def classify_error(error: BaseException) -> Fault:
     """Classify an error by its HTTP status or that of its cause, else by its type."""
-    for each in causes(error):
-        if type(each).__name__ in _DENIED:
+    for each in iter_causes(error):
+        if type(each).__name__ in _CREDENTIAL_ERRORS:
             return "denied"
-        if type(each).__name__ in _BROKEN_OFF:
+        if type(each).__name__ in _TRUNCATED_RESPONSES:
             return "cut"
         status = http_status(each)
         if status is not None:
-            return _of_status(status)
+            return _classify_status(status)
     # fsspec raises FileNotFoundError for a web server that it cannot reach.
-    for each in causes(error.__cause__):
-        if isinstance(error, FileNotFoundError) and _by_type(each) == "cut":
+    for each in iter_causes(error.__cause__):
+        if isinstance(error, FileNotFoundError) and _classify_type(each) == "cut":
             return "cut"
-    return _by_type(error)
+    return _classify_type(error)
 
 
-def _by_type(error: BaseException) -> Fault:
+def _classify_type(error: BaseException) -> Fault:
     match error:
         case PermissionError():
             return "denied"
@@ -111,15 +111,17 @@ def _by_type(error: BaseException) -> Fault:
         case ConnectionError() | TimeoutError():
             return "cut"
         case OSError() if type(error).__module__ == "builtins":
-            return "cut" if error.errno in _BROKEN or connection_fault(error) else "local"
+            return (
+                "cut" if error.errno in _CONNECTION_ERRNOS or connection_fault(error) else "local"
+            )
         case _:
             came_from = type(error).__module__.split(".")[0]
-            return "cut" if came_from in _NETWORKS else "other"
+            return "cut" if came_from in _NETWORK_LIBRARIES else "other"
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether a retry with nothing changed may succeed."""
-    for each in causes(error):
+    for each in iter_causes(error):
         if isinstance(each, PenstockError):
             if each.may_pass:
                 return True
@@ -159,10 +161,10 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def while_planning(fault: StorageError, url: str) -> PenstockError:
+def to_planning_error(fault: StorageError, url: str) -> PenstockError:
     """The user-facing error before any work has started."""
     if fault.kind == "denied":
-        return denied(url, fault.error, "read")
+        return access_denied_error(url, fault.error, "read")
     if fault.kind == "absent":
         return ConfigError(f"{redact(url)} does not exist.\n  Check its spelling.")
     return CapabilityError(
@@ -171,14 +173,14 @@ def while_planning(fault: StorageError, url: str) -> PenstockError:
     )
 
 
-def while_working(fault: StorageError, url: str, doing: Doing) -> PenstockError:
+def to_run_error(fault: StorageError, url: str, doing: Doing) -> PenstockError:
     """The user-facing error of a run in progress, which can be resumed."""
     kind = fault.kind
     if kind == "denied":
-        return denied(url, fault.error, doing)
+        return access_denied_error(url, fault.error, doing)
     if kind == "absent":
         return StageError(
-            f"{redact(url)} is gone: it was there when this run was planned.\n"
+            f"{redact(url)} no longer exists; it did when this run was planned.\n"
             "  Restore it, or run again to plan without it."
         )
     if kind == "exists":
@@ -188,30 +190,31 @@ def while_working(fault: StorageError, url: str, doing: Doing) -> PenstockError:
         )
     failure = StageError(
         f"{redact(url)} could not be {doing}: {describe_error(fault.error)}.\n"
-        "  Run it again when the connection holds; what is done is kept."
+        "  Run it again when the connection is stable; completed work is kept."
     )
     failure.may_pass = kind == "cut"
     return failure
 
 
-def denied(url: str, error: BaseException, doing: Doing) -> CapabilityError:
+def access_denied_error(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The user-facing error for access denied: which credentials were used, and what to set."""
     scheme = url_scheme(url)
-    found = env.credentials_for(_family(scheme))
-    status = next((s for s in map(http_status, causes(error)) if s), None)
+    found = env.credentials_for(_store_family(scheme))
+    status = next((s for s in map(http_status, iter_causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
         return CapabilityError(
-            f"{redact(url)} may not be {doing} (the server answers {reason}).\n"
+            f"{redact(url)} cannot be {doing}: access denied (the server answers {reason}).\n"
             "  Use a URL that is open to you, for example a signed one that has not expired."
         )
     used = f"the credentials of {found} were used" if found else "no credentials were found"
     return CapabilityError(
-        f"{redact(url)} may not be {doing} ({reason}); {used}.\n  {_CREDENTIALS[_family(scheme)]}"
+        f"{redact(url)} cannot be {doing}: access denied ({reason}); {used}.\n"
+        f"  {_CREDENTIALS[_store_family(scheme)]}"
     )
 
 
-def package_missing(url: str) -> CapabilityError:
+def missing_package_error(url: str) -> CapabilityError:
     """The user-facing error for a URL scheme whose package is not installed."""
     extra = PACKAGE_OF[url_scheme(url)]
     wanted = f"'penstock[{extra}]'" if extra else "aiohttp"
@@ -230,7 +233,7 @@ _CREDENTIALS = {
 }
 
 
-def _family(scheme: str) -> str:
+def _store_family(scheme: str) -> str:
     return PACKAGE_OF[scheme] or "s3"
 
 
@@ -239,7 +242,7 @@ def _endpoint(url: str) -> str:
     return f" and AWS_ENDPOINT_URL ({redact(at)})" if at else ""
 
 
-def _of_status(status: int) -> Fault:
+def _classify_status(status: int) -> Fault:
     if status in (401, 403, 407):
         return "denied"
     if status in (404, 410):

@@ -49,12 +49,12 @@ class Lease:
         self._term = term
         self._token = uuid.uuid4().hex
         self._number = 0
-        self._beat = 0
-        self._ended = threading.Event()
-        self._pulse: threading.Thread | None = None
+        self._num_renewals = 0
+        self._stop_event = threading.Event()
+        self._renewal_thread: threading.Thread | None = None
         self._lost = False
 
-    def take(self, done: Callable[[], bool], notify: Callable[[str], None]) -> bool:
+    def acquire(self, done: Callable[[], bool], notify: Callable[[str], None]) -> bool:
         """Wait for the lease and return True, or return False once `done` returns True."""
         seen, since, said = None, time.monotonic(), False
         while True:
@@ -71,7 +71,7 @@ class Lease:
                 continue
             if not said:
                 host = (record or {}).get("host", "another machine")
-                notify(f"{self._folder.said} is being built on {host}; waiting for it")
+                notify(f"{self._folder.redacted_url} is being built on {host}; waiting for it")
                 said = True
             time.sleep(min(POLL, self._term / 4))
             if done():
@@ -82,8 +82,8 @@ class Lease:
         if self._lost or self._highest()[0] != self._number:
             self._lost = True
             failure = StageError(
-                f"{self._folder.said} was taken over by another machine while this one could not "
-                "be heard.\n  Run it again: what the other one builds is reused."
+                f"{self._folder.redacted_url} was taken over by another machine because this one "
+                "did not renew its lease.\n  Run it again: the other machine's result is reused."
             )
             failure.may_pass = True
             raise failure
@@ -103,8 +103,10 @@ class Lease:
 
     def __enter__(self) -> "Lease":
         """Start renewing a lease that was taken."""
-        self._pulse = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
-        self._pulse.start()
+        self._renewal_thread = threading.Thread(
+            target=self._renew, name="penstock-lease", daemon=True
+        )
+        self._renewal_thread.start()
         return self
 
     def __exit__(
@@ -114,7 +116,7 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         """Release the lease, unless it was cleared."""
-        if not self._ended.is_set():
+        if not self._stop_event.is_set():
             self.release()
 
     def _highest(self) -> tuple[int, dict[str, Any] | None]:
@@ -123,7 +125,7 @@ class Lease:
         if not numbers:
             return 0, None
         content = (self._leases / _name(max(numbers))).read()
-        return max(numbers), _parsed(content) if content else None
+        return max(numbers), _parse(content) if content else None
 
     def _is_free(self, record: dict[str, Any] | None) -> bool:
         if record is None:
@@ -144,7 +146,7 @@ class Lease:
         return True
 
     def _renew(self) -> None:
-        while not self._ended.wait(self._term / RENEWALS):
+        while not self._stop_event.wait(self._term / RENEWALS):
             with contextlib.suppress(PenstockError):
                 if self._highest()[0] != self._number:
                     self._lost = True
@@ -152,7 +154,7 @@ class Lease:
                 self._write("held")
 
     def _write(self, state: str) -> None:
-        self._beat += 1
+        self._num_renewals += 1
         (self._leases / _name(self._number)).write(self._content(state))
 
     def _content(self, state: str) -> bytes:
@@ -160,18 +162,18 @@ class Lease:
             "state": state,
             "holder": self._holder,
             "token": self._token,
-            "beat": self._beat,
+            "beat": self._num_renewals,
             "host": platform.node(),
         }
         return json.dumps(record, sort_keys=True).encode()
 
     def _stop(self) -> None:
-        self._ended.set()
-        if self._pulse:
-            self._pulse.join()
+        self._stop_event.set()
+        if self._renewal_thread:
+            self._renewal_thread.join()
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parse(content: bytes) -> dict[str, Any]:
     """Parse a lease. A damaged lease is reported as such, so that its term is waited for."""
     try:
         record = json.loads(content)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, cast
 
 from penstock.core.errors import StageError
 from penstock.core.process.retry import retry_until_connected
-from penstock.core.remote.errors import StorageError, while_working
+from penstock.core.remote.errors import StorageError, to_run_error
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.stream import RemoteStream
 from penstock.core.remote.urls import is_url, local_path
@@ -30,22 +30,22 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
     """
     if isinstance(location, Path) or not is_url(location):
         return Path(local_path(str(location))).open("rb")
-    place = RemotePath.of(location)
+    place = RemotePath.from_url(location)
     info = place.info()
     if info is None:
         raise StageError(
-            f"{place.said} is gone: it was there when this run was planned.\n"
+            f"{place.redacted_url} no longer exists; it did when this run was planned.\n"
             "  Restore it, or run again to plan without it."
         )
     if pinned is not None:
-        _compare(place, info, pinned)
+        _require_unchanged(place, info, pinned)
     size = info["size"]
-    if size is None or (place.is_web and not _serves_ranges(place, size)):
-        return _spooled(place)
+    if size is None or (place.is_web and not _supports_ranges(place, size)):
+        return _download_to_spool(place)
     return cast(BinaryIO, io.BufferedReader(RemoteStream(place, size), BUFFER))
 
 
-def _serves_ranges(place: RemotePath, size: int) -> bool:
+def _supports_ranges(place: RemotePath, size: int) -> bool:
     """Whether a web server supports range requests."""
     if size < 2:
         return True
@@ -60,21 +60,21 @@ def _serves_ranges(place: RemotePath, size: int) -> bool:
     except StorageError as fault:
         if isinstance(fault.error, ValueError):
             return False
-        raise while_working(fault, place.url, "read") from None
+        raise to_run_error(fault, place.url, "read") from None
 
 
-def _compare(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
+def _require_unchanged(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
     now = content_version(info) or {}
     known = {name: pinned[name] for name in now if name in pinned}
     same_size = info["size"] is None or info["size"] == pinned["bytes"]
     if not same_size or any(now[name] != known[name] for name in known):
         raise StageError(
-            f"{place.said} has changed since this run was planned: it had {pinned['bytes']} bytes "
-            f"and has {info['size']}.\n  Run again; what has not changed is reused."
+            f"{place.redacted_url} has changed since this run was planned: it had "
+            f"{pinned['bytes']} bytes and has {info['size']}.\n  Run again; what has not changed is reused."
         )
 
 
-def _spooled(place: RemotePath) -> BinaryIO:
+def _download_to_spool(place: RemotePath) -> BinaryIO:
     """Download the whole file to a temporary file, for servers without range requests."""
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
 
@@ -88,6 +88,6 @@ def _spooled(place: RemotePath) -> BinaryIO:
         retry_until_connected(fetch)
     except StorageError as fault:
         spool.close()
-        raise while_working(fault, place.url, "read") from None
+        raise to_run_error(fault, place.url, "read") from None
     spool.seek(0)
     return cast(BinaryIO, spool)

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.process.retry import PATIENT, QUICK, retry_until_connected
+from penstock.core.process.retry import PLANNING_TRIES, RUN_TRIES, retry_until_connected
 from penstock.core.remote.errors import (
     Doing,
     StorageError,
-    package_missing,
-    while_planning,
-    while_working,
+    missing_package_error,
+    to_planning_error,
+    to_run_error,
 )
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, url_join, url_scheme
 
@@ -44,7 +44,7 @@ class RemotePath:
     path: str = field(repr=False)
 
     @classmethod
-    def of(cls, url: str) -> "RemotePath":
+    def from_url(cls, url: str) -> "RemotePath":
         """The path of that URL, without any request.
 
         Raises ConfigError for an unknown scheme, CapabilityError if its package is not installed.
@@ -57,15 +57,15 @@ class RemotePath:
             )
         except StorageError as fault:
             if isinstance(fault.error, ImportError):
-                raise package_missing(url) from None
-            raise while_planning(fault, url) from None
+                raise missing_package_error(url) from None
+            raise to_planning_error(fault, url) from None
         place = cls(url, system, str(path).rstrip("/"))
         if place._is_s3:
             system.retries = S3_TRIES
         return place
 
     @property
-    def said(self) -> str:
+    def redacted_url(self) -> str:
         """The redacted URL."""
         return redact(self.url)
 
@@ -81,27 +81,29 @@ class RemotePath:
     def __truediv__(self, name: str) -> "RemotePath":
         """Join a name to this folder. Raises ArtifactError for a name that escapes the folder."""
         return RemotePath(
-            url_join(self.url, checked(name)), self.system, posixpath.join(self.path, name)
+            url_join(self.url, require_relative(name)), self.system, posixpath.join(self.path, name)
         )
 
-    def info(self, *, tries: int = PATIENT) -> Info | None:
+    def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
         try:
-            found: Any = retry_until_connected(lambda: self._ask("info"), tries=tries)
+            found: Any = retry_until_connected(lambda: self._request("info"), tries=tries)
         except StorageError as fault:
             if fault.kind == "absent":
                 return None
-            raise while_planning(fault, self.url) from None
+            raise to_planning_error(fault, self.url) from None
         return found if found.get("type") == "file" else None
 
-    def files(self, *, tries: int = PATIENT) -> dict[str, Info]:
+    def files(self, *, tries: int = RUN_TRIES) -> dict[str, Info]:
         """Every file below this folder by relative name, sorted; empty if there is no folder."""
         try:
-            found: Any = retry_until_connected(lambda: self._ask("find", detail=True), tries=tries)
+            found: Any = retry_until_connected(
+                lambda: self._request("find", detail=True), tries=tries
+            )
         except StorageError as fault:
             if fault.kind == "absent":
                 return {}
-            raise while_planning(fault, self.url) from None
+            raise to_planning_error(fault, self.url) from None
         below = self.path + "/"
         return {
             path.removeprefix(below): info
@@ -112,11 +114,13 @@ class RemotePath:
     def names(self) -> set[str]:
         """The names of files and folders directly in this folder."""
         try:
-            found: Any = retry_until_connected(lambda: self._ask("ls", detail=False), tries=QUICK)
+            found: Any = retry_until_connected(
+                lambda: self._request("ls", detail=False), tries=PLANNING_TRIES
+            )
         except StorageError as fault:
             if fault.kind == "absent":
                 return set()
-            raise while_planning(fault, self.url) from None
+            raise to_planning_error(fault, self.url) from None
         return {PurePosixPath(str(path)).name for path in found} - {""}
 
     def read(self) -> bytes | None:
@@ -126,11 +130,11 @@ class RemotePath:
         except StorageError as fault:
             if fault.kind == "absent":
                 return None
-            raise while_working(fault, self.url, "read") from None
+            raise to_run_error(fault, self.url, "read") from None
 
     def write(self, content: bytes) -> None:
         """Write a small file atomically, overwriting an existing one."""
-        self._do("written", lambda: self.system.pipe_file(self.path, content))
+        self._run("written", lambda: self.system.pipe_file(self.path, content))
 
     def create(self, content: bytes) -> bool:
         """Create a small file if it does not exist; only one of several writers gets True."""
@@ -142,10 +146,10 @@ class RemotePath:
             if fault.kind == "exists":
                 return False
             if fault.kind == "cut":
-                # The write may have succeeded before the error: whoever finds its own content has
-                # won.
+                # The write may have succeeded before the error: the writer that reads back its own
+                # content has won.
                 return self.read() == content
-            raise while_working(fault, self.url, "written") from None
+            raise to_run_error(fault, self.url, "written") from None
         return True
 
     def put(self, source: Path) -> None:
@@ -157,13 +161,13 @@ class RemotePath:
         def send() -> None:
             self.system.put_file(str(source), self.path, **parts)
 
-        self._do("written", send)
+        self._run("written", send)
         arrived = self.info()
         if arrived is None or arrived["size"] != size:
             have = arrived["size"] if arrived else "no"
             raise StageError(
-                f"{self.said} was sent with {size} bytes and has {have} bytes.\n"
-                "  Run it again; if it happens again, the store is at fault."
+                f"{self.redacted_url} was uploaded with {size} bytes and has {have} bytes.\n"
+                "  Run it again; if the error persists, the store is faulty."
             )
 
     def delete(self) -> None:
@@ -172,35 +176,35 @@ class RemotePath:
             retry_until_connected(lambda: self.system.rm_file(self.path))
         except StorageError as fault:
             if fault.kind != "absent":
-                raise while_working(fault, self.url, "deleted") from None
+                raise to_run_error(fault, self.url, "deleted") from None
 
     def copy(self, target: "RemotePath") -> None:
         """Copy the file within the store."""
-        self._do("copied", lambda: self.system.cp_file(self.path, target.path))
+        self._run("copied", lambda: self.system.cp_file(self.path, target.path))
 
     def move(self, target: "RemotePath") -> None:
         """Copy within the store, then delete this file."""
         self.copy(target)
         self.delete()
 
-    def _ask(self, method: str, **options: Any) -> Any:
+    def _request(self, method: str, **options: Any) -> Any:
         self.system.invalidate_cache()
         return getattr(self.system, method)(self.path, **options)
 
-    def _do(self, doing: Doing, act: Callable[[], Result]) -> Result:
+    def _run(self, doing: Doing, act: Callable[[], Result]) -> Result:
         try:
             return retry_until_connected(act)
         except StorageError as fault:
-            raise while_working(fault, self.url, doing) from None
+            raise to_run_error(fault, self.url, doing) from None
 
 
-def checked(name: str) -> str:
+def require_relative(name: str) -> str:
     """Return the name if it stays below its folder. Raises ArtifactError otherwise."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
         raise ArtifactError(
-            f"{name!r} is no name of a file below a folder.\n"
-            "  Whoever wrote it there may be up to no good: look at it before you delete it."
+            f"{name!r} is not a relative file name inside its folder.\n"
+            "  It may have been written to overwrite other files: check its origin before use."
         )
     return name
 

@@ -10,40 +10,40 @@ from penstock.core.files import backup_rename
 from penstock.core.remote.artifact_sync import RemoteArtifact
 
 
-def sync_mirror(depot: RemoteArtifact, stage: Stage) -> str | None:
+def sync_mirror(remote: RemoteArtifact, stage: Stage) -> str | None:
     """Make the mirror's record match the remote one, and download the intermediate files to resume
     from.
 
     Returns the key of the remote artifact, if there is one.
     """
     mine = stage_key(stage)
-    sealed, begun = depot.manifest(), depot.attempt()
-    there = sealed or begun
-    here = _key_here(depot)
+    complete, attempt = remote.manifest(), remote.attempt()
+    there = complete or attempt
+    here = _mirror_key(remote)
     if here and here != (there["key"] if there else mine):
-        backup_rename(depot.folder)
+        backup_rename(remote.folder)
         here = None
     if there is None:
         return None
     if here is None and there["key"] != mine:
-        depot.copy_record(MANIFEST if sealed else ATTEMPT, there)
-    if begun and not sealed and begun["key"] == mine:
-        if changed_inputs(stage, begun, digests_of_inputs(stage)):
-            depot.set_aside()
+        remote.copy_record(MANIFEST if complete else ATTEMPT, there)
+    if attempt and not complete and attempt["key"] == mine:
+        if changed_inputs(stage, attempt, digests_of_inputs(stage)):
+            remote.move_to_backup()
             return None
-        names = list(depot.place.files())
-        while wanted := stage.wanted(names, depot.folder):
-            depot.fetch_names(wanted)
+        names = list(remote.root.files())
+        while wanted := stage.files_to_download(names, remote.folder):
+            remote.fetch_names(wanted)
             # Damaged files are not requested again; older ones are.
             names = [name for name in names if name not in wanted]
     return there["key"]
 
 
-def holds_a_record(depot: RemoteArtifact) -> bool:
+def has_record(remote: RemoteArtifact) -> bool:
     """Whether the mirror folder has a manifest or attempt record."""
-    return _key_here(depot) is not None
+    return _mirror_key(remote) is not None
 
 
-def _key_here(depot: RemoteArtifact) -> str | None:
-    record = read_manifest(depot.folder) or read_attempt(depot.folder)
+def _mirror_key(remote: RemoteArtifact) -> str | None:
+    record = read_manifest(remote.folder) or read_attempt(remote.folder)
     return record["key"] if record else None

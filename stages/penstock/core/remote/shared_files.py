@@ -12,9 +12,9 @@ from pathlib import Path
 
 from penstock.core.files import atomic_write
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import RemotePath, checked
+from penstock.core.remote.path import RemotePath, require_relative
 
-AT_ONCE = 8
+MAX_CONCURRENT_TRANSFERS = 8
 CHUNK = 4 << 20
 
 Files = tuple[str, ...]
@@ -34,19 +34,19 @@ class SharedCache:
         Makes one listing request, however many files there are. Raises StageError if the connection
         is lost, CapabilityError if access is denied.
         """
-        there = set(RemotePath.of(self.url).files())
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            jobs = [pool.submit(self._even_out, files, there) for files in wanted]
+        there = set(RemotePath.from_url(self.url).files())
+        with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
+            jobs = [pool.submit(self._synchronize, files, there) for files in wanted]
             for job in jobs:
                 job.result()
 
     def send(self, files: Files) -> None:
         """Upload files that were just created locally, the completion marker last."""
-        root = RemotePath.of(self.url)
+        root = RemotePath.from_url(self.url)
         for name in files:
-            (root / checked(name)).put(self.folder / name)
+            (root / require_relative(name)).put(self.folder / name)
 
-    def _even_out(self, files: Files, there: set[str]) -> None:
+    def _synchronize(self, files: Files, there: set[str]) -> None:
         is_here = all((self.folder / name).is_file() for name in files)
         is_there = all(name in there for name in files)
         if is_there and not is_here:
@@ -55,10 +55,10 @@ class SharedCache:
             self.send(files)
 
     def _fetch(self, files: Files) -> None:
-        root = RemotePath.of(self.url)
+        root = RemotePath.from_url(self.url)
         for name in files:
             with (
-                atomic_write(self.folder / checked(name)) as part,
+                atomic_write(self.folder / require_relative(name)) as part,
                 open_file((root / name).url) as source,
                 part.open("wb") as stream,
             ):

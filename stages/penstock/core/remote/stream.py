@@ -10,7 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.process.retry import retry_until_connected
-from penstock.core.remote.errors import StorageError, while_working
+from penstock.core.remote.errors import StorageError, to_run_error
 from penstock.core.remote.path import RemotePath
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class RemoteStream(io.RawIOBase):
         self._place = place
         self._size = size
         self._file: Any = retry_until_connected(self._open)
-        self._at = 0
+        self._offset = 0
         self._block = b""
         self._block_start = 0
         self._length = FIRST_BLOCK
-        self._ahead: tuple[int, Future[bytes]] | None = None
+        self._prefetched: tuple[int, Future[bytes]] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
 
     def readable(self) -> bool:
@@ -47,61 +47,61 @@ class RemoteStream(io.RawIOBase):
 
     def tell(self) -> int:
         """The offset of the next byte that is read."""
-        return self._at
+        return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the offset; nothing is downloaded until the next read."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"{base + offset} is before the start of the file")
-        self._at = base + offset
-        return self._at
+        self._offset = base + offset
+        return self._offset
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         """Fill `buffer` with available bytes, at least one unless the file has ended."""
         view = memoryview(buffer).cast("B")
-        if self._at >= self._size or not len(view):
+        if self._offset >= self._size or not len(view):
             return 0
-        if not self._block_start <= self._at < self._block_start + len(self._block):
-            self._turn_to(self._at, len(view))
-        start = self._at - self._block_start
-        given = memoryview(self._block)[start : start + len(view)]
-        view[: len(given)] = given
-        self._at += len(given)
-        return len(given)
+        if not self._block_start <= self._offset < self._block_start + len(self._block):
+            self._load_block(self._offset, len(view))
+        start = self._offset - self._block_start
+        available = memoryview(self._block)[start : start + len(view)]
+        view[: len(available)] = available
+        self._offset += len(available)
+        return len(available)
 
     def close(self) -> None:
         """Close the connection and drop prefetched blocks."""
         if not self.closed:
             if self._fetcher:
                 self._fetcher.shutdown(wait=True, cancel_futures=True)
-            self._block, self._ahead = b"", None
+            self._block, self._prefetched = b"", None
             self._file.close()
         super().close()
 
-    def _turn_to(self, start: int, wanted: int) -> None:
+    def _load_block(self, start: int, wanted: int) -> None:
         """Make the block that contains offset `start` the current block."""
-        goes_on = start == self._block_start + len(self._block)
-        ahead = self._ahead
+        is_sequential = start == self._block_start + len(self._block)
+        ahead = self._prefetched
         if ahead and ahead[0] == start:
             self._block = ahead[1].result()
         else:
-            if not goes_on:
+            if not is_sequential:
                 self._length = FIRST_BLOCK
-            self._block = self._in_turn(start, max(wanted, self._length))
-        self._block_start, self._ahead = start, None
+            self._block = self._fetch_in_order(start, max(wanted, self._length))
+        self._block_start, self._prefetched = start, None
         self._length = min(max(len(self._block) * GROWTH, FIRST_BLOCK), LARGEST_BLOCK)
         after = start + len(self._block)
-        if goes_on and after < self._size:
-            self._ahead = after, self._fetching().submit(self._fetch, after, self._length)
+        if is_sequential and after < self._size:
+            self._prefetched = after, self._get_fetcher().submit(self._fetch, after, self._length)
 
-    def _in_turn(self, start: int, length: int) -> bytes:
+    def _fetch_in_order(self, start: int, length: int) -> bytes:
         # One file object serves all reads, so once there is a thread, all reads go through it.
         if self._fetcher is None:
             return self._fetch(start, length)
-        return self._fetching().submit(self._fetch, start, length).result()
+        return self._get_fetcher().submit(self._fetch, start, length).result()
 
-    def _fetching(self) -> ThreadPoolExecutor:
+    def _get_fetcher(self) -> ThreadPoolExecutor:
         self._fetcher = self._fetcher or ThreadPoolExecutor(1, "penstock-read-ahead")
         return self._fetcher
 
@@ -123,7 +123,7 @@ class RemoteStream(io.RawIOBase):
         try:
             return retry_until_connected(read)
         except StorageError as fault:
-            raise while_working(fault, self._place.url, "read") from None
+            raise to_run_error(fault, self._place.url, "read") from None
 
     def _open(self) -> Any:
         return self._place.system.open(

@@ -53,7 +53,7 @@ class BackgroundUploader:
 
         Files that keep changing are uploaded together with others, and at the end.
         """
-        *groups, changing = self._stage.keepsakes(self._depot.folder) or [[]]
+        *groups, changing = self._stage.files_to_upload(self._depot.folder) or [[]]
         if not groups and not changing:
             return
         folder = self._depot.folder

@@ -25,10 +25,10 @@ class SavedSplit:
 
     def files(self, path: str) -> tuple[Path, ...]:
         """The Arrow files in order. Raises ConfigError if the metadata names a missing file."""
-        state = _notes(self.folder / STATE, path)
+        state = _read_metadata(self.folder / STATE, path)
         if state.get("_indices_data_files"):
             raise ConfigError(
-                f"{path} was saved as a selection from its files, by an old release of datasets.\n"
+                f"{path} was saved with an indices mapping, by an old release of datasets.\n"
                 "  Write it again: load_from_disk(…).flatten_indices().save_to_disk(…)."
             )
         try:
@@ -38,16 +38,16 @@ class SavedSplit:
                 f"{self.folder / STATE} does not list the files of {path}.\n  Save it again."
             ) from error
         for name in names:
-            if not self._holds(name):
+            if not self._has_file(name):
                 raise ConfigError(
-                    f"{path} is not whole: {STATE} lists {name}, which is not there.\n"
-                    "  Save it again, or copy what is missing."
+                    f"{path} is incomplete: {STATE} lists {name}, which does not exist.\n"
+                    "  Save it again, or copy the missing file."
                 )
         if not names:
             raise ConfigError(f"{path} was saved without any data.\n  Save it again.")
         return tuple(self.folder / name for name in names)
 
-    def _holds(self, name: str) -> bool:
+    def _has_file(self, name: str) -> bool:
         """Whether the file exists directly in the folder: the metadata is untrusted."""
         return Path(name).name == name and (self.folder / name).is_file()
 
@@ -59,7 +59,7 @@ class SavedFolder:
     root: Path
     splits: tuple[str, ...] | None
 
-    def of_split(self, path: str, split: str | None) -> SavedSplit:
+    def select_split(self, path: str, split: str | None) -> SavedSplit:
         """The requested split; by default `train`, or the only one."""
         if self.splits is None:
             if split not in (None, "train"):
@@ -78,10 +78,10 @@ class SavedFolder:
         return SavedSplit(self.root / wanted)
 
 
-def saved_in(folder: Path) -> SavedFolder | None:
+def read_saved_folder(folder: Path) -> SavedFolder | None:
     """Parse the metadata in `folder`; None if save_to_disk did not write it."""
     if (folder / SPLITS).is_file():
-        splits = _notes(folder / SPLITS, str(folder)).get("splits")
+        splits = _read_metadata(folder / SPLITS, str(folder)).get("splits")
         names = tuple(str(split) for split in cast("list[Any]", splits or []))
         if not names or not all(SPLIT.fullmatch(name) for name in names):
             raise ConfigError(f"{folder / SPLITS} does not list splits.\n  Save the data again.")
@@ -89,7 +89,7 @@ def saved_in(folder: Path) -> SavedFolder | None:
     return SavedFolder(folder, None) if (folder / STATE).is_file() else None
 
 
-def _notes(file: Path, path: str) -> dict[str, Any]:
+def _read_metadata(file: Path, path: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -7,7 +7,7 @@ from penstock.core import env
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError
 from penstock.core.remote.urls import is_url
-from penstock.core.sources.pin_remote import fetched
+from penstock.core.sources.pin_remote import download_source
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
@@ -19,7 +19,7 @@ def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FIL
     Raises CapabilityError if it cannot be downloaded and is not cached.
     """
     if source.pin["kind"] != "hub":
-        return fetched(source) if is_url(typed) else Path(typed).expanduser()
+        return download_source(source) if is_url(typed) else Path(typed).expanduser()
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from penstock.core.errors import ConfigError, ElsewhereError
 from penstock.core.sources import megatron_files
-from penstock.core.sources.datasets_folder import SavedFolder, saved_in
+from penstock.core.sources.datasets_folder import SavedFolder, read_saved_folder
 
 KINDS: dict[str, tuple[str, ...]] = {
     "json": (".json", ".jsonl", ".ndjson"),
@@ -26,10 +26,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """Compression by file suffix."""
 
-COMPRESSES_ITSELF = ("parquet", "arrow", megatron_files.KIND)
+RANDOM_ACCESS_KINDS = ("parquet", "arrow", megatron_files.KIND)
 """Kinds that need random access, so files must not be compressed."""
 
-NOT_READ = {
+UNSUPPORTED_SUFFIXES = {
     ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
     ".xls": "a spreadsheet, which is not read.\n  Save the table as CSV.",
     ".zip": "an archive, which is not read.\n  Unpack it, and name its folder.",
@@ -51,7 +51,7 @@ SUFFIXES = tuple(
     suffix + compression
     for kind, suffixes in KINDS.items()
     for suffix in suffixes
-    for compression in ("", *(() if kind in COMPRESSES_ITSELF else COMPRESSED))
+    for compression in ("", *(() if kind in RANDOM_ACCESS_KINDS else COMPRESSED))
 )
 """All suffixes that identify a file's kind."""
 
@@ -60,7 +60,7 @@ GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalFiles:
     """Files in reading order, named relative to `root`; `label` is the name shown to users."""
 
     label: str
@@ -100,15 +100,15 @@ def looks_local(path: str) -> bool:
     )
 
 
-def is_near_a_file(name: str) -> bool:
+def resembles_local_file(name: str) -> bool:
     """Whether a missing bare name is similar to a file in the current folder, and so is more likely
     a typo than a Hub repository."""
-    return bool(difflib.get_close_matches(name, names_in(Path()), n=1, cutoff=0.8))
+    return bool(difflib.get_close_matches(name, list_names(Path()), n=1, cutoff=0.8))
 
 
 def find_data(
     path: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
-) -> Found:
+) -> LocalFiles:
     """Find the data files of `path`: a file, a glob, or a folder (all of it, or its `data_files`).
 
     If file names in a folder contain split names, returns the files of `split`, or of `train`.
@@ -117,34 +117,34 @@ def find_data(
     check_split(path, split)
     target = Path(path).expanduser()
     index = megatron_files.find_index(target) if ds_type in (None, megatron_files.KIND) else None
-    if target.is_dir() and not data_files and (saved := saved_in(target)):
-        return _saved(path, target, saved, split, ds_type)
+    if target.is_dir() and not data_files and (saved := read_saved_folder(target)):
+        return _from_saved_folder(path, target, saved, split, ds_type)
     if index:
-        refuse_data_files(path, data_files)
-        found = Found(index.stem, index.parent, (index,))
+        reject_data_files(path, data_files)
+        found = LocalFiles(index.stem, index.parent, (index,))
     elif GLOB.search(path) and not target.exists():
         found = _glob(path, target)
     elif target.is_dir():
         found = _folder(path, target, split, data_files, ds_type)
     elif target.exists():
-        refuse_data_files(path, data_files)
-        found = Found(target.name, target.parent, (target,))
+        reject_data_files(path, data_files)
+        found = LocalFiles(target.name, target.parent, (target,))
     else:
-        raise missing(path)
+        raise missing_path_error(path)
     for file in found.paths:
         if file.is_dir():
-            raise ConfigError(f"{file} is a folder where a file is meant.\n  Name its files.")
+            raise ConfigError(f"{file} is a folder, not a file.\n  Name its files.")
         check_kind(found.name_of(file), ds_type, path)
-    refuse_other_split(path, [found.name_of(file) for file in found.paths], split)
-    return replace(found, paths=megatron_files.with_data(found.paths))
+    reject_other_split(path, [found.name_of(file) for file in found.paths], split)
+    return replace(found, paths=megatron_files.add_data_files(found.paths))
 
 
 def check_split(path: str, split: str | None) -> None:
     """Reject `split` for a single file: files have splits only by name."""
     if split and not re.fullmatch(r"\w+", split):
         raise ConfigError(
-            f"split is {split!r}, but parts of a split cannot be taken from files.\n"
-            f"  Give {path} as files that hold what you want, and leave split out."
+            f"split is {split!r}, but slices of a split are not supported for files ({path}).\n"
+            "  Write a path with only the wanted files, and leave split out."
         )
 
 
@@ -154,21 +154,21 @@ def check_kind(name: str, ds_type: str | None, path: str) -> None:
     kind = ds_type or detect_file_kind(name)
     called = name if name == path else f"{name} (of {path})"
     if kind is None:
-        what = NOT_READ.get(Path(name).suffix.lower())
+        what = UNSUPPORTED_SUFFIXES.get(Path(name).suffix.lower())
         raise ConfigError(
             f"{called} is {what}"
             if what
-            else f"{called} does not say what kind of file it is.\n"
+            else f"{called} has no suffix of a known file type.\n"
             f"  Write ds_type: one of {', '.join(KINDS)}."
         )
-    if kind in COMPRESSES_ITSELF and detect_compression(name):
+    if kind in RANDOM_ACCESS_KINDS and detect_compression(name):
         raise ConfigError(
-            f"{called} is {kind} compressed once more, and could not be read in parts.\n"
-            f"  Decompress it; {kind} files are compressed inside."
+            f"{called} is a compressed {kind} file, which does not allow random access.\n"
+            f"  Decompress it; {kind} files are compressed internally."
         )
 
 
-def missing(path: str) -> ConfigError:
+def missing_path_error(path: str) -> ConfigError:
     """The error for a missing local path, with similar names."""
     target = Path(path).expanduser()
     parent = target.parent
@@ -177,36 +177,42 @@ def missing(path: str) -> ConfigError:
             f"{path} does not exist, and neither does the folder {Path(path).parent}.\n"
             f"  Paths are relative to the folder the command runs in ({Path.cwd().name}/)."
         )
-    near = difflib.get_close_matches(target.name, names_in(parent), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names_in(parent))}."
+    near = difflib.get_close_matches(target.name, list_names(parent), n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"it holds {abbreviate(list_names(parent))}."
+    )
     return ConfigError(f"{path} does not exist.\n  In {Path(path).parent}: {hint}")
 
 
-def names_in(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     """The names in a folder, sorted. Raises ConfigError if it cannot be listed."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except PermissionError as error:
-        raise unreadable(folder) from error
+        raise permission_error(folder) from error
 
 
-def unreadable(path: Path) -> ConfigError:
+def permission_error(path: Path) -> ConfigError:
     """The error for a file or folder without read permission."""
     return ConfigError(
         f"{path} cannot be read: permission denied.\n  Change its mode or its owner."
     )
 
 
-def _glob(path: str, target: Path) -> Found:
+def _glob(path: str, target: Path) -> LocalFiles:
     parts = target.parts
     first = next(i for i, part in enumerate(parts) if GLOB.search(part))
     root = Path(*parts[:first]) if first else Path()
     if not root.is_dir():
-        raise missing(path)
+        raise missing_path_error(path)
     files = _matches(root, str(Path(*parts[first:])))
     if not files:
-        raise ConfigError(f"{path} matches no file.\n  {root} holds {some(names_in(root))}.")
-    return Found(root.resolve().name, root, tuple(files))
+        raise ConfigError(
+            f"{path} matches no file.\n  {root} holds {abbreviate(list_names(root))}."
+        )
+    return LocalFiles(root.resolve().name, root, tuple(files))
 
 
 def _folder(
@@ -215,18 +221,20 @@ def _folder(
     split: str | None,
     data_files: Sequence[str] | None,
     ds_type: str | None,
-) -> Found:
+) -> LocalFiles:
     label = folder.resolve().name
     if data_files:
         named = [file for name in data_files for file in _data_file(path, folder, name)]
-        return Found(label, folder, tuple(named))
-    names_in(folder)
+        return LocalFiles(label, folder, tuple(named))
+    list_names(folder)
     below = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-    names = choose(path, below, split=split, ds_type=ds_type)
-    return Found(label, folder, tuple(folder / name for name in names))
+    names = select_data_files(path, below, split=split, ds_type=ds_type)
+    return LocalFiles(label, folder, tuple(folder / name for name in names))
 
 
-def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str | None) -> list[str]:
+def select_data_files(
+    path: str, names: Sequence[str], *, split: str | None, ds_type: str | None
+) -> list[str]:
     """Choose the data files among the files below the folder `path`, sorted.
 
     If file names contain split names, chooses the files of `split`, or of `train`, or of the only
@@ -242,8 +250,8 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
     ]
     if not data:
         raise ConfigError(
-            f"{path} holds no file that ends in {', '.join(_endings(ds_type))}.\n"
-            f"  It holds {some(top(names))}; name files with data_files and ds_type."
+            f"{path} holds no file that ends in {', '.join(_suffixes(ds_type))}.\n"
+            f"  It holds {abbreviate(top_level_names(names))}; set data_files and ds_type."
         )
     splits = {frozenset(_words(Path(name)) & SPLIT_WORDS) for name in data}
     if splits == {frozenset()} or (split is None and len(splits) == 1):
@@ -252,32 +260,32 @@ def choose(path: str, names: Sequence[str], *, split: str | None, ds_type: str |
     of_split = [name for name in data if wanted in _words(Path(name))]
     if not of_split:
         raise ConfigError(
-            f"{path} has no file for the split {wanted!r}; it has {some(data)}.\n"
+            f"{path} has no file for the split {wanted!r}; it has {abbreviate(data)}.\n"
             "  Set split, or name the files with data_files."
         )
     return of_split
 
 
-def _endings(ds_type: str | None) -> list[str]:
+def _suffixes(ds_type: str | None) -> list[str]:
     """The suffixes of this kind without compression; of all kinds if None."""
     return [each for kind, them in KINDS.items() if ds_type in (None, kind) for each in them]
 
 
-def top(names: Sequence[str]) -> list[str]:
+def top_level_names(names: Sequence[str]) -> list[str]:
     """The names directly in the folder that contains `names`, sorted."""
     return sorted({PurePosixPath(name).parts[0] for name in names})
 
 
-def _saved(
+def _from_saved_folder(
     path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
-) -> Found:
+) -> LocalFiles:
     """A folder of `datasets.save_to_disk`: the files listed in its metadata, in order."""
     if ds_type not in (None, "arrow"):
         raise ConfigError(
             f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"
             "  Leave ds_type out."
         )
-    return Found(folder.resolve().name, folder, saved.of_split(path, split).files(path))
+    return LocalFiles(folder.resolve().name, folder, saved.select_split(path, split).files(path))
 
 
 def _data_file(path: str, folder: Path, name: str) -> list[Path]:
@@ -289,8 +297,12 @@ def _data_file(path: str, folder: Path, name: str) -> list[Path]:
             raise ConfigError(f"data_files: {name} is a folder.\n  Name its files.")
         if GLOB.search(name) and (files := _matches(folder, name)):
             return files
-    near = difflib.get_close_matches(name, names_in(folder), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {some(names_in(folder))}."
+    near = difflib.get_close_matches(name, list_names(folder), n=3, cutoff=0.5)
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"it has {abbreviate(list_names(folder))}."
+    )
     raise ConfigError(f"data_files: {name} is not in {path}.\n  There: {hint}")
 
 
@@ -301,7 +313,7 @@ def _matches(root: Path, pattern: str) -> list[Path]:
     )
 
 
-def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
+def reject_data_files(path: str, data_files: Sequence[str] | None) -> None:
     """Reject `data_files` for a single file: they are names in a folder."""
     if data_files:
         raise ConfigError(
@@ -310,13 +322,13 @@ def refuse_data_files(path: str, data_files: Sequence[str] | None) -> None:
         )
 
 
-def refuse_other_split(path: str, names: Sequence[str], split: str | None) -> None:
+def reject_other_split(path: str, names: Sequence[str], split: str | None) -> None:
     """Reject other splits of files whose names contain no split: they are the split `train`."""
     if split in (None, "train"):
         return
     if not all(split in _words(Path(name)) for name in names):
         raise ConfigError(
-            f"split is {split!r}, but {path} is files that do not bear that name.\n"
+            f"split is {split!r}, but {path} is files whose names do not contain that split.\n"
             "  Name the files of the split, and leave split out."
         )
 
@@ -325,7 +337,7 @@ def _words(path: Path) -> set[str]:
     return {word for word in re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()) if word}
 
 
-def some(names: Sequence[str]) -> str:
+def abbreviate(names: Sequence[str]) -> str:
     """The first few names, and the number of remaining ones."""
     shown = ", ".join(names[:8]) or "nothing"
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

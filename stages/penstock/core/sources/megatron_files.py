@@ -22,7 +22,7 @@ def find_index(path: Path) -> Path | None:
     return found if found.is_file() else None
 
 
-def with_data(files: Sequence[Path]) -> tuple[Path, ...]:
+def add_data_files(files: Sequence[Path]) -> tuple[Path, ...]:
     """The files, with the .bin file after each index. Raises ConfigError if one is missing."""
     found: list[Path] = []
     for file in files:

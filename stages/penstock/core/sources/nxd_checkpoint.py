@@ -12,15 +12,15 @@ DEPTH = 3
 """Maximum folder depth of shards: `<checkpoint>/<tag>/model/<rank>`."""
 
 
-def refuse_nxd_checkpoint(path: str, field: str) -> None:
+def reject_nxd_checkpoint(path: str, field: str) -> None:
     """Raise ConfigError if the folder in `field` is an NxD checkpoint."""
     folder = Path(path).expanduser()
     patterns = ("/".join(["*"] * depth) for depth in range(1, DEPTH + 1))
     if any(SHARD.fullmatch(file.name) for one in patterns for file in folder.glob(one)):
         raise ConfigError(
             f"{field} {path} is a checkpoint of NeuronX Distributed (pickled tensors of each rank),"
-            " which is not read here.\n"
-            "  Make a Hugging Face model of it: NxDT's checkpoint_converter.py with"
+            " which is not supported.\n"
+            "  Convert it to a Hugging Face model: NxDT's checkpoint_converter.py with"
             " --convert_to_full_state, then save_pretrained of transformers, which writes"
             " safetensors; and name that folder in train.init_checkpoint_path."
         )

@@ -15,12 +15,12 @@ from penstock.core.cache.digests import digest_files
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
 from penstock.core.files import read_json, regular_files
-from penstock.core.process.retry import QUICK
+from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url, local_path, redact
 from penstock.core.sources import local_files, megatron_files
-from penstock.core.sources.local_files import Found
-from penstock.core.sources.pin_remote import fetched, pin_remote_data, pin_remote_files
+from penstock.core.sources.local_files import LocalFiles
+from penstock.core.sources.pin_remote import download_source, pin_remote_data, pin_remote_files
 
 BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
 """Built-in generated data sets and their versions; incremented when the generated data changes."""
@@ -83,18 +83,18 @@ def pin_data(
     """
     files = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if path in BUILTIN_DATA or path.startswith("builtin:"):
-        return _builtin(path, BUILTIN_DATA)
+        return _pin_builtin(path, BUILTIN_DATA)
     if is_url(path):
-        _refuse_for_files(path, name=name, revision=revision)
+        _reject_for_files(path, name=name, revision=revision)
         if ds_type == megatron_files.KIND or path.endswith(megatron_files.INDEX):
             raise ConfigError(
-                f"{redact(path)} is data of Megatron's, which is mapped into memory.\n"
-                "  Copy its .bin and .idx to a folder of this machine, and name their prefix."
+                f"{redact(path)} is a Megatron dataset, which must be memory-mapped.\n"
+                "  Copy its .bin and .idx files to a local folder, and write their prefix."
             )
         return pin_remote_data(path, split=split, data_files=files or None, ds_type=ds_type)
     path = local_path(path)
     if _is_on_hub(path):
-        commit = _commit_of(path, revision, "dataset", token)
+        commit = _resolve_commit(path, revision, "dataset", token)
         return Source(
             {
                 "kind": "hub",
@@ -105,9 +105,11 @@ def pin_data(
                 "data_files": files or None,
             }
         )
-    _refuse_for_files(path, name=name, revision=revision)
+    _reject_for_files(path, name=name, revision=revision)
     found = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
-    return Source({"kind": "files", "label": found.label, "files": _digested(found)}, found.paths)
+    return Source(
+        {"kind": "files", "label": found.label, "files": _digest_files(found)}, found.paths
+    )
 
 
 def pin_tokenizer(path: str, revision: str | None = None) -> Source:
@@ -117,22 +119,24 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     reached.
     """
     if path.startswith("builtin:"):
-        _builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
+        _pin_builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
         return Source({"kind": "builtin", "name": "bytes", "version": BUILTIN_TOKENIZER_VERSION})
     if not is_url(path) and _is_on_hub(path):
-        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
-    _refuse_for_files(path, revision=revision)
-    folder = _fetched(path, TOKENIZER_AND_CONFIG) if is_url(path) else _folder_of(path)
-    files = _matching(folder, TOKENIZER_FILES)
+        return Source(
+            {"kind": "hub", "repo": path, "commit": _resolve_commit(path, revision, "model")}
+        )
+    _reject_for_files(path, revision=revision)
+    folder = _download(path, TOKENIZER_AND_CONFIG) if is_url(path) else _require_folder(path)
+    files = _glob_files(folder, TOKENIZER_FILES)
     if all("template" in file.name for file in files):
         raise ConfigError(
             f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
         )
-    if not _names_its_class(folder) and (folder / "config.json").is_file():
+    if not _has_tokenizer_class(folder) and (folder / "config.json").is_file():
         files.append(folder / "config.json")
-    found = Found(folder.name, folder, tuple(sorted(files)))
-    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    found = LocalFiles(folder.name, folder, tuple(sorted(files)))
+    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
 def pin_model(path: str, revision: str | None = None) -> Source:
@@ -141,22 +145,24 @@ def pin_model(path: str, revision: str | None = None) -> Source:
     Raises ConfigError for a folder without either, CapabilityError if the Hub cannot be reached.
     """
     if path.startswith("builtin:"):
-        return _builtin(path, BUILTIN_MODELS)
+        return _pin_builtin(path, BUILTIN_MODELS)
     if is_url(path):
-        _refuse_for_files(path, revision=revision)
+        _reject_for_files(path, revision=revision)
         return pin_remote_files(path, MODEL_FILES, "holds neither config.json nor *.safetensors")
     if _is_on_hub(path):
-        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, revision, "model")})
-    _refuse_for_files(path, revision=revision)
+        return Source(
+            {"kind": "hub", "repo": path, "commit": _resolve_commit(path, revision, "model")}
+        )
+    _reject_for_files(path, revision=revision)
     found = _find_model(path)
-    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
 def check_model(path: str) -> None:
     """Raise the errors of `pin_model` for a local path without reading weights. Makes no requests
     to the Hub or a remote store."""
     if path.startswith("builtin:"):
-        _builtin(path, BUILTIN_MODELS)
+        _pin_builtin(path, BUILTIN_MODELS)
     elif not is_url(path) and not _is_on_hub(path):
         _find_model(path)
 
@@ -169,17 +175,17 @@ def pin_adapter(path: str) -> Source:
     if is_url(path):
         return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
     if _is_on_hub(path):
-        return Source({"kind": "hub", "repo": path, "commit": _commit_of(path, None, "model")})
-    folder = _folder_of(path)
-    files = _matching(folder, ADAPTER_FILES)
+        return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
+    folder = _require_folder(path)
+    files = _glob_files(folder, ADAPTER_FILES)
     if lacking := set(ADAPTER_FILES) - {file.name for file in files}:
         raise ConfigError(
             f"lora.init_adapter_path {path} has no {sorted(lacking)[0]}.\n"
-            "  Name a folder that PEFT or an export of ours wrote; pickled weights (.bin) are not "
-            "read, since reading them can run code."
+            "  Name a folder written by PEFT or penstock export; pickled weights (.bin) are not "
+            "read, because unpickling can run code."
         )
-    found = Found(folder.name, folder, tuple(files))
-    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    found = LocalFiles(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
 def pin_config(path: str) -> Source:
@@ -189,21 +195,21 @@ def pin_config(path: str) -> Source:
     """
     if path.startswith("builtin:") or (not is_url(path) and _is_on_hub(path)):
         return pin_model(path)
-    target = _fetched(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
+    target = _download(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
     file = target / "config.json" if target.is_dir() else target
     if not file.is_file():
         raise ConfigError(
             f"{redact(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
         )
-    found = Found(file.name, file.parent, (file,))
-    return Source({"kind": "files", "files": _digested(found)}, found.paths)
+    found = LocalFiles(file.name, file.parent, (file,))
+    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
 def is_checkpoint(path: str) -> bool:
     """Whether `path` is a training checkpoint folder, judged by its files."""
     if is_url(path):
-        return (RemotePath.of(path) / "COMPLETE").info(tries=QUICK) is not None
+        return (RemotePath.from_url(path) / "COMPLETE").info(tries=PLANNING_TRIES) is not None
     folder = Path(path).expanduser()
     return any((folder / name).is_file() for name in ("COMPLETE", "state.json", ".metadata"))
 
@@ -217,8 +223,8 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
     else:
         folder = Path(path).expanduser()
-        found = Found(folder.name, folder, tuple(regular_files(folder)))
-        source = Source({"kind": "files", "files": _digested(found)}, found.paths)
+        found = LocalFiles(folder.name, folder, tuple(regular_files(folder)))
+        source = Source({"kind": "files", "files": _digest_files(found)}, found.paths)
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise incomplete_checkpoint(path, field)
     return source
@@ -228,11 +234,11 @@ def incomplete_checkpoint(path: str, field: str) -> ConfigError:
     """The error for a `path` in `field` that is not a complete checkpoint."""
     return ConfigError(
         f"{field} {redact(path)} is not a complete checkpoint.\n"
-        "  Name a folder in a run's checkpoints/ whose save ended."
+        "  Name a complete folder in a run's checkpoints/."
     )
 
 
-def _builtin(path: str, known: dict[str, int]) -> Source:
+def _pin_builtin(path: str, known: dict[str, int]) -> Source:
     if path not in known:
         raise ConfigError(f"{path} is not built in.\n  These are: {', '.join(sorted(known))}.")
     name = path.removeprefix("builtin:")
@@ -249,64 +255,64 @@ def _is_on_hub(path: str) -> bool:
     if local_files.looks_local(path):
         if local_files.GLOB.search(path):
             return False
-        raise local_files.missing(path)
+        raise local_files.missing_path_error(path)
     if not HUB_ID.fullmatch(path):
         raise ConfigError(f"{path} is neither a path that exists nor a hub id (org/name).")
-    if "/" not in path and local_files.is_near_a_file(path):
-        raise local_files.missing(path)
+    if "/" not in path and local_files.resembles_local_file(path):
+        raise local_files.missing_path_error(path)
     return True
 
 
-def _find_model(path: str) -> Found:
+def _find_model(path: str) -> LocalFiles:
     """The files of a local model: those of its folder, or a single config.json."""
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
-        return Found(target.name, target.parent, (target,))
-    folder = _folder_of(path)
-    files = _matching(folder, MODEL_FILES)
+        return LocalFiles(target.name, target.parent, (target,))
+    folder = _require_folder(path)
+    files = _glob_files(folder, MODEL_FILES)
     if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
         raise ConfigError(
             f"{path} holds neither config.json nor *.safetensors.\n"
             "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
         )
-    return Found(folder.name, folder, tuple(files))
+    return LocalFiles(folder.name, folder, tuple(files))
 
 
-def _refuse_for_files(path: str, **given: str | None) -> None:
+def _reject_for_files(path: str, **given: str | None) -> None:
     for field, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{field} is {value!r}, but {redact(path)} is files, which know of none.\n"
+                f"{field} is {value!r}, but {redact(path)} is files, which have no {field}.\n"
                 f"  Leave {field} out."
             )
 
 
-def _fetched(url: str, patterns: Sequence[str]) -> Path:
+def _download(url: str, patterns: Sequence[str]) -> Path:
     """A local folder with those files of the URL. They are few and small, and every stage needs
     them."""
-    return fetched(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
+    return download_source(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
 
 
-def _folder_of(path: str) -> Path:
+def _require_folder(path: str) -> Path:
     target = Path(path).expanduser()
     if not target.is_dir():
-        raise ConfigError(f"{path} is a file where a folder is meant.\n  Give its folder.")
-    local_files.names_in(target)
+        raise ConfigError(f"{path} is a file, not a folder.\n  Give its folder.")
+    local_files.list_names(target)
     return target
 
 
-def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
+def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
-def _names_its_class(folder: Path) -> bool:
+def _has_tokenizer_class(folder: Path) -> bool:
     try:
         return bool(read_json(folder / "tokenizer_config.json").get("tokenizer_class"))
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def _digested(found: Found) -> list[dict[str, Any]]:
+def _digest_files(found: LocalFiles) -> list[dict[str, Any]]:
     try:
         digests = digest_files(found.paths)
         return [
@@ -314,10 +320,10 @@ def _digested(found: Found) -> list[dict[str, Any]]:
             for path, digest in zip(found.paths, digests, strict=True)
         ]
     except PermissionError as error:
-        raise local_files.unreadable(Path(str(error.filename))) from error
+        raise local_files.permission_error(Path(str(error.filename))) from error
 
 
-def _commit_of(
+def _resolve_commit(
     repo: str,
     revision: str | None,
     kind: Literal["dataset", "model"],
@@ -326,8 +332,8 @@ def _commit_of(
     """The 40-digit commit of `revision` (default: main), now or when it was last resolved."""
     if revision and COMMIT.fullmatch(revision):
         return revision
-    commit = None if env.hub_is_offline() else _ask_hub(repo, revision, kind, token)
-    commit = commit or _remembered_commit(repo, revision or "main", kind)
+    commit = None if env.hub_is_offline() else _request_commit(repo, revision, kind, token)
+    commit = commit or _cached_commit(repo, revision or "main", kind)
     if commit:
         return commit
     raise UnreachableError(
@@ -338,7 +344,7 @@ def _commit_of(
     )
 
 
-def _ask_hub(
+def _request_commit(
     repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
 ) -> str | None:
     """Resolve the commit on the Hub; None if the Hub cannot be reached."""
@@ -376,7 +382,7 @@ def _ask_hub(
         return None
 
 
-def _remembered_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
+def _cached_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
     """The commit in the refs of the local Hub cache, if it was ever downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 

@@ -19,23 +19,23 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source, short
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import fsync, remove
-from penstock.core.process.retry import QUICK
+from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import RemotePath, checked
+from penstock.core.remote.path import RemotePath, require_relative
 from penstock.core.remote.urls import is_url, redact, split_parent
 from penstock.core.remote.version import content_version, is_digest
-from penstock.core.sources.local_files import some, top
+from penstock.core.sources.local_files import abbreviate, top_level_names
 from penstock.core.sources.remote_files import (
     RemoteFile,
-    RemoteFound,
+    RemoteFiles,
     find_remote_data,
-    missing,
+    missing_url_error,
 )
 
-FETCHED = "fetched"
+DOWNLOAD_FOLDER = "fetched"
 """Content-addressed folder of downloaded files in the user's cache."""
 
-AT_ONCE = 8
+MAX_CONCURRENT_DOWNLOADS = 8
 """Concurrent downloads."""
 
 CHUNK = 4 << 20
@@ -46,7 +46,7 @@ def pin_remote_data(
 ) -> Source:
     """Pin the data files of a URL. Raises ConfigError and CapabilityError, as for local files."""
     found = find_remote_data(url, split=split, data_files=data_files, ds_type=ds_type)
-    return _pinned(found, {"label": found.label})
+    return _build_pin(found, {"label": found.label})
 
 
 def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
@@ -54,42 +54,44 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
 
     Raises ConfigError with the text `lacking` if there are none.
     """
-    place = RemotePath.of(url)
-    info = place.info(tries=QUICK)
+    place = RemotePath.from_url(url)
+    info = place.info(tries=PLANNING_TRIES)
     name = split_parent(redact(url))[1]
     if info and any(_matches(name, pattern) for pattern in patterns):
-        return _pinned(RemoteFound(name, (RemoteFile(name, place, info),)), {})
+        return _build_pin(RemoteFiles(name, (RemoteFile(name, place, info),)), {})
     if info:
-        raise ConfigError(f"{place.said} {lacking}.\n  Name its folder, or another file.")
+        raise ConfigError(f"{place.redacted_url} {lacking}.\n  Name its folder, or another file.")
     if place.is_web:
         raise ConfigError(
-            f"{place.said} is no file, and a folder on a web server cannot be listed.\n"
+            f"{place.redacted_url} is no file, and a folder on a web server cannot be listed.\n"
             "  Copy it to a folder here or to an object store, and name that."
         )
-    files = place.files(tries=QUICK)
+    files = place.files(tries=PLANNING_TRIES)
     if not files:
-        raise missing(url)
+        raise missing_url_error(url)
     chosen = [name for name in files if any(_matches(name, pattern) for pattern in patterns)]
     if not chosen:
-        raise ConfigError(f"{place.said} {lacking}; it has {some(top(list(files)))}.")
+        raise ConfigError(
+            f"{place.redacted_url} {lacking}; it has {abbreviate(top_level_names(list(files)))}."
+        )
     found = tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
-    return _pinned(RemoteFound(split_parent(redact(url))[1], found), {})
+    return _build_pin(RemoteFiles(split_parent(redact(url))[1], found), {})
 
 
 def resolve_folder(typed: str, source: Source) -> str:
     """The readable location of the user's `typed` path: itself, or the folder it was
     downloaded to."""
-    return str(_folder_around(source)) if is_url(typed) else typed
+    return str(_root_folder(source)) if is_url(typed) else typed
 
 
-def fetched(source: Source) -> Path:
+def download_source(source: Source) -> Path:
     """The local folder of the files that `source` pins, downloaded if necessary.
 
     Raises StageError if the remote content has changed, or the connection is lost.
     """
-    folder = env.cache_home() / FETCHED / short(source.key)
+    folder = env.cache_home() / DOWNLOAD_FOLDER / short(source.key)
     if not source.urls:
-        return _folder_around(source)
+        return _root_folder(source)
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -98,9 +100,9 @@ def fetched(source: Source) -> Path:
             part = folder.with_name(f"{folder.name}.part")
             remove(part)
             part.mkdir()
-            with ThreadPoolExecutor(AT_ONCE) as pool:
+            with ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS) as pool:
                 jobs = [
-                    pool.submit(_fetch, url, pinned, part / checked(str(pinned["name"])))
+                    pool.submit(_fetch, url, pinned, part / require_relative(str(pinned["name"])))
                     for url, pinned in zip(source.urls, source.pin["files"], strict=True)
                 ]
                 for job in jobs:
@@ -109,7 +111,7 @@ def fetched(source: Source) -> Path:
     return folder
 
 
-def _folder_around(source: Source) -> Path:
+def _root_folder(source: Source) -> Path:
     """The folder that the pin's file names are relative to."""
     depth = len(PurePosixPath(str(source.pin["files"][0]["name"])).parts)
     return source.paths[0].parents[depth - 1]
@@ -122,40 +124,40 @@ def _fetch(url: str, pinned: dict[str, Any], target: Path) -> None:
     if target.stat().st_size != pinned["bytes"]:
         raise StageError(
             f"{redact(url)} has changed since this run was planned: {target.stat().st_size} bytes "
-            f"came, {pinned['bytes']} were announced.\n  Run again."
+            f"were downloaded, {pinned['bytes']} expected.\n  Run again."
         )
     fsync(target)
 
 
-def _pinned(found: RemoteFound, more: dict[str, Any]) -> Source:
+def _build_pin(found: RemoteFiles, more: dict[str, Any]) -> Source:
     files: list[dict[str, Any]] = []
     for file in found.files:
         version = content_version(file.info)
         if version is None or file.info["size"] is None:
-            return _read(found, more)
+            return _pin_by_content(found, more)
         if not is_digest(version):
             # Such versions are only unique per server.
-            version = {**version, "url": file.place.said}
+            version = {**version, "url": file.path.redacted_url}
         files.append({"name": file.name, "bytes": int(file.info["size"]), **version})
-    urls = tuple(file.place.url for file in found.files)
+    urls = tuple(file.path.url for file in found.files)
     return Source({"kind": "files", **more, "files": files}, urls=urls)
 
 
-def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
+def _pin_by_content(found: RemoteFiles, more: dict[str, Any]) -> Source:
     """Pin files whose server reports no version: download them now, and use the downloaded bytes.
 
     Such files are read in every run, because a change between two runs would not be detected.
     """
-    home = env.cache_home() / FETCHED
+    home = env.cache_home() / DOWNLOAD_FOLDER
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=home) as folder:
-        names = [checked(file.name) for file in found.files]
+        names = [require_relative(file.name) for file in found.files]
         for file, name in zip(found.files, names, strict=True):
             target = Path(folder) / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            with open_file(file.place.url) as source, target.open("wb") as stream:
+            with open_file(file.path.url) as source, target.open("wb") as stream:
                 shutil.copyfileobj(source, stream, CHUNK)
-        digests = _digested(names, [Path(folder) / name for name in names])
+        digests = _digest_files(names, [Path(folder) / name for name in names])
         kept = home / short(digest_json(digests))
         for name in names:
             if not (kept / name).is_file():
@@ -165,7 +167,7 @@ def _read(found: RemoteFound, more: dict[str, Any]) -> Source:
     return Source({"kind": "files", **more, "files": digests}, paths)
 
 
-def _digested(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str, Any]]:
+def _digest_files(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str, Any]]:
     return [
         {"name": name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for name, path in zip(names, paths, strict=True)

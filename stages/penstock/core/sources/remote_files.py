@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from penstock.core.errors import ConfigError
-from penstock.core.process.retry import QUICK, retry_until_connected
-from penstock.core.remote.errors import StorageError, while_planning
+from penstock.core.process.retry import PLANNING_TRIES, retry_until_connected
+from penstock.core.remote.errors import StorageError, to_planning_error
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact, split_parent, url_join
 from penstock.core.sources import local_files
 from penstock.core.sources.datasets_folder import SPLITS, STATE, SavedFolder
-from penstock.core.sources.local_files import GLOB, some, top
+from penstock.core.sources.local_files import GLOB, abbreviate, top_level_names
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class RemoteFile:
     """A file: its name in the pin, its location, and the store's metadata."""
 
     name: str
-    place: RemotePath
+    path: RemotePath
     info: Info
 
 
 @dataclass(frozen=True)
-class RemoteFound:
+class RemoteFiles:
     """Files in reading order; `label` is the name shown to users."""
 
     label: str
@@ -40,7 +40,7 @@ class RemoteFound:
 
 def find_remote_data(
     url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
-) -> RemoteFound:
+) -> RemoteFiles:
     """The data files of the URL, or those named by `data_files` in that folder.
 
     Raises ConfigError if there are none, CapabilityError if access is denied.
@@ -49,66 +49,70 @@ def find_remote_data(
     found = _find(url, split, data_files, ds_type)
     for file in found.files:
         local_files.check_kind(file.name, ds_type, redact(url))
-    local_files.refuse_other_split(redact(url), [file.name for file in found.files], split)
+    local_files.reject_other_split(redact(url), [file.name for file in found.files], split)
     return found
 
 
 def _find(
     url: str, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
-) -> RemoteFound:
-    place = RemotePath.of(url)
+) -> RemoteFiles:
+    place = RemotePath.from_url(url)
     if not place.is_web and GLOB.search(url):
         return _glob(place)
-    info = None if data_files else place.info(tries=QUICK)
+    info = None if data_files else place.info(tries=PLANNING_TRIES)
     if info:
         name = split_parent(redact(url))[1]
-        return RemoteFound(name, (RemoteFile(name, place, info),))
+        return RemoteFiles(name, (RemoteFile(name, place, info),))
     if place.is_web:
         if not data_files:
             raise ConfigError(
-                f"{place.said} does not exist: the server does not know it.\n"
+                f"{place.redacted_url} does not exist: the server does not know it.\n"
                 "  Check its spelling. A folder on a web server cannot be listed: name its files "
                 "with data_files."
             )
-        return RemoteFound(_label(place), tuple(_named(place, name) for name in data_files))
-    files = place.files(tries=QUICK)
+        return RemoteFiles(
+            _label(place), tuple(_resolve_web_file(place, name) for name in data_files)
+        )
+    files = place.files(tries=PLANNING_TRIES)
     if not files:
-        raise missing(url)
+        raise missing_url_error(url)
     if data_files:
         chosen = [each for name in data_files for each in _data_file(place, files, name)]
     else:
-        notes = _saved(place, files, split)
-        chosen = notes or local_files.choose(place.said, list(files), split=split, ds_type=ds_type)
-    return RemoteFound(
+        notes = _saved_files(place, files, split)
+        chosen = notes or local_files.select_data_files(
+            place.redacted_url, list(files), split=split, ds_type=ds_type
+        )
+    return RemoteFiles(
         _label(place), tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
     )
 
 
-def missing(url: str) -> ConfigError:
+def missing_url_error(url: str) -> ConfigError:
     """The error for a URL with no files, with similar names."""
     parent, name = split_parent(redact(url))
-    names = sorted(RemotePath.of(parent).names()) if name else []
+    names = sorted(RemotePath.from_url(parent).names()) if name else []
     if not names:
         return ConfigError(f"{redact(url)} does not exist.\n  There is nothing in {parent} either.")
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {some(names)}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {abbreviate(names)}."
     return ConfigError(f"{redact(url)} does not exist.\n  In {parent}: {hint}")
 
 
 def _label(place: RemotePath) -> str:
-    return PurePosixPath(place.said.split("://", 1)[1]).name
+    return PurePosixPath(place.redacted_url.split("://", 1)[1]).name
 
 
-def _glob(place: RemotePath) -> RemoteFound:
+def _glob(place: RemotePath) -> RemoteFiles:
     """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
         place.system.invalidate_cache()
         found: Any = retry_until_connected(
-            lambda: place.system.glob(place.path, detail=True), tries=QUICK
+            lambda: place.system.glob(place.path, detail=True), tries=PLANNING_TRIES
         )
     except StorageError as fault:
         if fault.kind != "absent":
-            raise while_planning(fault, place.url) from None
+            raise to_planning_error(fault, place.url) from None
         found = {}
     infos = {
         path: info
@@ -119,27 +123,29 @@ def _glob(place: RemotePath) -> RemoteFound:
     root = plain.rpartition("/")[0]
     url = place.url[: (GLOB.search(place.url) or _never()).start()].rpartition("/")[0]
     if not infos:
-        names = RemotePath.of(url).names()
-        raise ConfigError(f"{place.said} matches no file.\n  {url} holds {some(sorted(names))}.")
+        names = RemotePath.from_url(url).names()
+        raise ConfigError(
+            f"{place.redacted_url} matches no file.\n  {url} holds {abbreviate(sorted(names))}."
+        )
     folder = RemotePath(url, place.system, root)
     names = {path: path.removeprefix(root + "/") for path in infos}
-    return RemoteFound(
+    return RemoteFiles(
         _label(folder),
         tuple(RemoteFile(names[path], folder / names[path], infos[path]) for path in infos),
     )
 
 
 def _never() -> Any:
-    raise AssertionError("there is a pattern: that was asked before")
+    raise AssertionError("the caller has checked that there is a pattern")
 
 
-def _named(place: RemotePath, name: str) -> RemoteFile:
+def _resolve_web_file(place: RemotePath, name: str) -> RemoteFile:
     """One entry of data_files on a web server, which cannot be listed."""
-    file = RemotePath.of(url_join(place.url, name))
-    info = file.info(tries=QUICK)
+    file = RemotePath.from_url(url_join(place.url, name))
+    info = file.info(tries=PLANNING_TRIES)
     if info is None:
         raise ConfigError(
-            f"data_files: {name} is not in {place.said}: the server does not know it.\n"
+            f"data_files: {name} is not in {place.redacted_url}: the server does not know it.\n"
             "  Check its spelling."
         )
     return RemoteFile(name, file, info)
@@ -154,35 +160,39 @@ def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str
         if same_depth:
             return same_depth
     near = difflib.get_close_matches(name, list(files), n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {some(top(list(files)))}."
-    raise ConfigError(f"data_files: {name} is not in {place.said}.\n  There: {hint}")
+    hint = (
+        f"did you mean {' or '.join(near)}?"
+        if near
+        else f"it has {abbreviate(top_level_names(list(files)))}."
+    )
+    raise ConfigError(f"data_files: {name} is not in {place.redacted_url}.\n  There: {hint}")
 
 
-def _saved(place: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
+def _saved_files(place: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
     """The files listed in the metadata of save_to_disk, in order; None if there is no metadata."""
     if SPLITS in files:
-        folder = SavedFolder(Path(), tuple(_notes(place / SPLITS).get("splits") or ()))
+        folder = SavedFolder(Path(), tuple(_read_metadata(place / SPLITS).get("splits") or ()))
     elif STATE in files:
         folder = SavedFolder(Path(), None)
     else:
         return None
-    at = folder.of_split(place.said, split).folder
-    state = _notes(place / (at / STATE).as_posix())
+    at = folder.select_split(place.redacted_url, split).folder
+    state = _read_metadata(place / (at / STATE).as_posix())
     names = [(at / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()]
     absent = [name for name in names if name not in files]
     if state.get("_indices_data_files") or absent or not names:
         raise ConfigError(
-            f"{place.said} is not whole, or was saved as a selection by an old release of datasets"
-            f"{f': {absent[0]} is not there' if absent else ''}.\n"
+            f"{place.redacted_url} is incomplete, or was saved with an indices mapping by an old "
+            f"release of datasets{f': {absent[0]} does not exist' if absent else ''}.\n"
             "  Save it again: flatten_indices().save_to_disk(…)."
         )
     return names
 
 
-def _notes(place: RemotePath) -> dict[str, Any]:
+def _read_metadata(place: RemotePath) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", json.loads(place.read() or b""))
     except ValueError as error:
         raise ConfigError(
-            f"{place.said} cannot be read as JSON.\n  Save the data set again."
+            f"{place.redacted_url} cannot be read as JSON.\n  Save the data set again."
         ) from error

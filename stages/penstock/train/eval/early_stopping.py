@@ -43,7 +43,7 @@ class EarlyStopping:
                     ", ".join(sorted(names)) or "no metric, because there is no evaluation data"
                 )
                 raise ConfigError(
-                    f"train.{setting}.metric is {metric}, which no evaluation of this run reports.\n"
+                    f"train.{setting}.metric is {metric}, which evaluations of this run lack.\n"
                     f"  Evaluations report {available}."
                 )
 

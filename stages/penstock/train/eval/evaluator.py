@@ -21,7 +21,7 @@ from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Groups, LoaderConfig, read
 from penstock.train.eval.preference_metrics import PreferenceMetrics
-from penstock.train.eval.reference_model import RefLogprobs
+from penstock.train.eval.reference_model import RefModel
 from penstock.train.eval.token_metrics import LOSS, TokenMetrics
 from penstock.train.launch.job import Job
 
@@ -108,7 +108,7 @@ class Evaluator:
         # Sort by cost, so that replicas compute rows of similar cost at the same time.
         by_cost = np.argsort(-self._costs[self._row_ids], kind="stable")
         by_cost_rows = self._row_ids[by_cost][:max_rows]
-        rows_per_round = self._built.degrees.num_replicas * self._micro_batch_size
+        rows_per_round = self._built.dims.num_replicas * self._micro_batch_size
         for start in range(0, len(by_cost_rows), rows_per_round):
             if self._ranks.any_rank(bool(is_asked_to_stop())):
                 return None
@@ -122,10 +122,10 @@ class Evaluator:
         return assign_micro_batches(
             rows.tolist(),
             self._costs[rows].tolist(),
-            num_replicas=self._built.degrees.num_replicas,
+            num_replicas=self._built.dims.num_replicas,
             size=self._micro_batch_size,
             count=1,
-        )[self._built.engine.layout.mesh.index("replicate", "shard")]
+        )[self._built.engine.model.mesh.index("replicate", "shard")]
 
 
 def build_evaluator(
@@ -148,7 +148,7 @@ def build_evaluator(
         preferences = built.engine.preferences
         # Fixed reference log-probs even if the training reference moves, so that evaluations are
         # comparable.
-        references = RefLogprobs(job.ref_logprobs) if job.ref_logprobs else None
+        references = RefModel(job.ref_logprobs) if job.ref_logprobs else None
         metric = PreferenceMetrics(preferences, references) if preferences else None
         size = train.eval_rows_per_batch or rows_per_batch
         found = Evaluator(

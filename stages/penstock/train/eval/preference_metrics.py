@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.losses.preference import AnswerLogProbs, Preferences
+from penstock.engine.losses.preference import CompletionLogProbs, Preferences
 from penstock.losses.preference_metrics import MARGINS, NAMES, RIGHT
 from penstock.rows.collate import MicroBatch
-from penstock.train.eval.reference_model import RefLogprobs
+from penstock.train.eval.reference_model import RefModel
 
 PREFIX = "eval_"
 
@@ -13,9 +13,9 @@ PREFIX = "eval_"
 class PreferenceMetrics:
     """The training loss and its metrics on held-out completions."""
 
-    def __init__(self, preferences: Preferences, references: RefLogprobs | None) -> None:
+    def __init__(self, preferences: Preferences, references: RefModel | None) -> None:
         self._preferences, self._references = preferences, references
-        self._seen: list[AnswerLogProbs] = []
+        self._seen: list[CompletionLogProbs] = []
 
     @property
     def names(self) -> list[str]:

@@ -35,7 +35,7 @@ class LogprobScorer:
         self._built, self._ranks = built, ranks
         self._pad_to_multiple_of = LoaderConfig.of(run, ranks.device).pad_to_multiple_of
         self._micro_batch_size = run.train.micro_batch_size
-        self._replicas = built.degrees.num_replicas
+        self._replicas = built.dims.num_replicas
 
     def iter_chunks(self, rows: Iterable[Row]) -> Iterator[SampleLogprobs]:
         """Yield the log-probs chunk by chunk. Collective; all ranks pass the same rows."""
@@ -58,7 +58,7 @@ class LogprobScorer:
         table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         groups = self._local_micro_batches(rows)
         collated = collate(groups, pad_to_multiple_of=self._pad_to_multiple_of)
-        found = self._built.answers.gather(collated.micro_batches())
+        found = self._built.sequence_logprobs.gather(collated.micro_batches())
         for group, scores_DA in zip(groups, found, strict=True):
             its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
             table[its] = scores_DA
@@ -75,7 +75,7 @@ class LogprobScorer:
             size=self._micro_batch_size,
             count=-(-len(rows) // (self._micro_batch_size * self._replicas)),
         )
-        local = assigned[self._built.engine.layout.mesh.index("replicate", "shard")]
+        local = assigned[self._built.engine.model.mesh.index("replicate", "shard")]
         return [[rows[number] for number in group] for group in local]
 
 

@@ -25,7 +25,7 @@ from penstock.train.eval.reference_logprobs import LogprobScorer
 from penstock.train.launch.job import Job
 
 
-class RefLogprobs:
+class RefModel:
     """Reference log-probs of the initial model, computed by the stage `reference`."""
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ NUM_KEPT = 2
 """Number of updates whose log-probs are kept: a checkpoint may be older than the last update."""
 
 
-class SyncedRefModel(RefLogprobs):
+class SyncedRefModel(RefModel):
     """Reference log-probs that are updated; before the first update, those of the initial model."""
 
     def __init__(
@@ -114,10 +114,10 @@ class SyncedRefModel(RefLogprobs):
 
 def build_ref_model(
     job: Job, built: BuiltModel, ranks: ProcessInfo, rows: PackedRows, batches: StepSampler
-) -> RefLogprobs | None:
+) -> RefModel | None:
     """Build the reference log-probs of training; None if the loss needs none."""
     if job.ref_logprobs is None:
         return None
     if job.config.preference.ref_update_steps > 0:
         return SyncedRefModel(job, built, ranks, rows, batches)
-    return RefLogprobs(job.ref_logprobs)
+    return RefModel(job.ref_logprobs)

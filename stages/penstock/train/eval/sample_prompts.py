@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.sampling import SamplingParams
@@ -106,7 +105,7 @@ class SamplePromptGenerator:
             found = self._generator.generate(self._generation_prompts, between=raise_if_stopped)
         except _StoppedError:
             return None
-        answers = [one.answers[0].tokens for one in found]
+        answers = [one.completions[0].tokens for one in found]
         return self._prompts.decode(answers) if self._prompts else []
 
 

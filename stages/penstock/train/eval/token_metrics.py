@@ -41,7 +41,7 @@ class TokenMetrics:
     def update(self, batches: Sequence[MicroBatch]) -> None:
         """Accumulate over this rank's micro-batches."""
         source_ids = [*map(self._source_ids, batches)]
-        self._counts += self._built.onlooker.counts(batches, source_ids, self._num_sources)
+        self._counts += self._built.evaluator.counts(batches, source_ids, self._num_sources)
 
     def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""

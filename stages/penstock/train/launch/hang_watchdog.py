@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.core.errors import StageError
-from penstock.core.process.rank_heartbeat import RankStatus, beats
+from penstock.core.process.rank_heartbeat import RankStatus, read_heartbeats
 from penstock.train.launch.job import LOGS, METRICS, Job
-from penstock.train.launch.rank_failures import timed_out_records
-from penstock.train.launch.rank_stacks import Stack, ask
+from penstock.train.launch.rank_failures import read_timeouts
+from penstock.train.launch.rank_stacks import Stack, dump_stacks
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 """Seconds without progress before a report, if `launch.timeout` is unset."""
@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 WATCH_LOG = "watch.log"
 """Log file of hang reports, in the folder and format of the rank logs."""
 
-FRAMES = 6
+MAX_FRAMES = 6
 """Number of stack frames in an error message; the rank's stack file has all of them."""
 
 
@@ -30,12 +30,12 @@ class HangWatchdog:
         self._job = job
         self._logs = job.output_dir / LOGS
         self._limit = job.config.launch.timeout
-        self._pulses = pulse_folder(job)
-        self._seen: object = None
-        self._since = time.monotonic()
-        self._told = False
+        self._heartbeats = heartbeat_folder(job)
+        self._last_progress: object = None
+        self._progress_time = time.monotonic()
+        self._has_reported = False
         self._pids: list[int] = []
-        self._heeded: set[tuple[int, float]] = set()
+        self._handled_timeouts: set[tuple[int, float]] = set()
         self.report: str | None = None
         """The last hang report."""
 
@@ -45,23 +45,23 @@ class HangWatchdog:
         With `launch.timeout`, hung ranks are then killed, so that torchrun restarts them or gives
         up. Raises StageError if no rank has started far enough to dump its stack.
         """
-        last = beats(self._pulses)
+        last = read_heartbeats(self._heartbeats)
         self._record_progress(last)
         limit = self._limit or DEFAULT_TIMEOUT_SECONDS
-        if time.monotonic() - self._since < limit:
-            return self._after_a_timeout(last)
-        if self._told:
+        if time.monotonic() - self._progress_time < limit:
+            return self._check_timeouts(last)
+        if self._has_reported:
             return None
-        self._told = True
+        self._has_reported = True
         running = _running(last)
         if not running and self._limit:
             raise StageError(
-                f"nothing has begun for {limit:g} s (launch.timeout).\n"
-                f"  See {self._logs}, and whether all {self._job.config.launch.nnodes} machine(s) "
+                f"no rank has started within {limit:g} s (launch.timeout).\n"
+                f"  See {self._logs}, and check that all {self._job.config.launch.nnodes} node(s) "
                 "were started; raise launch.timeout if starting takes longer."
             )
-        what = f"nothing has moved for {limit:g} s"
-        self._tell(what + (" (launch.timeout)" if self._limit else ""), running)
+        reason = f"no rank has made progress for {limit:g} s"
+        self._write_report(reason + (" (launch.timeout)" if self._limit else ""), running)
         if self._limit:
             for beat in running:
                 _kill(beat)
@@ -75,46 +75,54 @@ class HangWatchdog:
             self._pids, self.report = pids, None
         metrics = self._job.output_dir / METRICS
         size = metrics.stat().st_size if metrics.is_file() else 0
-        moved = size, [(beat.pid, beat.since) for beat in last]
-        if moved != self._seen:
-            self._seen, self._since, self._told = moved, time.monotonic(), False
+        progress = size, [(beat.pid, beat.since) for beat in last]
+        if progress != self._last_progress:
+            self._last_progress, self._progress_time, self._has_reported = (
+                progress,
+                time.monotonic(),
+                False,
+            )
 
-    def _after_a_timeout(self, last: Sequence[RankStatus]) -> str | None:
+    def _check_timeouts(self, last: Sequence[RankStatus]) -> str | None:
         """A rank timed out in a collective and is exiting; the ranks that it waited for
         still run."""
-        records = {(f.rank, f.time) for f in timed_out_records(self._logs)}
-        if records <= self._heeded:
+        records = {(f.rank, f.time) for f in read_timeouts(self._logs)}
+        if records <= self._handled_timeouts:
             return None
-        self._heeded |= records
+        self._handled_timeouts |= records
         if running := _running(last):
-            self._tell("a rank has waited in vain for another", running)
+            self._write_report("a rank timed out waiting for another rank", running)
             return self.report
         return None
 
-    def _tell(self, what: str, running: Sequence[RankStatus]) -> None:
-        stacks = ask(self._logs, {beat.rank: beat.pid for beat in running})
-        advice = f"The stacks of all are in {self._logs}/rank_N.stack. "
+    def _write_report(self, reason: str, running: Sequence[RankStatus]) -> None:
+        stacks = dump_stacks(self._logs, {beat.rank: beat.pid for beat in running})
+        advice = f"The stacks of all ranks are in {self._logs}/rank_N.stack. "
         if self._limit:
             advice += "Raise launch.timeout if a step, a save or a load may take longer."
         else:
-            advice += "Write launch.timeout to have a run ended that does not move."
-        self.report = f"{what}. {describe(running, stacks, time.time())}\n  {advice}"
+            advice += "Write launch.timeout to end a run that makes no progress."
+        self.report = f"{reason}. {describe(running, stacks, time.time())}\n  {advice}"
         with suppress(OSError), (self._logs / WATCH_LOG).open("a") as stream:
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 WARNING {self.report}\n")
 
 
-def pulse_folder(job: Job) -> Path:
+def heartbeat_folder(job: Job) -> Path:
     """The heartbeat folder of the ranks that `job` started on this node."""
-    return job.output_dir / LOGS / f"pulse_{job.launch}"
+    return job.output_dir / LOGS / f"pulse_{job.launch_id}"
 
 
-def behind(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[RankStatus]:
+def find_stragglers(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[RankStatus]:
     """The ranks that others wait for: among those not waiting in a collective, the ones with the
     least progress.
 
     None if all are waiting: for ranks of another machine, or for each other.
     """
-    busy = [b for b in running if not (b.waiting or (b.rank in stacks and stacks[b.rank].waits))]
+    busy = [
+        b
+        for b in running
+        if not (b.waiting or (b.rank in stacks and stacks[b.rank].is_in_collective))
+    ]
     least = min((b.progress for b in busy), default=None)
     return [b for b in busy if b.progress == least]
 
@@ -122,19 +130,19 @@ def behind(running: Sequence[RankStatus], stacks: Mapping[int, Stack]) -> list[R
 def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: float) -> str:
     """Describe which ranks are behind, where they are, and which ranks wait for them."""
     if not running:
-        return "No process of this machine is left."
-    culprits = behind(running, stacks)
-    named = {beat.rank for beat in culprits}
+        return "No rank of this node is still running."
+    stragglers = find_stragglers(running, stacks)
+    named = {beat.rank for beat in stragglers}
     others = sorted((b for b in running if b.rank not in named), key=lambda b: b.progress)
-    if culprits:
-        lines = [f"Behind: {len(culprits)} of {len(running)} process(es) of this machine."]
+    if stragglers:
+        lines = [f"Stragglers: {len(stragglers)} of {len(running)} rank(s) of this node."]
         if others:
-            lines[0] = f"{lines[0][:-1]}; rank(s) {_ranks(others)} are waiting."
-        shown = culprits
+            lines[0] = f"{lines[0][:-1]}; rank(s) {_format_ranks(others)} are waiting."
+        shown = stragglers
     else:
         lines = [
-            f"All {len(running)} process(es) of this machine wait for other ranks: for those of "
-            "another machine, for the network, or for each other in different operations."
+            f"All {len(running)} rank(s) of this node wait for other ranks: for those of another "
+            "node, for the network, or for each other in different collectives."
         ]
         shown = others[:2]
     for beat in shown:
@@ -144,14 +152,14 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
         )
         stack = stacks.get(beat.rank)
         lines += (
-            [f"  {frame}" for frame in stack.frames[:FRAMES]]
+            [f"  {frame}" for frame in stack.frames[:MAX_FRAMES]]
             if stack
-            else ["  (no answer: it is stopped, or blocked in the kernel)"]
+            else ["  (no stack dump: the process is stopped, or blocked in the kernel)"]
         )
     return "\n    ".join(lines)
 
 
-def _ranks(some: Sequence[RankStatus]) -> str:
+def _format_ranks(some: Sequence[RankStatus]) -> str:
     return ", ".join(str(rank) for rank in sorted(beat.rank for beat in some))
 
 

@@ -16,7 +16,7 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.model_source import ModelSource
 
 JOB = "job.json"
-RESOLVED = "config.yaml"
+RESOLVED_CONFIG = "config.yaml"
 OUTCOME = "outcome.json"
 RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
@@ -24,9 +24,9 @@ LOGS = "logs"
 METRICS = "metrics.jsonl"
 REPORT = "report.html"
 SAMPLES = "samples.jsonl"
-SHOWN_DATA = "shown_data.json"
+DATA_SAMPLES = "shown_data.json"
 EVAL_RESULTS = "eval_results.json"
-SURROUNDINGS = "surroundings.json"
+ENVIRONMENT = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as in xorl."""
 
@@ -41,7 +41,7 @@ class Job:
 
     key: str
     config: RunConfig
-    packed: Path
+    packed_dir: Path
     packed_key: str
     """The key of the packed rows: a data cursor is only valid for the same rows."""
     epoch_rows: tuple[int, ...]
@@ -53,7 +53,7 @@ class Job:
     weights: Path | None
     """A local folder of safetensors; None initializes from the seed."""
     output_dir: Path
-    launch: str
+    launch_id: str
     """Unique id of this start of the ranks, so that late output of an earlier start is not mistaken
     for its own."""
     adapter: Path | None = None
@@ -61,10 +61,10 @@ class Job:
     tokenizer: str | None = None
     """The tokenizer: a folder, a Hub id or `builtin:<name>`. Only sample prompts need it."""
     tokenizer_revision: str | None = None
-    initial: Path | None = None
+    init_checkpoint: Path | None = None
     """A local checkpoint whose weights are loaded at the start, without optimizer state."""
-    scores: Path | None = None
-    """The file of reference log-probs, existing or to be written."""
+    ref_logprobs: Path | None = None
+    """The folder of reference log-probs, existing or to be written."""
     row_length: int | None = None
     """Maximum tokens per packed row, if it was chosen automatically."""
 
@@ -72,8 +72,8 @@ class Job:
         """Write the job and the full config to the output folder; return the job file."""
         path = self.output_dir / JOB
         self.save(path)
-        with atomic_write(self.output_dir / RESOLVED) as part:
-            values = without_secrets(self.config.model_dump(mode="json"))
+        with atomic_write(self.output_dir / RESOLVED_CONFIG) as part:
+            values = remove_secrets(self.config.model_dump(mode="json"))
             part.write_text(yaml12.dump(values))
         return path
 
@@ -81,21 +81,21 @@ class Job:
         """Write only the job, for the ranks."""
         record: dict[str, Any] = {
             "key": self.key,
-            # Only explicitly set fields: what is told of settings tells them from defaults.
-            "config": without_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
-            "packed": str(self.packed),
+            # Only explicitly set fields, so that reports can tell them from defaults.
+            "config": remove_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
+            "packed": str(self.packed_dir),
             "packed_key": self.packed_key,
             "epoch_rows": list(self.epoch_rows),
             "max_token_id": self.max_token_id,
             "config_path": self.config_path,
             "weights": str(self.weights) if self.weights else None,
             "output_dir": str(self.output_dir),
-            "launch": self.launch,
+            "launch": self.launch_id,
             "adapter": str(self.adapter) if self.adapter else None,
             "tokenizer": self.tokenizer,
             "tokenizer_revision": self.tokenizer_revision,
-            "initial": str(self.initial) if self.initial else None,
-            "scores": str(self.scores) if self.scores else None,
+            "initial": str(self.init_checkpoint) if self.init_checkpoint else None,
+            "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
             "row_length": self.row_length,
         }
         write_record(path, record)
@@ -128,7 +128,7 @@ class Job:
         )
 
 
-UNDIGESTED_JOB = frozenset(
+JOB_FIELDS_WITHOUT_DIGEST = frozenset(
     {
         *("key", "config", "packed", "packed_key", "epoch_rows", "max_token_id", "config_path"),
         *("weights", "output_dir", "launch", "adapter", "tokenizer", "tokenizer_revision"),
@@ -137,27 +137,27 @@ UNDIGESTED_JOB = frozenset(
 )
 """Fields of job files that predate record digests."""
 
-UNDIGESTED_OUTCOME = frozenset({"facts", "step", "signal", "launches"})
+OUTCOME_FIELDS_WITHOUT_DIGEST = frozenset({"facts", "step", "signal", "launches"})
 
 
 def read_job(path: Path) -> Record:
     """Read the job file as plain values. Raises ArtifactError if it is damaged."""
     return read_record_fields(
-        path, UNDIGESTED_JOB, "Run the same command again, which writes it again."
+        path, JOB_FIELDS_WITHOUT_DIGEST, "Run the same command again, which writes it again."
     )
 
 
 def read_outcome(output_dir: Path) -> Record | None:
     """Read the outcome of the ranks; None if they have not finished. Raises ArtifactError for a
     damaged file."""
-    remedy = "Delete it and run the same command again; training goes on from its checkpoint."
+    remedy = "Delete it and run the same command again; training resumes from its checkpoint."
     try:
-        return read_record_fields(output_dir / OUTCOME, UNDIGESTED_OUTCOME, remedy)
+        return read_record_fields(output_dir / OUTCOME, OUTCOME_FIELDS_WITHOUT_DIGEST, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def without_secrets(value: Any) -> Any:
+def remove_secrets(value: Any) -> Any:
     """A config's values without signed URLs and passwords in URLs.
 
     Ranks need none, because remote files are downloaded before they start. Prompts are not
@@ -165,27 +165,27 @@ def without_secrets(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {
-            name: each if name == PROMPTS else without_secrets(each) for name, each in value.items()
+            name: each if name == PROMPTS else remove_secrets(each) for name, each in value.items()
         }
     if isinstance(value, list):
-        return [without_secrets(each) for each in value]
+        return [remove_secrets(each) for each in value]
     return redact(value) if isinstance(value, str) else value
 
 
 def build_job(
-    key: str, config: RunConfig, packed: Artifact, origin: ModelSource, output_dir: Path
+    key: str, config: RunConfig, packed: Artifact, model_source: ModelSource, output_dir: Path
 ) -> Job:
     """Build the job of a new start of ranks that read `packed` and initialize from the model
     `origin`."""
-    config_path = origin.config_path
-    if origin.config.pin["kind"] != "builtin":
-        config_path = str(local_folder(config_path, origin.config).resolve())
+    config_path = model_source.config_path
+    if model_source.config.pin["kind"] != "builtin":
+        config_path = str(local_folder(config_path, model_source.config).resolve())
     weights = None
-    if origin.model_path and origin.weights:
-        weights = local_folder(origin.model_path, origin.weights).resolve()
+    if model_source.model_path and model_source.weights:
+        weights = local_folder(model_source.model_path, model_source.weights).resolve()
     adapter = None
-    if origin.adapter_path and origin.adapter:
-        adapter = local_folder(origin.adapter_path, origin.adapter).resolve()
+    if model_source.adapter_path and model_source.adapter:
+        adapter = local_folder(model_source.adapter_path, model_source.adapter).resolve()
     facts = packed.facts
     row_length = None
     if config.data.sample_packing_sequence_len is None:
@@ -196,7 +196,7 @@ def build_job(
     return Job(
         key=key,
         config=config,
-        packed=packed.path.resolve(),
+        packed_dir=packed.path.resolve(),
         packed_key=packed.key,
         epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
         max_token_id=facts["max_token_id"]["train"],
@@ -204,8 +204,8 @@ def build_job(
         weights=weights,
         adapter=adapter,
         output_dir=output_dir,
-        launch=uuid.uuid4().hex,
-        tokenizer=resolve_folder(origin.tokenizer_path, origin.tokenizer),
-        tokenizer_revision=origin.tokenizer.pin.get("commit"),
+        launch_id=uuid.uuid4().hex,
+        tokenizer=resolve_folder(model_source.tokenizer_path, model_source.tokenizer),
+        tokenizer_revision=model_source.tokenizer.pin.get("commit"),
         row_length=row_length,
     )

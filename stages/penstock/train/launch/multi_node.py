@@ -40,7 +40,7 @@ class DistributedStage(Protocol):
         ...
 
 
-def lends(step: PlannedStage) -> bool:
+def is_worker_node(step: PlannedStage) -> bool:
     """Whether this node only runs ranks of the step."""
     stage = step.stage
     return (
@@ -62,8 +62,8 @@ def run_worker_node(step: PlannedStage, cache: Cache, notify: Callable[[str], No
         return StageResult(stage.name, key, "cached", step.path, 0.0, manifest["facts"])
     launch = stage.run_config.launch
     notify(
-        f"{stage.name}: this is machine {launch.node_rank} of {launch.nnodes}, counted from 0; it "
-        f"waits for the first at {launch.rdzv_endpoint}"
+        f"{stage.name}: this is node {launch.node_rank} of {launch.nnodes}, counted from 0; it "
+        f"waits for node 0 at {launch.rdzv_endpoint}"
     )
     job = stage.job(step.path.resolve())
     # On the local disk: paths in the job may differ from those of the first node.

@@ -13,13 +13,13 @@ from penstock.core.errors import PenstockError, StageError
 from penstock.core.files import read_json
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
 
-DEATHS = "deaths_*.json"
+CRASHES = "deaths_*.json"
 """Written by the agent of each node: ranks that were killed by a signal."""
 
-_LOST = ("Connection closed by peer", "Connection reset by peer", "DistNetworkError")
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistNetworkError")
 """Errors of ranks that lost their peers. Ranks of a node that was preempted report nothing."""
 
-_TIMEOUTS = ("Timed out waiting", "timed out", "Timeout", "timeout")
+_TIMEOUT_WORDS = ("Timed out waiting", "timed out", "Timeout", "timeout")
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class RankCrash:
     """Whole seconds since the epoch, rounded down, which is the resolution of torchrun."""
 
 
-def deaths_file(logs: Path, launch: str) -> Path:
+def crash_file(logs: Path, launch: str) -> Path:
     """The file in which the agent started by `launch` reports crashed ranks."""
-    return logs / DEATHS.replace("*", launch)
+    return logs / CRASHES.replace("*", launch)
 
 
 def failure_file(logs: Path, rank: int) -> Path:
@@ -58,7 +58,7 @@ def failure_file(logs: Path, rank: int) -> Path:
     return logs / f"failure_{rank}.json"
 
 
-def leave_failure(logs: Path, rank: int, error: Exception) -> None:
+def write_failure(logs: Path, rank: int, error: Exception) -> None:
     """Write this rank's error for the launcher. The earliest error is the cause; later ones follow
     from it."""
     failure = Failure(
@@ -77,31 +77,31 @@ def leave_failure(logs: Path, rank: int, error: Exception) -> None:
 
 def first_failure(logs: Path) -> str | None:
     """The message of the rank that failed first, if any."""
-    first = next(iter(_failures(logs)), None)
+    first = next(iter(_read_failures(logs)), None)
     return (first.message or first.error) if first else None
 
 
-def timed_out_records(logs: Path) -> list[Failure]:
+def read_timeouts(logs: Path) -> list[Failure]:
     """Failures of ranks that timed out waiting for others."""
-    return [f for f in _failures(logs) if any(word in f.error for word in _TIMEOUTS)]
+    return [f for f in _read_failures(logs) if any(word in f.error for word in _TIMEOUT_WORDS)]
 
 
-def what_happened(logs: Path, status: int, hung: str | None = None) -> StageError:
+def build_error(logs: Path, status: int, hang_report: str | None = None) -> StageError:
     """Why the ranks did not finish; `hung` is the hang watchdog's report.
 
     The earliest error is reported: later ones are mostly lost connections to the rank that failed.
     """
-    failures, deaths = _failures(logs), _deaths(logs)
+    failures, crashes = _read_failures(logs), _read_crashes(logs)
     first = next((f for f in failures if f.message), failures[0] if failures else None)
-    if hung and (first is None or not first.message):
-        return _passing(hung)
-    if deaths and (first is None or deaths[0].time <= first.time):
-        text = _of_death(deaths[0], logs)
-        return _passing(text) if deaths[0].signal == signal.SIGKILL else StageError(text)
+    if hang_report and (first is None or not first.message):
+        return _retryable(hang_report)
+    if crashes and (first is None or crashes[0].time <= first.time):
+        text = _describe_crash(crashes[0], logs)
+        return _retryable(text) if crashes[0].signal == signal.SIGKILL else StageError(text)
     if first is None:
-        return _passing(
-            f"a training process died without a word (torchrun's exit status {status}).\n"
-            f"  It may have been killed for memory; see {logs}."
+        return _retryable(
+            f"a rank died without an error message (torchrun's exit status {status}).\n"
+            f"  It may have been killed because memory ran out; see {logs}."
         )
     if first.message:
         failure = StageError(first.message)
@@ -111,33 +111,33 @@ def what_happened(logs: Path, status: int, hung: str | None = None) -> StageErro
         f"rank {first.rank} on {first.host}: {first.error}\n"
         f"  The traceback is in {logs / f'rank_{first.rank}.log'}."
     )
-    failure.may_pass = any(word in first.error for word in _LOST)
+    failure.may_pass = any(word in first.error for word in _LOST_PEER)
     return failure
 
 
-def _passing(text: str) -> StageError:
+def _retryable(text: str) -> StageError:
     """A retryable error: the run may succeed from its newest checkpoint."""
     failure = StageError(text)
     failure.may_pass = True
     return failure
 
 
-def _of_death(death: RankCrash, logs: Path) -> str:
-    name = signal.Signals(death.signal).name
-    text = f"rank {death.rank} on {death.host} (process {death.pid}) was ended by {name}"
-    if death.signal == signal.SIGKILL:
+def _describe_crash(crash: RankCrash, logs: Path) -> str:
+    name = signal.Signals(crash.signal).name
+    text = f"rank {crash.rank} on {crash.host} (process {crash.pid}) was killed by {name}"
+    if crash.signal == signal.SIGKILL:
         return (
-            f"{text}: by the system for want of memory, or by somebody.\n"
-            f"  See {logs / f'rank_{death.rank}.log'} and the system's log; run the same command "
-            "again to go on from the newest checkpoint, or write launch.max_restarts."
+            f"{text}: by the kernel because memory ran out, or by a user.\n"
+            f"  See {logs / f'rank_{crash.rank}.log'} and the system's log; run the same command "
+            "again to resume from the newest checkpoint, or write launch.max_restarts."
         )
     return (
-        f"{text}, a fault in native code.\n"
-        f"  What it printed is above; see also {logs / f'rank_{death.rank}.log'}."
+        f"{text}, an error in native code.\n"
+        f"  Its output is above; see also {logs / f'rank_{crash.rank}.log'}."
     )
 
 
-def _failures(logs: Path) -> list[Failure]:
+def _read_failures(logs: Path) -> list[Failure]:
     found: list[Failure] = []
     for path in logs.glob("failure_*.json"):
         with suppress(ValueError, TypeError):  # The file is being written.
@@ -145,9 +145,9 @@ def _failures(logs: Path) -> list[Failure]:
     return sorted(found, key=lambda f: f.time)
 
 
-def _deaths(logs: Path) -> list[RankCrash]:
+def _read_crashes(logs: Path) -> list[RankCrash]:
     """Crashes of the last start of the ranks on each node, except for ranks that were asked to
     stop."""
-    lists = [record for path in logs.glob(DEATHS) for record in read_json(path)]
+    lists = [record for path in logs.glob(CRASHES) for record in read_json(path)]
     found = [RankCrash(**record) for record in lists]
     return sorted((d for d in found if d.signal != signal.SIGTERM), key=lambda d: d.time)

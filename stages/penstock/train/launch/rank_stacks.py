@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-REQUEST = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGUSR1
 """`kill -USR1 PID` makes a rank dump the stacks of its threads."""
 
-ANSWER_SECONDS = 5.0
+DUMP_TIMEOUT_SECONDS = 5.0
 """Seconds to wait for the dumps."""
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _SECTION = re.compile(r"^(Current t|T)hread 0x")
 
-_CARRIERS = (
+_WRAPPER_FILES = (
     "/torch/_ops.py",
     "/torch/nn/",
     "/torch/autograd/",
@@ -33,10 +33,10 @@ _CARRIERS = (
 )
 """Wrapper files: their frames are skipped in favor of the caller's."""
 
-_WAITING = ("/torch/distributed/", "/penstock/engine/distributed/ranks.py")
+_COLLECTIVE_FILES = ("/torch/distributed/", "/penstock/engine/distributed/ranks.py")
 """Files whose code only blocks in collective operations."""
 
-_open: list[TextIO] = []
+_open_files: list[TextIO] = []
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Stack:
     frames: tuple[Frame, ...]
 
     @property
-    def waits(self) -> bool:
+    def is_in_collective(self) -> bool:
         """Whether the rank is blocked in a collective operation."""
-        doing = (f for f in self.frames if not any(part in f.file for part in _CARRIERS))
-        innermost = next(doing, None)
-        return innermost is not None and any(part in innermost.file for part in _WAITING)
+        frames = (f for f in self.frames if not any(part in f.file for part in _WRAPPER_FILES))
+        innermost = next(frames, None)
+        return innermost is not None and any(part in innermost.file for part in _COLLECTIVE_FILES)
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -71,21 +71,23 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.stack"
 
 
-def show_on_request(folder: Path, rank: int) -> None:
+def register_stack_dump(folder: Path, rank: int) -> None:
     """Register the signal handler that dumps this process's stacks into its file in `folder`."""
     # Append: stacks of a restarted rank go below those of the first start.
     stream = stack_file(folder, rank).open("a")
-    _open.append(stream)  # The handler only keeps the file descriptor, so the file must stay open.
-    faulthandler.register(REQUEST, file=stream, all_threads=True, chain=False)
+    _open_files.append(
+        stream
+    )  # The handler only keeps the file descriptor, so the file must stay open.
+    faulthandler.register(DUMP_SIGNAL, file=stream, all_threads=True, chain=False)
 
 
-def ask(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
+def dump_stacks(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
     """Request stack dumps; return the stacks by rank of the processes that respond in time."""
     before = {rank: _size(stack_file(folder, rank)) for rank in pids}
     for pid in pids.values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, REQUEST)
-    deadline = time.monotonic() + ANSWER_SECONDS
+            os.kill(pid, DUMP_SIGNAL)
+    deadline = time.monotonic() + DUMP_TIMEOUT_SECONDS
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:
         time.sleep(0.2)

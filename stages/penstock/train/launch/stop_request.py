@@ -9,7 +9,7 @@ STOP_FILE = "STOP"
 """A file of this name in the run folder requests a stop, from any machine that shares the
 folder."""
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """Seconds between checks for the file: the folder may be shared by many ranks, and steps may be
 short."""
 
@@ -24,12 +24,12 @@ class StopRequest:
     def __init__(self, folder: Path | None = None) -> None:
         self.signum: int | None = None
         self._file = folder / STOP_FILE if folder else None
-        self._is_written, self._looked = False, float("-inf")
+        self._file_seen, self._last_check = False, float("-inf")
 
     def install_handlers(self) -> "StopRequest":
         """Install the handlers; must be called in the main thread."""
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-            signal.signal(signum, self._note)
+            signal.signal(signum, self._handle_signal)
         return self
 
     def __bool__(self) -> bool:
@@ -38,10 +38,10 @@ class StopRequest:
     def _file_exists(self) -> bool:
         """Whether the file exists, or existed at an earlier check."""
         now = time.monotonic()
-        if self._file and not self._is_written and now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            self._is_written = self._file.exists()
-        return self._is_written
+        if self._file and not self._file_seen and now - self._last_check >= POLL_SECONDS:
+            self._last_check = now
+            self._file_seen = self._file.exists()
+        return self._file_seen
 
-    def _note(self, signum: int, _frame: FrameType | None) -> None:
+    def _handle_signal(self, signum: int, _frame: FrameType | None) -> None:
         self.signum = signum

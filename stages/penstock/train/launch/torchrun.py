@@ -20,7 +20,7 @@ from penstock.core.process.rendezvous import (
 )
 from penstock.engine.launch.torchrun import RDZV_BACKEND, run_ranks
 from penstock.train.launch.job import LOGS, Job, read_outcome
-from penstock.train.launch.rank_failures import deaths_file, what_happened
+from penstock.train.launch.rank_failures import build_error, crash_file
 
 DETERMINISTIC: Mapping[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -34,9 +34,9 @@ DETERMINISTIC: Mapping[str, str] = {
 class LaunchResult:
     """The outcome of this node's ranks."""
 
-    status: int
+    exit_status: int
     """The exit status of torchrun."""
-    hung: str | None = None
+    hang_report: str | None = None
     """The hang watchdog's report."""
 
 
@@ -73,7 +73,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
             launch.pass_env,
         ),
         sink=byte_stream(sys.stderr),
-        deaths=deaths_file(job.output_dir / LOGS, job.launch),
+        deaths=crash_file(job.output_dir / LOGS, job.launch_id),
         patience=launch.stop_timeout,
         watch=watch,
     )
@@ -114,11 +114,11 @@ def build_environment(run: RunConfig) -> dict[str, str]:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
-        **written_environment(run),
+        **config_environment(run),
     }
 
 
-def written_environment(run: RunConfig) -> dict[str, str]:
+def config_environment(run: RunConfig) -> dict[str, str]:
     """Environment variables from the config, which CUDA reads at startup."""
     return {**(DETERMINISTIC if run.train.enable_full_determinism else {}), **run.launch.env}
 
@@ -127,17 +127,17 @@ def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
     """The command line of our agent, which uses torchrun's options; `address` is this node's
     address."""
     launch = run.launch
-    words = _common_arguments(run)
+    arguments = _common_arguments(run)
     if launch.nnodes == 1 and launch.rdzv_endpoint is None:
-        return ["--nnodes", "1", "--rdzv-backend", RDZV_BACKEND, *words]
+        return ["--nnodes", "1", "--rdzv-backend", RDZV_BACKEND, *arguments]
     return [
         *("--nnodes", str(launch.nnodes)),
         *("--node-rank", str(launch.node_rank)),
         *("--rdzv-backend", RDZV_BACKEND),
-        *("--rdzv-endpoint", _endpoint_of(run)),
+        *("--rdzv-endpoint", _require_endpoint(run)),
         *("--rdzv-conf", f"rank={launch.node_rank}"),
         *(("--local-addr", address) if address else ()),
-        *words,
+        *arguments,
     ]
 
 
@@ -148,7 +148,7 @@ def torchrun_arguments_by_hand(run: RunConfig) -> list[str]:
     """
     launch = run.launch
     alone = launch.nnodes == 1 and launch.rdzv_endpoint is None
-    host, port = ("127.0.0.1", PORT) if alone else parse_endpoint(_endpoint_of(run))
+    host, port = ("127.0.0.1", PORT) if alone else parse_endpoint(_require_endpoint(run))
     return [
         *("--nnodes", str(launch.nnodes)),
         *("--node-rank", str(launch.node_rank)),
@@ -167,10 +167,10 @@ def _common_arguments(run: RunConfig) -> list[str]:
     return common
 
 
-def _endpoint_of(run: RunConfig) -> str:
+def _require_endpoint(run: RunConfig) -> str:
     if run.launch.rdzv_endpoint is None:
         raise ConfigError(
-            f"launch.nnodes is {run.launch.nnodes}, and nothing says where they meet.\n"
+            f"launch.nnodes is {run.launch.nnodes}, and launch.rdzv_endpoint is not set.\n"
             "  Write launch.rdzv_endpoint, as host:port of the first node."
         )
     return run.launch.rdzv_endpoint
@@ -178,8 +178,8 @@ def _endpoint_of(run: RunConfig) -> str:
 
 def num_local_ranks(run: RunConfig) -> int:
     """Ranks on this node: as configured, else one per GPU, else one."""
-    asked = run.launch.nproc_per_node
-    return max(1, env.num_gpus()) if asked == "auto" else asked
+    configured = run.launch.nproc_per_node
+    return max(1, env.num_gpus()) if configured == "auto" else configured
 
 
 def threads_per_rank(run: RunConfig) -> int:
@@ -187,22 +187,22 @@ def threads_per_rank(run: RunConfig) -> int:
     return max(1, env.num_processors() // num_local_ranks(run))
 
 
-def read_run_outcome(job: Job) -> dict[str, Any] | None:
+def read_launch_outcome(job: Job) -> dict[str, Any] | None:
     """Read the outcome of this start of the ranks, if they finished."""
     outcome = read_outcome(job.output_dir)
-    return outcome if outcome and job.launch in outcome["launches"] else None
+    return outcome if outcome and job.launch_id in outcome["launches"] else None
 
 
-def build_ending(job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+def build_facts(job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
     """The facts of a finished run. Raises Interrupted if it was asked to stop and saved, and
     StageError with the cause if it failed. `where` is the location shown to users."""
-    outcome = read_run_outcome(job)
+    outcome = read_launch_outcome(job)
     if outcome is None:
-        raise what_happened(job.output_dir / LOGS, ended.status, ended.hung)
+        raise build_error(job.output_dir / LOGS, ended.exit_status, ended.hang_report)
     if outcome["facts"] is None:
         raise Interrupted(
             f"train was asked to stop and saved step {outcome['step']} in {where}.\n"
-            "  Run the same command again to go on from there.",
+            "  Run the same command again to resume from there.",
             signum=outcome["signal"] or signal.SIGTERM,
         )
     return outcome["facts"]

@@ -18,18 +18,18 @@ from penstock.engine.checkpoint.folders import (
 )
 from penstock.train.launch.job import (
     CHECKPOINTS,
+    DATA_SAMPLES,
+    ENVIRONMENT,
     LOGS,
     METRICS,
     REPORT,
-    RESOLVED,
+    RESOLVED_CONFIG,
     SAMPLES,
-    SHOWN_DATA,
-    SURROUNDINGS,
 )
 
-_MARK = re.compile(rf"{CHECKPOINTS}/([^/]+)/{COMPLETE}")
+_MARKER = re.compile(rf"{CHECKPOINTS}/([^/]+)/{COMPLETE}")
 
-_BEST_NAMED = f"{CHECKPOINTS}/{BEST}"
+_BEST_CHECKPOINT_FILE = f"{CHECKPOINTS}/{BEST}"
 
 
 def files_to_upload(out: Path) -> list[list[Path]]:
@@ -39,18 +39,18 @@ def files_to_upload(out: Path) -> list[list[Path]]:
         mark = folder / COMPLETE
         groups += [[path for path in regular_files(folder) if path != mark], [mark]]
     logs = sorted((out / LOGS).glob("*.log"))
-    told = (
+    logged = (
         METRICS,
         SAMPLES,
-        _BEST_NAMED,
-        RESOLVED,
+        _BEST_CHECKPOINT_FILE,
+        RESOLVED_CONFIG,
         DATA,
         LINEAGE,
-        SHOWN_DATA,
-        SURROUNDINGS,
+        DATA_SAMPLES,
+        ENVIRONMENT,
         REPORT,
     )
-    return [*groups, [*(out / name for name in told), *logs]]
+    return [*groups, [*(out / name for name in logged), *logs]]
 
 
 def files_to_download(names: Collection[str], out: Path, naming: CheckpointNaming) -> list[str]:
@@ -60,19 +60,19 @@ def files_to_download(names: Collection[str], out: Path, naming: CheckpointNamin
 
     Raises ArtifactError for a checkpoint whose name does not follow this run's `naming`.
     """
-    there = _marks(names, naming)
-    if not there or _newest_whole_step(out) >= there[-1][0]:
+    remote = _completion_markers(names, naming)
+    if not remote or _newest_complete_step(out) >= remote[-1][0]:
         return []
-    folders = [PurePosixPath(mark).parent.as_posix() for _, mark in there]
-    newest, mark = folders[-1], there[-1][1]
+    folders = [PurePosixPath(mark).parent.as_posix() for _, mark in remote]
+    newest, mark = folders[-1], remote[-1][1]
     best = [folder for folder in folders if f"{folder}/{BEST_MARK}" in names][-1:]
-    beginnings = tuple(f"{folder}/" for folder in {newest, *best})
-    files = [name for name in names if name.startswith(beginnings) and name != mark]
-    told = (METRICS, SAMPLES, _BEST_NAMED)
-    return [*files, *(name for name in names if name in told), mark]
+    prefixes = tuple(f"{folder}/" for folder in {newest, *best})
+    files = [name for name in names if name.startswith(prefixes) and name != mark]
+    logged = (METRICS, SAMPLES, _BEST_CHECKPOINT_FILE)
+    return [*files, *(name for name in names if name in logged), mark]
 
 
-def _newest_whole_step(out: Path) -> int:
+def _newest_complete_step(out: Path) -> int:
     """-1 if no checkpoint is complete."""
     newest_first = reversed(complete_checkpoints(out / CHECKPOINTS))
     return next(
@@ -80,17 +80,17 @@ def _newest_whole_step(out: Path) -> int:
     )
 
 
-def _marks(names: Collection[str], naming: CheckpointNaming) -> list[tuple[int, str]]:
+def _completion_markers(names: Collection[str], naming: CheckpointNaming) -> list[tuple[int, str]]:
     """(step, name) of the completion markers, oldest first."""
     found: list[tuple[int, str]] = []
-    for name, match in ((name, _MARK.fullmatch(name)) for name in names):
+    for name, match in ((name, _MARKER.fullmatch(name)) for name in names):
         if not match:
             continue
         step = naming.step_of(match[1])
         if step is None:
             raise ArtifactError(
-                f"the run has a checkpoint {match[1]}, and train.ckpt_name calls none so, so its "
-                "step is not known.\n  Write ckpt_name as it was when the run began."
+                f"the run has a checkpoint {match[1]}, which train.ckpt_name does not match, so "
+                "its step is unknown.\n  Write ckpt_name as it was when the run started."
             )
         found.append((step, name))
     return sorted(found)

@@ -129,7 +129,9 @@ class LossSpikeMonitor:
         if spike is None:
             return None
         trained = sum(batch.num_trained for batch in batches)
-        mine = RankLoss(self._ranks.rank, packed_row_numbers(batches), result.share.item(), trained)
+        mine = RankLoss(
+            self._ranks.rank, packed_row_numbers(batches), result.local_loss.item(), trained
+        )
         ranks, rows, times = highest_loss_rank(self._ranks.all_gather(mine))
         text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "

@@ -26,14 +26,14 @@ READING_ROWS = "reading rows"
 """The first phase of a step."""
 
 
-def recovery_times(beginnings: Sequence[tuple[str, float]], now: float) -> dict[str, float]:
+def recovery_times(first_phases: Sequence[tuple[str, float]], now: float) -> dict[str, float]:
     """Resume time: seconds from the start of the process to the end of its first step at `now`, for
     each phase before that step, for the step, and in total.
 
-    `beginnings` are the phases of the process and their start times.
+    `first_phases` are the phases of the process and their start times.
     """
-    before = [(phase, at) for phase, at in beginnings if phase != READING_ROWS]
-    step = next((at for phase, at in beginnings if phase == READING_ROWS), now)
+    before = [(phase, at) for phase, at in first_phases if phase != READING_ROWS]
+    step = next((at for phase, at in first_phases if phase == READING_ROWS), now)
     marks = [*((phase, at) for phase, at in before if at < step), ("first step", step), ("", now)]
     found: dict[str, float] = defaultdict(float)
     for (phase, start), (_, end) in pairwise(marks):
@@ -66,7 +66,7 @@ class StepMetrics:
         self._is_first_after_resume = False
         self._log_recovery = train.log_recovery_timing
         if self._phases:
-            ranks.heartbeat.listen(self._phases.on_phase)
+            ranks.heartbeat.set_listener(self._phases.on_phase)
 
     def on_resume(self) -> None:
         """The next step is the first one after resuming."""
@@ -98,7 +98,7 @@ class StepMetrics:
         if not self._is_first_after_resume:
             return {}
         self._is_first_after_resume = False
-        return {"recovery_seconds": recovery_times(self._ranks.heartbeat.beginnings, time.time())}
+        return {"recovery_seconds": recovery_times(self._ranks.heartbeat.first_phases, time.time())}
 
     def peak_memory(self) -> int:
         """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
@@ -116,7 +116,7 @@ class StepMetrics:
 
     def close(self) -> None:
         """Stop the timers."""
-        self._ranks.heartbeat.listen(None)
+        self._ranks.heartbeat.set_listener(None)
 
     def _step_flops(self, rows: Integers, trained_tokens: int) -> float:
         tokens, squares = int(self._lengths[rows].sum()), int(self._squares[rows].sum())

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.core.errors import PenstockError
 from penstock.core.os_errors import describe_os_error
 from penstock.train.report.page import write_report
-from penstock.train.trackers.sidecar import work_beside
+from penstock.train.trackers.sidecar import start_sidecar
 
 NICENESS = 19
 SHARE = 0.05
@@ -20,9 +20,9 @@ SHARE = 0.05
 
 def main(seconds: float, folder: Path) -> None:
     """Write the report now and every `seconds` seconds, until standard input closes."""
-    end = work_beside(NICENESS)
+    end = start_sidecar(NICENESS)
     pause = 0.0
-    while not end.has_come.wait(pause):
+    while not end.event.wait(pause):
         began = time.monotonic()
         try:
             write_report(folder, state="running")

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.train.report.scale import Axis, Tick, of_steps, round_marks, upright
+from penstock.train.report.scale import Axis, Tick, build_step_ticks, build_y_axis, linear_ticks
 
-SIDE = 1000
+VIEWBOX = 1000
 """Side of the SVG square in units."""
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Maximum points per line; a longer run is drawn by the minimum and maximum of each interval."""
 SMOOTHING_SHARE = 0.01
 """Smoothing radius as a fraction of the run."""
 BAR_GAP = 0.1
 """Gap on either side of a bar as a fraction of its slot."""
-MOST_NAMES = 5
+MAX_LABELS = 5
 """Maximum number of labels below a bar chart."""
 
 Kind = Literal["line", "raw and smooth", "dots"]
@@ -37,16 +37,16 @@ class Series:
     column: str
     steps: Sequence[int]
     values: Sequence[float]
-    colour: int
+    color: int
     kind: Kind = "line"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ChartLine:
     """A series as SVG paths."""
 
     label: str
-    colour: int
+    color: int
     raw: str
     """The values as logged."""
     smooth: str
@@ -69,8 +69,8 @@ class Chart:
     """Whether there is only a single value."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    lines: list[Drawn]
-    pointed_at: dict[str, Any]
+    lines: list[ChartLine]
+    tooltip: dict[str, Any]
     """Data of the tooltip script."""
 
 
@@ -93,7 +93,7 @@ class BarChart:
     bars: list[Bar]
 
 
-def chart(
+def build_chart(
     name: str,
     title: str,
     series: Sequence[Series],
@@ -107,22 +107,22 @@ def chart(
     `unit` determines the number format of the tooltip.
     """
     steps = [step for each in series for step in (each.steps[0], each.steps[-1])]
-    across = Axis(min(steps), max(steps), "linear")
+    x_axis = Axis(min(steps), max(steps), "linear")
     finite = [value for each in series for value in each.values if math.isfinite(value)]
-    up, y_ticks = upright(finite, label, 5)
+    y_axis, y_ticks = build_y_axis(finite, label, 5)
     return Chart(
         name=name,
         title=title,
         note=note,
-        is_log=up.bend == "log",
+        is_log=y_axis.scale == "log",
         is_point=len(series) == len(series[0].values) == 1,
-        x_ticks=of_steps(across),
+        x_ticks=build_step_ticks(x_axis),
         y_ticks=y_ticks,
-        lines=[_drawn(each, across, up, label) for each in series],
-        pointed_at={
-            "x": [across.low, across.high],
-            "y": list(up.ends),
-            "bend": up.bend,
+        lines=[_draw_line(each, x_axis, y_axis, label) for each in series],
+        tooltip={
+            "x": [x_axis.low, x_axis.high],
+            "y": list(y_axis.limits),
+            "bend": y_axis.scale,
             "unit": unit,
             "series": [
                 {"label": s.label, "table": s.table, "column": s.column, "last": s.steps[-1]}
@@ -132,7 +132,7 @@ def chart(
     )
 
 
-def bar_chart(
+def build_bar_chart(
     title: str,
     counts: Sequence[tuple[str, str, int]],
     label: Callable[[float], str],
@@ -140,19 +140,20 @@ def bar_chart(
     note: str = "",
 ) -> BarChart:
     """Draw one bar for each (short name, name, count); at least one."""
-    marks = round_marks(0, max(1, *(count for *_, count in counts)), 3)
-    up = Axis(0, marks[-1], "linear")
+    marks = linear_ticks(0, max(1, *(count for *_, count in counts)), 3)
+    y_axis = Axis(0, marks[-1], "linear")
     width = 100 / len(counts)
     bars = [
         Bar(
-            f"{move(width * (at + BAR_GAP), 100)}V{(100 - up.position(count)) * SIDE / 100:.1f}"
-            f"H{width * (at + 1 - BAR_GAP) * SIDE / 100:.1f}V{SIDE}Z",
+            f"{move_to(width * (at + BAR_GAP), 100)}"
+            f"V{(100 - y_axis.position(count)) * VIEWBOX / 100:.1f}"
+            f"H{width * (at + 1 - BAR_GAP) * VIEWBOX / 100:.1f}V{VIEWBOX}Z",
             f"{name}: {count:,}",
         )
         for at, (_, name, count) in enumerate(counts)
         if count
     ]
-    every = -(-len(counts) // MOST_NAMES)
+    every = -(-len(counts) // MAX_LABELS)
     return BarChart(
         title=title,
         note=note,
@@ -163,26 +164,26 @@ def bar_chart(
             if not at % every
         ],
         y_ticks=[
-            Tick(100 - up.position(mark), label(mark)) for mark in marks if mark == round(mark)
+            Tick(100 - y_axis.position(mark), label(mark)) for mark in marks if mark == round(mark)
         ],
         bars=bars,
     )
 
 
-def shown_indices(count: int, most: int = MOST_POINTS) -> list[int]:
+def sample_indices(count: int, limit: int = MAX_POINTS) -> list[int]:
     """At most `most` evenly spaced indices below `count`, including the last one."""
-    stretches = min(count, most)
+    stretches = min(count, limit)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 
 
-def extremes(values: Sequence[float]) -> Iterator[tuple[int, float]]:
+def min_max_points(values: Sequence[float]) -> Iterator[tuple[int, float]]:
     """(index, value) of the points to draw: all of a short run, else each interval's minimum and
     maximum."""
-    if len(values) <= MOST_POINTS:
+    if len(values) <= MAX_POINTS:
         yield from enumerate(values)
         return
     start = 0
-    for last in shown_indices(len(values)):
+    for last in sample_indices(len(values)):
         stretch = range(start, last + 1)
         finite = [i for i in stretch if math.isfinite(values[i])]
         chosen = (
@@ -194,13 +195,13 @@ def extremes(values: Sequence[float]) -> Iterator[tuple[int, float]]:
         start = last + 1
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def smooth_values(values: Sequence[float]) -> list[float]:
     """The mean around each point with weights exp(-|distance| / (SMOOTHING_SHARE of the run)).
 
     Symmetric, so it does not lag behind a falling loss. Non-finite values have weight zero.
     """
     keep = math.exp(-1 / max(1.0, SMOOTHING_SHARE * len(values)))
-    before, after = _decayed(values, keep), _decayed(values[::-1], keep)[::-1]
+    before, after = _decayed_sums(values, keep), _decayed_sums(values[::-1], keep)[::-1]
     averages: list[float] = []
     for value, (left, left_weight), (right, right_weight) in zip(
         values, before, after, strict=True
@@ -211,34 +212,36 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return averages
 
 
-def move(x: float, y: float) -> str:
+def move_to(x: float, y: float) -> str:
     """The SVG move command; both coordinates in per cent."""
-    return f"M{x * SIDE / 100:.1f} {y * SIDE / 100:.1f}"
+    return f"M{x * VIEWBOX / 100:.1f} {y * VIEWBOX / 100:.1f}"
 
 
-def _drawn(series: Series, across: Axis, up: Axis, label: Callable[[float], str]) -> Drawn:
+def _draw_line(
+    series: Series, x_axis: Axis, y_axis: Axis, label: Callable[[float], str]
+) -> ChartLine:
     steps, values = series.steps, series.values
 
     def place(index: int, value: float) -> tuple[float, float] | None:
         if not math.isfinite(value):
             return None
         # A smoothed value at a non-finite one may lie outside the axis range.
-        return across.position(steps[index]), min(100.0, max(0.0, 100 - up.position(value)))
+        return x_axis.position(steps[index]), min(100.0, max(0.0, 100 - y_axis.position(value)))
 
-    raw = _path([place(i, v) for i, v in extremes(values)])
+    raw = _path([place(i, v) for i, v in min_max_points(values)])
     smooth, dots = "", ""
     if series.kind == "raw and smooth" and len(values) > 1:
-        averaged = smoothed(values)
-        shown = shown_indices(len(values))
+        averaged = smooth_values(values)
+        shown = sample_indices(len(values))
         if any(map(math.isfinite, values)):
             smooth = _path([place(i, averaged[i]) for i in shown])
     elif series.kind == "dots" or len(values) == 1:
         found = [place(i, v) for i, v in enumerate(values)]
-        dots = " ".join(f"{move(*each)}h0" for each in found if each)
-    return Drawn(series.label, series.colour, raw, smooth, dots, label(values[-1]))
+        dots = " ".join(f"{move_to(*each)}h0" for each in found if each)
+    return ChartLine(series.label, series.color, raw, smooth, dots, label(values[-1]))
 
 
-def _decayed(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
+def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, float]]:
     """For each point, the decayed sum of the values up to it, and the sum of their weights."""
     total, weight, sums = 0.0, 0.0, []
     for value in values:
@@ -257,7 +260,7 @@ def _path(places: Sequence[tuple[float, float] | None]) -> str:
         if place is None:
             pen = "up"
             continue
-        command = move(*place)
+        command = move_to(*place)
         # A zero-length line after the move makes a single point visible.
         parts.append(f"{command}h0" if pen == "up" else f"L{command[1:]}")
         pen = "down"

@@ -7,9 +7,9 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from penstock.train.metrics.jsonl import is_number
-from penstock.train.report.chart import Chart, Kind, Series, Unit, chart, shown_indices
+from penstock.train.report.chart import Chart, Kind, Series, Unit, build_chart, sample_indices
 from penstock.train.report.format import amount, gibibytes, number, share
-from penstock.train.report.heatmap import HeatMap, by_expert, over_steps
+from penstock.train.report.heatmap import HeatMap, layer_expert_map, layer_step_map
 from penstock.train.report.read_run import RunRecord
 
 
@@ -21,20 +21,20 @@ class Curve:
     title: str
     label: Callable[[float], str] = number
     unit: Unit = "number"
-    of: Literal["steps", "evaluations"] = "steps"
+    records: Literal["steps", "evaluations"] = "steps"
 
 
 LOSS = Curve("loss", "Loss")
-HELD_OUT = Curve("eval_loss", "held-out rows", of="evaluations")
+EVAL_LOSS = Curve("eval_loss", "evaluation loss", records="evaluations")
 
 SPEED = (
     Curve("tokens_per_second", "Tokens per second", amount, "amount"),
-    Curve("mfu", "Share of the device's peak (MFU)", share, "share"),
-    Curve("memory_gib", "Memory, peak", gibibytes, "GiB"),
+    Curve("mfu", "MFU", share, "share"),
+    Curve("memory_gib", "Peak memory", gibibytes, "GiB"),
 )
-UNRATED = Curve("tflops", "TFLOP/s per device")
+TFLOPS = Curve("tflops", "TFLOP/s per device")
 """Shown instead of MFU if the peak FLOP/s are unknown."""
-OPTIMISATION = (
+OPTIMIZATION = (
     Curve("lr", "Learning rate"),
     Curve("grad_norm", "Gradient norm"),
     Curve("param_norm", "Parameter norm"),
@@ -42,34 +42,36 @@ OPTIMISATION = (
     Curve("z_loss", "z-loss"),
     Curve("loss_scale", "Loss scale"),
 )
-ANSWERS = (
+PREFERENCE = (
     Curve("rewards/margins", "Reward margin"),
-    Curve("rewards/accuracies", "Pairs the right way round", share, "share"),
-    Curve("rewards/chosen", "Reward of chosen answers"),
-    Curve("rewards/rejected", "Reward of rejected answers"),
-    Curve("logps/chosen", "Log-probability of chosen answers"),
-    Curve("logps/rejected", "Log-probability of rejected answers"),
+    Curve("rewards/accuracies", "Reward accuracy", share, "share"),
+    Curve("rewards/chosen", "Reward of chosen completions"),
+    Curve("rewards/rejected", "Reward of rejected completions"),
+    Curve("logps/chosen", "Log-prob of chosen completions"),
+    Curve("logps/rejected", "Log-prob of rejected completions"),
 )
 """Curves of preference training."""
-HELD = (
-    Curve("eval_perplexity", "Held-out perplexity", of="evaluations"),
-    Curve("eval_token_accuracy", "Held-out token accuracy", share, "share", of="evaluations"),
-    *(replace(one, column=f"eval_{one.column}", of="evaluations") for one in ANSWERS),
+EVALUATION = (
+    Curve("eval_perplexity", "Evaluation perplexity", records="evaluations"),
+    Curve(
+        "eval_token_accuracy", "Evaluation token accuracy", share, "share", records="evaluations"
+    ),
+    *(replace(one, column=f"eval_{one.column}", records="evaluations") for one in PREFERENCE),
 )
 
-MOST_DOTS = 40
+MAX_DOTS = 40
 """Maximum evaluations drawn as points; above it, only the line."""
 
-SOURCE = "eval_loss/"
+SOURCE_PREFIX = "eval_loss/"
 """Prefix of the per-data-set loss columns."""
 
 
-def loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
+def build_loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
     """The main chart: training and evaluation loss of each run."""
     series: list[Series] = []
     for index, run in enumerate(runs):
         whose = f"{letter(index)} " if len(runs) > 1 else ""
-        kinds: list[tuple[Curve, Kind]] = [(LOSS, "raw and smooth"), (HELD_OUT, "dots")]
+        kinds: list[tuple[Curve, Kind]] = [(LOSS, "raw and smooth"), (EVAL_LOSS, "dots")]
         for curve, kind in kinds:
             word = f"{whose}{'loss' if curve is LOSS else curve.title}"
             # A single run's evaluation loss has its own color; with several runs it has the run's
@@ -79,73 +81,73 @@ def loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
     if not series:
         return None
     is_smoothed = any(each.kind == "raw and smooth" and len(each.steps) > 1 for each in series)
-    note = "Faint: each step. Bold: a mean over about a hundredth of the run to either side."
-    return chart("loss", "Loss", series, number, note=note if is_smoothed else "")
+    note = "Faint: each step. Bold: smoothed over about a hundredth of the run to either side."
+    return build_chart("loss", "Loss", series, number, note=note if is_smoothed else "")
 
 
-def groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
+def build_chart_groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]]]:
     """(heading, charts) of the small charts; metrics that no run has are omitted."""
     is_rated = any(is_number(run.steps[-1].get("mfu")) for run in runs if run.steps)
-    speed = SPEED if is_rated else (SPEED[0], UNRATED, *SPEED[1:])
+    speed = SPEED if is_rated else (SPEED[0], TFLOPS, *SPEED[1:])
     found = [
-        ("Optimization", list(_charts(runs, OPTIMISATION))),
-        ("Answers", list(_charts(runs, ANSWERS))),
-        ("Held-out rows", [*_charts(runs, HELD), *_by_source(runs)]),
+        ("Optimization", list(_charts(runs, OPTIMIZATION))),
+        ("Preference metrics", list(_charts(runs, PREFERENCE))),
+        ("Evaluation", [*_charts(runs, EVALUATION), *_source_charts(runs)]),
         ("Speed and memory", list(_charts(runs, speed))),
     ]
     return [(heading, charts) for heading, charts in found if charts]
 
 
-def heat_maps(run: RunRecord) -> list[HeatMap]:
+def build_heat_maps(run: RunRecord) -> list[HeatMap]:
     """Heat maps of layers and experts."""
     found: list[HeatMap] = []
     for column, title in (
         ("grad_norms", "Gradient norm by layer"),
         ("param_norms", "Parameter norm by layer"),
     ):
-        told = [record for record in run.steps if record.get(column)]
-        if told:
-            rows = list(told[-1][column])
-            values = [[record[column].get(row, float("nan")) for row in rows] for record in told]
-            steps = [record["step"] for record in told]
-            found.append(over_steps(column, title, rows, steps, values, bend="log"))
-    told = [record for record in run.steps if "routers" in record]
-    if told:
-        layers = [f"layer {layer}" for layer in told[-1]["routers"]["layers"]]
-        steps = [record["step"] for record in told]
+        present = [record for record in run.steps if record.get(column)]
+        if present:
+            rows = list(present[-1][column])
+            values = [[record[column].get(row, float("nan")) for row in rows] for record in present]
+            steps = [record["step"] for record in present]
+            found.append(layer_step_map(column, title, rows, steps, values, scale="log"))
+    present = [record for record in run.steps if "routers" in record]
+    if present:
+        layers = [f"layer {layer}" for layer in present[-1]["routers"]["layers"]]
+        steps = [record["step"] for record in present]
         found.append(
-            over_steps(
+            layer_step_map(
                 "imbalance",
-                "How unevenly experts were used",
+                "Expert load imbalance",
                 layers,
                 steps,
-                [record["routers"]["imbalance"] for record in told],
-                note="The busiest expert's tokens over the mean; 1 is even.",
+                [record["routers"]["imbalance"] for record in present],
+                note="Tokens of the busiest expert divided by the mean; 1 is balanced.",
                 palest=1.0,
             )
         )
-        found += _loads(told, layers)
+        found += _expert_load_maps(present, layers)
     return found
 
 
-def columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]]]:
+def tooltip_columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]]]:
     """The numbers embedded in the page: by kind of record, each column at the shown steps."""
     kinds = {"steps": run.steps, "evaluations": run.evaluations}
     found: dict[str, dict[str, list[float | None]]] = {}
     for kind, records in kinds.items():
-        shown = [records[at] for at in shown_indices(len(records), most)] if records else []
+        shown = [records[at] for at in sample_indices(len(records), most)] if records else []
         names = sorted({name for record in shown for name, v in record.items() if is_number(v)})
         found[kind] = {name: [_finite(record.get(name)) for record in shown] for name in names}
     return found
 
 
-def axes(run: RunRecord, most: int) -> dict[str, list[float]]:
+def x_axis_values(run: RunRecord, most: int) -> dict[str, list[float]]:
     """Progress at the shown steps: `step`, and cumulative `tokens`, `epoch` and `seconds`. All are
     increasing, so that any of them can be mapped to a step."""
     first = run.steps[0]["step"] - 1 if run.steps else 0
     tokens = list(accumulate((r["tokens"] for r in run.steps), initial=0))
     seconds = list(accumulate((r["seconds"] for r in run.steps), initial=0.0))
-    shown = [0, *(at + 1 for at in shown_indices(len(run.steps), most))] if run.steps else [0]
+    shown = [0, *(at + 1 for at in sample_indices(len(run.steps), most))] if run.steps else [0]
     return {
         "step": [first, *(run.steps[at - 1]["step"] for at in shown[1:])],
         "tokens": [tokens[at] for at in shown],
@@ -171,49 +173,60 @@ def _charts(runs: Sequence[RunRecord], curves: Iterable[Curve]) -> Iterator[Char
             label = letter(index) if len(runs) > 1 else curve.title
             series += _series(run, index, curve, label, index)
         if series:
-            yield chart(curve.column, curve.title, series, curve.label, unit=curve.unit)
+            yield build_chart(curve.column, curve.title, series, curve.label, unit=curve.unit)
 
 
-def _by_source(runs: Sequence[RunRecord]) -> Iterator[Chart]:
-    names = sorted({n for run in runs for r in run.evaluations for n in r if n.startswith(SOURCE)})
+def _source_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
+    names = sorted(
+        {n for run in runs for r in run.evaluations for n in r if n.startswith(SOURCE_PREFIX)}
+    )
     if len(runs) == 1 and names:
         series = [
             one
             for colour, name in enumerate(names)
             for one in _series(
-                runs[0], 0, Curve(name, "", of="evaluations"), name.removeprefix(SOURCE), colour
+                runs[0],
+                0,
+                Curve(name, "", records="evaluations"),
+                name.removeprefix(SOURCE_PREFIX),
+                colour,
             )
         ]
-        yield chart("eval_sources", "Held-out loss by source", series, number)
+        yield build_chart("eval_sources", "Evaluation loss by source", series, number)
     elif names:
         yield from _charts(
             runs,
-            [Curve(n, f"Held-out loss, {n.removeprefix(SOURCE)}", of="evaluations") for n in names],
+            [
+                Curve(n, f"Evaluation loss, {n.removeprefix(SOURCE_PREFIX)}", records="evaluations")
+                for n in names
+            ],
         )
 
 
 def _series(
     run: RunRecord, index: int, curve: Curve, label: str, colour: int, kind: Kind = "line"
 ) -> Iterator[Series]:
-    records = run.steps if curve.of == "steps" else run.evaluations
-    if curve.of == "evaluations" and len(records) <= MOST_DOTS:
+    records = run.steps if curve.records == "steps" else run.evaluations
+    if curve.records == "evaluations" and len(records) <= MAX_DOTS:
         kind = "dots"
-    told = [record for record in records if is_number(record.get(curve.column))]
-    if told:
+    present = [record for record in records if is_number(record.get(curve.column))]
+    if present:
         yield Series(
             label=label,
-            table=f"{index}.{curve.of}",
+            table=f"{index}.{curve.records}",
             column=curve.column,
-            steps=[record["step"] for record in told],
-            values=[float(record[curve.column]) for record in told],
-            colour=colour,
+            steps=[record["step"] for record in present],
+            values=[float(record[curve.column]) for record in present],
+            color=colour,
             kind=kind,
         )
 
 
-def _loads(told: Sequence[dict[str, Any]], layers: Sequence[str]) -> Iterator[HeatMap]:
+def _expert_load_maps(
+    present: Sequence[dict[str, Any]], layers: Sequence[str]
+) -> Iterator[HeatMap]:
     """Tokens per expert over the last tenth of the steps."""
-    recent = [record["routers"] for record in told[-max(1, len(told) // 10) :]]
+    recent = [record["routers"] for record in present[-max(1, len(present) // 10) :]]
     recent = [each for each in recent if "counts" in each]
     if not recent:
         return
@@ -222,21 +235,21 @@ def _loads(told: Sequence[dict[str, Any]], layers: Sequence[str]) -> Iterator[He
         for at in range(len(layers))
     ]
     loads = [[count * len(row) / max(1, sum(row)) for count in row] for row in sums]
-    yield by_expert(
+    yield layer_expert_map(
         "load",
-        "Tokens of each expert",
+        "Tokens per expert",
         layers,
         loads,
-        note=f"{_over_the_last(len(recent))}; 1 is an even share. {_idle(loads)}",
+        note=f"{_last_steps(len(recent))}; 1 is balanced. {_count_idle_experts(loads)}",
     )
 
 
-def _over_the_last(steps: int) -> str:
+def _last_steps(steps: int) -> str:
     return "In the last step" if steps == 1 else f"Over the last {steps:,} steps"
 
 
-def _idle(loads: Sequence[Sequence[float]]) -> str:
+def _count_idle_experts(loads: Sequence[Sequence[float]]) -> str:
     """Experts that received no tokens."""
     idle = sum(load == 0 for row in loads for load in row)
     count = sum(map(len, loads))
-    return f"{idle:,} of {count:,} experts got none." if idle else "Every expert got some."
+    return f"{idle:,} of {count:,} experts got no tokens." if idle else "Every expert got tokens."

@@ -7,12 +7,12 @@ from typing import Any
 from penstock.config.schema.run import RunConfig
 from penstock.core.remote.urls import redact_text
 from penstock.train.length_histogram import PERCENTILES, bar_names
-from penstock.train.report.chart import BarChart, bar_chart
+from penstock.train.report.chart import BarChart, build_bar_chart
 from penstock.train.report.format import amount
 
 Row = tuple[str, ...]
 
-SPLITS = {"train": "training", "validation": "held-out"}
+SPLITS = {"train": "training", "validation": "validation"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DataSection:
     """Decoded samples with their loss mask."""
 
 
-def data_section(
+def build_data_section(
     facts: Mapping[str, Any] | None, shown: Mapping[str, Any], config: RunConfig
 ) -> DataSection | None:
     """Build the section from the run's stored facts and samples; None without facts."""
@@ -47,7 +47,7 @@ def data_section(
             (reason.replace("_", " "), f"{count:,}")
             for reason, count in sorted(dropped.items(), key=lambda each: -each[1])
         ],
-        examples=[_example(each) for each in prepared.get("dropped_samples", [])],
+        examples=[_dropped_sample(each) for each in prepared.get("dropped_samples", [])],
         samples=shown["samples"],
     )
 
@@ -60,19 +60,19 @@ def _figures(
         if rows.get(split):
             tokens, trained = (prepared[n][split] for n in ("tokens", "trained_tokens"))
             yield f"{name} samples", f"{rows[split]:,}"
-            yield "their tokens", f"{amount(tokens)}, {trained / tokens:.1%} of them trained on"
+            yield f"{name} tokens", f"{amount(tokens)}, {trained / tokens:.1%} trained on"
     if prepared.get("mix_strategy", "concat") != "concat":
         drawn = f"{prepared['samples_per_epoch']:,} ({prepared['mix_strategy']})"
-        yield "samples drawn for an epoch", drawn
+        yield "samples per epoch", drawn
     if prepared.get("truncated"):
         cut = f"{prepared['truncated']:,} ({amount(prepared['tokens_cut'])} tokens)"
-        yield "samples that were cut", cut
+        yield "truncated samples", cut
     for split, name in SPLITS.items():
         if packed["rows"][split]:
             length = config.data.row_length
             capacity = packed.get("row_length", {}).get(split, length)
             yield f"{name} rows of {capacity:,} tokens", f"{packed['rows'][split]:,}"
-            yield "how full they are", f"{packed['fill'][split]:.1%}"
+            yield "packing efficiency", f"{packed['fill'][split]:.1%}"
 
 
 def _lengths(
@@ -87,20 +87,20 @@ def _lengths(
             edges, counts = found["edges"], found["counts"]
             shorts = [f"{edge:,}" for edge in edges]
             bars = list(zip(shorts, bar_names(edges), counts, strict=False))
-            yield bar_chart(title, bars, amount, note=_percentiles(found["percentiles"]))
+            yield build_bar_chart(title, bars, amount, note=_percentiles(found["percentiles"]))
         elif coarse[split]:
-            yield bar_chart(title, _buckets(coarse[split]), amount)
+            yield build_bar_chart(title, _power_of_two_bars(coarse[split]), amount)
 
 
 def _percentiles(found: Mapping[str, int]) -> str:
-    told = {name: f"{found[name]:,}" for name in PERCENTILES}
+    rows = {name: f"{found[name]:,}" for name in PERCENTILES}
     return (
-        f"Shortest {told['shortest']}, median {told['median']}, 90% up to {told['90%']}, "
-        f"99% up to {told['99%']}, longest {told['longest']}."
+        f"Shortest {rows['shortest']}, median {rows['median']}, 90% up to {rows['90%']}, "
+        f"99% up to {rows['99%']}, longest {rows['longest']}."
     )
 
 
-def _buckets(histogram: Mapping[str, int]) -> list[tuple[str, str, int]]:
+def _power_of_two_bars(histogram: Mapping[str, int]) -> list[tuple[str, str, int]]:
     """(range, range, samples) of every power of two from the shortest to the longest."""
     uppers = sorted(map(int, histogram))
     upper, found = uppers[0], list[tuple[str, str, int]]()
@@ -112,11 +112,11 @@ def _buckets(histogram: Mapping[str, int]) -> list[tuple[str, str, int]]:
 
 
 def _sources(sources: Sequence[Mapping[str, Any]]) -> list[Row]:
-    told = [source for source in sources if source["role"] in SPLITS]
-    if not told:
+    rows = [source for source in sources if source["role"] in SPLITS]
+    if not rows:
         return []
-    heading = ("source", "used for", "samples", "tokens", "trained on", "of an epoch", "repeats")
-    return [heading, *map(_source, told)]
+    heading = ("source", "used for", "samples", "tokens", "trained on", "share of epoch", "repeats")
+    return [heading, *map(_source, rows)]
 
 
 def _source(its: Mapping[str, Any]) -> Row:
@@ -133,7 +133,7 @@ def _source(its: Mapping[str, Any]) -> Row:
     )
 
 
-def _example(each: Mapping[str, Any]) -> tuple[str, str]:
+def _dropped_sample(each: Mapping[str, Any]) -> tuple[str, str]:
     if "file" in each:
         numbered = f", record {each['record']}" if "record" in each else f":{each['line']}"
         place = f"{each['file']}{numbered}"

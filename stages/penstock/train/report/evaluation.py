@@ -25,7 +25,7 @@ class EvaluationSection:
     """The command that runs an evaluation, if there has been none."""
 
 
-def evaluation_section(run: RunRecord) -> EvaluationSection | None:
+def build_evaluation_section(run: RunRecord) -> EvaluationSection | None:
     """None if there was no evaluation and none is possible."""
     asked, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
     holds_out = bool(run.config.data.val_set_size or run.config.data.test_datasets)
@@ -45,10 +45,10 @@ def _figures(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
     error = math.sqrt(part * (1 - part) / count)
     pattern = asked["pattern"]
     return [
-        ("held-out prompts answered right", f"{right:,} of {count:,}, {share(part)}"),
+        ("exact match", f"{right:,} of {count:,}, {share(part)}"),
         ("standard error", share(error)),
-        ("compared", f"what {pattern} matches last" if pattern else "the whole answer"),
-        ("asked", when(asked["time"])),
+        ("compared", f"the last match of {pattern}" if pattern else "the whole completion"),
+        ("evaluated", when(asked["time"])),
     ]
 
 

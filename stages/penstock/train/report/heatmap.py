@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.train.report.chart import SIDE
+from penstock.train.report.chart import VIEWBOX
 from penstock.train.report.format import number
-from penstock.train.report.scale import Axis, Bend, Tick, of_steps
+from penstock.train.report.scale import Axis, Scale, Tick, build_step_ticks
 
 SHADES = 9
-MOST_COLUMNS = 120
+MAX_COLUMNS = 120
 """Maximum columns; a longer run is averaged over intervals."""
-MOST_ROW_NAMES = 9
+MAX_ROW_LABELS = 9
 """Maximum number of row labels."""
 OVERLAP = 1.5
 """Units by which tiles overlap, to hide seams."""
@@ -34,10 +34,10 @@ class HeatMap:
     high: str
     x_ticks: list[Tick]
     y_ticks: list[Tick]
-    pointed_at: dict[str, Any]
+    tooltip: dict[str, Any]
 
 
-def over_steps(
+def layer_step_map(
     name: str,
     title: str,
     rows: Sequence[str],
@@ -45,12 +45,12 @@ def over_steps(
     values: Sequence[Sequence[float]],
     *,
     note: str = "",
-    bend: Bend = "linear",
+    scale: Scale = "linear",
     palest: float | None = None,
 ) -> HeatMap:
     """`values` has, for each of `steps`, one number per row. `palest`: a value at which the palest
     shade starts, whatever the data."""
-    count = min(len(steps), MOST_COLUMNS)
+    count = min(len(steps), MAX_COLUMNS)
     ends = [(i + 1) * len(steps) // count for i in range(count)]
     starts = [0, *ends[:-1]]
     table = [
@@ -63,11 +63,11 @@ def over_steps(
         else f"steps {steps[start]:,} to {steps[end - 1]:,}"
         for start, end in zip(starts, ends, strict=True)
     ]
-    ticks = of_steps(Axis(steps[0], steps[-1], "linear")) if len(steps) > 1 else []
-    return _map(name, title, note, rows, names, table, bend, ticks, palest)
+    ticks = build_step_ticks(Axis(steps[0], steps[-1], "linear")) if len(steps) > 1 else []
+    return _build_map(name, title, note, rows, names, table, scale, ticks, palest)
 
 
-def by_expert(
+def layer_expert_map(
     name: str, title: str, rows: Sequence[str], values: Sequence[Sequence[float]], *, note: str = ""
 ) -> HeatMap:
     """`values` has, for each row, one fraction per expert, of which 0 is the palest."""
@@ -79,28 +79,28 @@ def by_expert(
         for at in range(0, experts, every)
     ]
     columns = [f"expert {at}" for at in range(experts)]
-    return _map(name, title, note, rows, columns, table, "linear", ticks, 0.0)
+    return _build_map(name, title, note, rows, columns, table, "linear", ticks, 0.0)
 
 
-def _map(
+def _build_map(
     name: str,
     title: str,
     note: str,
     rows: Sequence[str],
     columns: Sequence[str],
     table: Sequence[Sequence[float]],
-    bend: Bend,
+    scale: Scale,
     x_ticks: list[Tick],
     palest: float | None,
 ) -> HeatMap:
     finite = [v for column in table for v in column if math.isfinite(v)]
     finite += [] if palest is None else [palest]
-    if bend == "log" and not all(v > 0 for v in finite):
-        bend = "linear"
+    if scale == "log" and not all(v > 0 for v in finite):
+        scale = "linear"
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    axis = Axis(low, high, bend if finite else "linear")
+    axis = Axis(low, high, scale if finite else "linear")
     paths = [""] * SHADES
-    width, height = SIDE / len(columns), SIDE / len(rows)
+    width, height = VIEWBOX / len(columns), VIEWBOX / len(rows)
     for x, column in enumerate(table):
         for y, value in enumerate(column):
             if math.isfinite(value):
@@ -109,7 +109,7 @@ def _map(
                     f"M{x * width:.1f} {y * height:.1f}h{width + OVERLAP:.1f}"
                     f"v{height + OVERLAP:.1f}h-{width + OVERLAP:.1f}z"
                 )
-    every = max(1, -(-len(rows) // MOST_ROW_NAMES))
+    every = max(1, -(-len(rows) // MAX_ROW_LABELS))
     return HeatMap(
         name=name,
         title=title,
@@ -119,10 +119,10 @@ def _map(
         high=number(high),
         x_ticks=x_ticks,
         y_ticks=[Tick(100 * (at + 0.5) / len(rows), rows[at]) for at in range(0, len(rows), every)],
-        pointed_at={
+        tooltip={
             "rows": list(rows),
             "columns": list(columns),
-            "table": [[_brief(value) for value in column] for column in table],
+            "table": [[_rounded(value) for value in column] for column in table],
         },
     )
 
@@ -132,5 +132,5 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def _brief(value: float) -> float | None:
+def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None

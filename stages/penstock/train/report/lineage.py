@@ -17,11 +17,11 @@ class Link:
     stage: str
     key: str
     state: str
-    """For example `reused` or `made for this run`."""
+    """For example `reused` or `built for this run`."""
     facts: list[str]
 
 
-def lineage(run: RunRecord) -> list[Link]:
+def build_lineage(run: RunRecord) -> list[Link]:
     """From the sources to the run itself; only the run if nothing else is known."""
     links: list[Link] = []
     if run.data:
@@ -29,23 +29,25 @@ def lineage(run: RunRecord) -> list[Link]:
         if sources := made.get("prepare", {}).get("sources"):
             links.append(Link("sources", "", "", [_source(n, its) for n, its in sources.items()]))
         if "prepare" in made:
-            links.append(_link("prepare", made, run.making, _prepared(run.data["prepared"] or {})))
+            links.append(
+                _link("prepare", made, run.build_info, _prepared(run.data["prepared"] or {}))
+            )
         if "pack" in made:
-            links.append(_link("pack", made, run.making, _packed(run.data["packed"])))
+            links.append(_link("pack", made, run.build_info, _packed(run.data["packed"])))
     return [*links, _train(run)]
 
 
 def _link(stage: str, made: Mapping[str, Any], making: Mapping[str, Any], facts: list[str]) -> Link:
     state = ""
     if its := making.get(stage):
-        state = "reused" if its["reused"] else "made for this run"
+        state = "reused" if its["reused"] else "built for this run"
         facts = [*facts, f"{when(its['created'])}, in {duration(its['seconds'])}"]
     return Link(stage, short(made[stage]["key"]), state, facts)
 
 
 def _train(run: RunRecord) -> Link:
     facts = [f"{run.steps[-1]['step']:,} step(s)"] if run.steps else []
-    if started := run.around.get("started"):
+    if started := run.environment.get("started"):
         facts.append(when(started))
     if run.seconds is not None:
         facts.append(f"in {duration(run.seconds)}")

@@ -12,19 +12,26 @@ from penstock.core.cache.data_facts import DATA, LINEAGE
 from penstock.core.errors import ConfigError, DamagedFileError
 from penstock.core.files import atomic_write
 from penstock.train.launch.job import (
+    DATA_SAMPLES,
+    ENVIRONMENT,
     EVAL_RESULTS,
     METRICS,
     REPORT,
     SAMPLES,
-    SHOWN_DATA,
-    SURROUNDINGS,
 )
-from penstock.train.report.chart import MOST_POINTS, SIDE, Chart
-from penstock.train.report.charts import axes, columns, groups, heat_maps, letter, loss_chart
-from penstock.train.report.data import data_section
-from penstock.train.report.evaluation import evaluation_section
+from penstock.train.report.chart import MAX_POINTS, VIEWBOX, Chart
+from penstock.train.report.charts import (
+    build_chart_groups,
+    build_heat_maps,
+    build_loss_chart,
+    letter,
+    tooltip_columns,
+    x_axis_values,
+)
+from penstock.train.report.data import build_data_section
+from penstock.train.report.evaluation import build_evaluation_section
 from penstock.train.report.heatmap import HeatMap
-from penstock.train.report.lineage import lineage
+from penstock.train.report.lineage import build_lineage
 from penstock.train.report.read_run import (
     RunRecord,
     environment,
@@ -34,9 +41,9 @@ from penstock.train.report.read_run import (
 )
 from penstock.version import __version__
 
-MOST_RUNS = 6
+MAX_RUNS = 6
 """Maximum runs of a comparison, one color each."""
-LEAST_REFRESH = 10
+MIN_REFRESH_SECONDS = 10
 """Minimum auto-refresh interval in seconds of a running run's report."""
 MISSING = "-"
 
@@ -52,7 +59,7 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
     ArtifactError for a damaged file.
     """
     target = output_dir / REPORT
-    with _of_sound_files(output_dir):
+    with _explain_missing_fields(output_dir):
         text = render(read_run(output_dir, state=state))
     with atomic_write(target) as part:
         part.write_text(text, encoding="utf-8")
@@ -60,17 +67,17 @@ def write_report(output_dir: Path, *, state: Literal["running"] | None = None) -
 
 
 @contextmanager
-def _of_sound_files(*folders: Path) -> Generator[None]:
+def _explain_missing_fields(*folders: Path) -> Generator[None]:
     """Translate missing fields to an error that names the files read."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
         named = ", ".join(str(folder) for folder in folders)
         raise DamagedFileError(
-            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {SHOWN_DATA}, "
-            f"{EVAL_RESULTS} or {SURROUNDINGS} there lacks what a run writes "
+            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {DATA_SAMPLES}, "
+            f"{EVAL_RESULTS} or {ENVIRONMENT} lacks a field that a run writes "
             f"({type(error).__name__}: {error}).\n"
-            "  Restore the file from a copy; --debug shows what was looked for."
+            "  Restore the file from a copy; --debug shows the field that was read."
         ) from error
 
 
@@ -79,12 +86,12 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
 
     Raises ConfigError for a folder without a run, or for too many runs.
     """
-    if len(folders) > MOST_RUNS:
+    if len(folders) > MAX_RUNS:
         raise ConfigError(
-            f"{len(folders)} runs are too many for one page; {MOST_RUNS} can be told apart.\n"
+            f"{len(folders)} runs are too many for one page; at most {MAX_RUNS} are compared.\n"
             "  Name fewer."
         )
-    with _of_sound_files(*folders):
+    with _explain_missing_fields(*folders):
         text = render_comparison([read_run(folder) for folder in folders])
     with atomic_write(target) as part:
         part.write_text(text, encoding="utf-8")
@@ -93,12 +100,12 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
 
 def render(run: RunRecord) -> str:
     """Render the page of one run."""
-    loss, small, maps = loss_chart([run]), groups([run]), heat_maps(run)
+    loss, small, maps = build_loss_chart([run]), build_chart_groups([run]), build_heat_maps(run)
     time, samples = time_by_phase(run), _samples(run)
-    data = data_section(run.data, run.shown_data, run.config)
-    evaluation = evaluation_section(run)
-    interval = max(LEAST_REFRESH, round(run.config.train.report_interval))
-    return _page(
+    data = build_data_section(run.data, run.data_samples, run.config)
+    evaluation = build_evaluation_section(run)
+    interval = max(MIN_REFRESH_SECONDS, round(run.config.train.report_interval))
+    return _render_template(
         "run.html.jinja",
         [run],
         [loss, *(chart for _, charts in small for chart in charts)],
@@ -113,8 +120,10 @@ def render(run: RunRecord) -> str:
         evaluation=evaluation,
         samples=samples,
         data=data,
-        lineage=lineage(run),
-        changed=[(name, run.settings[name]) for name in run.settings if name in run.written],
+        lineage=build_lineage(run),
+        changed=[
+            (name, run.settings[name]) for name in run.settings if name in run.non_default_settings
+        ],
         settings=list(run.settings.items()),
         environment=environment(run),
         sections=[
@@ -123,7 +132,7 @@ def render(run: RunRecord) -> str:
             *([("time", "Time")] if time else []),
             *([("layers", "Layers")] if maps else []),
             *([("evaluation", "Evaluation")] if evaluation else []),
-            *([("samples", "Answers")] if samples else []),
+            *([("samples", "Sample prompts")] if samples else []),
             *([("data", "Data")] if data else []),
             ("lineage", "Lineage"),
             ("settings", "Settings"),
@@ -135,8 +144,8 @@ def render(run: RunRecord) -> str:
 def render_comparison(runs: Sequence[RunRecord]) -> str:
     """Render the page of several runs."""
     names = [f"{letter(at)} · {run.folder.resolve().name}" for at, run in enumerate(runs)]
-    loss, small = loss_chart(runs), groups(runs)
-    return _page(
+    loss, small = build_loss_chart(runs), build_chart_groups(runs)
+    return _render_template(
         "comparison.html.jinja",
         runs,
         [loss, *(chart for _, charts in small for chart in charts)],
@@ -145,7 +154,7 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
         runs=runs,
         names=names,
         letters=[letter(at) for at in range(len(runs))],
-        figures=_side_by_side([dict(key_figures(run)) for run in runs]),
+        figures=_comparison_rows([dict(key_figures(run)) for run in runs]),
         loss=loss,
         groups=small,
         times=[
@@ -154,13 +163,13 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
             if (rows := time_by_phase(run))
         ],
         differences=[
-            row for row in _side_by_side([run.settings for run in runs]) if len(set(row[1:])) > 1
+            row for row in _comparison_rows([run.settings for run in runs]) if len(set(row[1:])) > 1
         ],
-        environments=_side_by_side([dict(environment(run)) for run in runs]),
+        environments=_comparison_rows([dict(environment(run)) for run in runs]),
     )
 
 
-def _page(
+def _render_template(
     template: str,
     records: Sequence[RunRecord],
     charts: Sequence[Chart | None],
@@ -175,14 +184,14 @@ def _page(
         lstrip_blocks=True,
     )
     numbers = {
-        "tables": [columns(run, MOST_POINTS) for run in records],
-        "axes": [axes(run, MOST_POINTS) for run in records],
-        "charts": {chart.name: chart.pointed_at for chart in charts if chart},
-        "maps": {map.name: map.pointed_at for map in tiles},
+        "tables": [tooltip_columns(run, MAX_POINTS) for run in records],
+        "axes": [x_axis_values(run, MAX_POINTS) for run in records],
+        "charts": {chart.name: chart.tooltip for chart in charts if chart},
+        "maps": {map.name: map.tooltip for map in tiles},
     }
     return templates.get_template(template).render(
         numbers=numbers,
-        side=SIDE,
+        side=VIEWBOX,
         version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **values,
@@ -198,7 +207,7 @@ def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     return list(found.items())
 
 
-def _side_by_side(of_runs: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+def _comparison_rows(of_runs: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     """One row per name that any run has, in order."""
     names = list(dict.fromkeys(name for each in of_runs for name in each))
     return [(name, *(each.get(name, MISSING) for each in of_runs)) for name in names]

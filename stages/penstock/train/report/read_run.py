@@ -10,27 +10,27 @@ from typing import Any, Literal
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
-from penstock.core.cache.data_facts import kept_data_facts, kept_lineage
+from penstock.core.cache.data_facts import read_data_facts, read_lineage
 from penstock.core.cache.manifest import read_manifest
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.remote.urls import redact_text
 from penstock.train.data_samples import kept_shown_data
-from penstock.train.eval.eval_results import kept_eval_results
+from penstock.train.eval.eval_results import read_eval_results
 from penstock.train.launch.job import (
+    ENVIRONMENT,
     JOB,
     LOGS,
     METRICS,
     SAMPLES,
-    SURROUNDINGS,
     read_job,
     read_outcome,
 )
 from penstock.train.launch.rank_failures import first_failure
 from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.report.format import amount, duration, gibibytes, number, plain, share
-from penstock.train.report.warnings import Warnings, warnings_of
-from penstock.train.trackers.run_info import settings_shown
+from penstock.train.report.warnings import Warnings, collect_warnings
+from penstock.train.trackers.run_info import redacted_settings
 from penstock.version import __version__
 
 State = Literal["finished", "running", "stopped", "failed", "not finished"]
@@ -61,19 +61,19 @@ class RunRecord:
     samples: list[dict[str, Any]]
     """The sample prompt records."""
     state: State
-    standing: str
+    status: str
     """The status as a sentence."""
     versions: Mapping[str, str]
     """Package versions."""
-    around: Mapping[str, Any]
+    environment: Mapping[str, Any]
     """Environment info, as far as known."""
     data: Mapping[str, Any] | None
     """Facts of the preceding stages, if stored."""
-    shown_data: Mapping[str, Any]
+    data_samples: Mapping[str, Any]
     """Data samples and length histogram, as far as stored."""
     eval_results: Mapping[str, Any]
     """Results of `penstock eval`, if any."""
-    making: Mapping[str, Any]
+    build_info: Mapping[str, Any]
     """Build times of the stages, as far as known."""
     seconds: float | None
     """Duration of the stage in seconds, once complete."""
@@ -97,46 +97,45 @@ class RunRecord:
         return redact_text(f"{start} on {data}, {how}")
 
     @property
-    def done(self) -> float | None:
+    def progress(self) -> float | None:
         """Fraction of steps completed, if the total is known."""
-        total = self.around.get("total_steps")
+        total = self.environment.get("total_steps")
         return min(1.0, self.steps[-1]["step"] / total) if total and self.steps else None
 
     @property
     def css_class(self) -> str:
         """The CSS class of the status line: a finished run with too few steps is marked."""
-        names = {each["name"] for each in self.around.get("findings", [])}
+        names = {each["name"] for each in self.environment.get("findings", [])}
         doubtful = self.state == "finished" and bool(names & {"few_steps"})
         return "stopped" if doubtful else self.state.replace(" ", "-")
 
     @cached_property
     def settings(self) -> dict[str, str]:
         """Every setting by dotted name, in YAML notation."""
-        return {name: plain(v) for name, v in settings_shown(self.config)}
+        return {name: plain(v) for name, v in redacted_settings(self.config)}
 
     @cached_property
-    def written(self) -> set[str]:
+    def non_default_settings(self) -> set[str]:
         """Names of the settings that differ from their defaults."""
         kept = self.config.model_dump(mode="json", exclude_defaults=True)
-        return {name for name in self.settings if _is_in(kept, name)}
+        return {name for name in self.settings if _has_setting(kept, name)}
 
 
 def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
-    """Read the run in `output_dir`, which is `running` if the caller knows that; else the files
-    tell.
+    """Read the run in `output_dir`, which is `running` if the caller knows that; otherwise its
+    state is read from the files.
 
     Raises ConfigError if there is none, OSError if unreadable.
     """
     if not (output_dir / JOB).is_file():
         raise ConfigError(
-            f"{output_dir} holds no training run: there is no {JOB} in it.\n"
-            "  Name a train.output_dir."
+            f"{output_dir} contains no training run: it has no {JOB}.\n  Name a train.output_dir."
         )
     job = read_job(output_dir / JOB)
     records = list(read_metrics(output_dir / METRICS))
-    found, standing = (state, "running") if state else _standing(output_dir)
+    found, status = (state, "running") if state else _read_status(output_dir)
     steps = [record for record in records if "loss" in record]
-    around = output_dir / SURROUNDINGS
+    around = output_dir / ENVIRONMENT
     surroundings = read_json(around) if around.is_file() else {}
     manifest = read_manifest(output_dir)
     return RunRecord(
@@ -145,18 +144,18 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         config=RunConfig.model_validate(job["config"]),
         steps=steps,
         evaluations=[r for r in records if "eval_loss" in r],
-        warnings=warnings_of(records, steps, surroundings.get("findings", [])),
+        warnings=collect_warnings(records, steps, surroundings.get("findings", [])),
         samples=list(read_metrics(output_dir / SAMPLES)),
         state=found,
-        standing=standing,
-        versions=_versions(output_dir),
-        around=surroundings,
-        data=kept_data_facts(output_dir),
-        shown_data=kept_shown_data(output_dir),
-        eval_results=kept_eval_results(output_dir, job["key"]),
-        making=kept_lineage(output_dir),
+        status=status,
+        versions=_read_versions(output_dir),
+        environment=surroundings,
+        data=read_data_facts(output_dir),
+        data_samples=kept_shown_data(output_dir),
+        eval_results=read_eval_results(output_dir, job["key"]),
+        build_info=read_lineage(output_dir),
         seconds=manifest["seconds"] if manifest else None,
-        epochs=_passes(output_dir),
+        epochs=_read_epochs(output_dir),
     )
 
 
@@ -171,23 +170,23 @@ def key_figures(run: RunRecord) -> Figures:
     figures = [
         ("loss", number(last["loss"])),
         *_held_out_figures(run),
-        ("steps", _of_total(last["step"], run.around.get("total_steps"))),
+        ("steps", _step_of_total(last["step"], run.environment.get("total_steps"))),
         ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),
         ("tokens", amount(sum(r["tokens"] for r in run.steps))),
-        ("of them trained on", amount(sum(r["trained_tokens"] for r in run.steps))),
+        ("trained tokens", amount(sum(r["trained_tokens"] for r in run.steps))),
         ("tokens per second, median", amount(median(r["tokens_per_second"] for r in run.steps))),
     ]
     mfu = [r["mfu"] for r in run.steps if r.get("mfu") is not None]
     if mfu:
-        figures.append(("of the device's peak (MFU)", share(median(mfu))))
+        figures.append(("MFU, median", share(median(mfu))))
     used = [r for r in run.steps if "memory_gib" in r]
     if used:
         most = max(used, key=lambda r: r["memory_gib"])
         where = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
-        figures.append(("memory, peak", gibibytes(most["memory_gib"]) + where))
-    figures.append(("time in steps", duration(sum(r["seconds"] for r in run.steps))))
-    if run.state == "running" and (left := _left(run)) is not None:
-        figures.append(("left, about", duration(left)))
+        figures.append(("peak memory", gibibytes(most["memory_gib"]) + where))
+    figures.append(("training time", duration(sum(r["seconds"] for r in run.steps))))
+    if run.state == "running" and (left := _eta_seconds(run)) is not None:
+        figures.append(("ETA", duration(left)))
     return figures
 
 
@@ -213,17 +212,17 @@ def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
 
 def environment(run: RunRecord) -> Figures:
     """The hardware and software of the run."""
-    around, found = run.around, Figures()
+    around, found = run.environment, Figures()
     if around:
         layout = {n: v for n, v in around["layout"].items() if v not in (1, "1", None)}
         found += [
-            ("device", f"{around['device']}, {around['ranks']} process(es)"),
-            ("layout", ", ".join(f"{n} {v}" for n, v in layout.items()) or "one process"),
+            ("device", f"{around['device']}, {around['ranks']} rank(s)"),
+            ("layout", ", ".join(f"{n} {v}" for n, v in layout.items()) or "one rank"),
             ("host", around["host"]),
             ("system", around["system"]),
         ]
         if around["quantised"]:
-            found.append(("kept in", ", ".join(around["quantised"])))
+            found.append(("quantized to", ", ".join(around["quantised"])))
     return [*found, *run.versions.items()]
 
 
@@ -231,32 +230,32 @@ def _held_out_figures(run: RunRecord) -> Figures:
     figures = Figures()
     if run.evaluations:
         held = run.evaluations[-1]
-        figures.append(("held-out loss", number(held["eval_loss"])))
+        figures.append(("evaluation loss", number(held["eval_loss"])))
         if "eval_token_accuracy" in held:
-            figures.append(("held-out token accuracy", share(held["eval_token_accuracy"])))
+            figures.append(("evaluation token accuracy", share(held["eval_token_accuracy"])))
     if asked := run.eval_results["held_out"]:
-        figures.append(("held-out prompts right", share(asked["accuracy"])))
+        figures.append(("exact match", share(asked["accuracy"])))
     return figures
 
 
-def _left(run: RunRecord) -> float | None:
-    total = run.around.get("total_steps")
+def _eta_seconds(run: RunRecord) -> float | None:
+    total = run.environment.get("total_steps")
     if not total:
         return None
     recent = run.steps[-50:]
     return (total - recent[-1]["step"]) * sum(r["seconds"] for r in recent) / len(recent)
 
 
-def _of_total(step: int, total: int | None) -> str:
+def _step_of_total(step: int, total: int | None) -> str:
     return f"{step:,} of {total:,}" if total and total > step else f"{step:,}"
 
 
-def _standing(output_dir: Path) -> tuple[State, str]:
+def _read_status(output_dir: Path) -> tuple[State, str]:
     if outcome := read_outcome(output_dir):
         if outcome["facts"] is None:
             return (
                 "stopped",
-                f"stopped after step {outcome['step']:,}; the same command goes on from there",
+                f"stopped after step {outcome['step']:,}; the same command resumes from there",
             )
         steps = outcome["step"]
         return "finished", f"finished after {steps:,} step{'' if steps == 1 else 's'}"
@@ -265,15 +264,15 @@ def _standing(output_dir: Path) -> tuple[State, str]:
     return "not finished", "not finished"
 
 
-def _passes(output_dir: Path) -> float | None:
+def _read_epochs(output_dir: Path) -> float | None:
     outcome = read_outcome(output_dir)
     facts = outcome["facts"] if outcome else None
     return facts.get("epochs") if facts else None
 
 
-def _versions(output_dir: Path) -> Mapping[str, str]:
+def _read_versions(output_dir: Path) -> Mapping[str, str]:
     """The run's package versions, or those of this process if none are stored."""
-    around = output_dir / SURROUNDINGS
+    around = output_dir / ENVIRONMENT
     if manifest := read_manifest(output_dir):
         return manifest["code"]
     if around.is_file():
@@ -285,7 +284,7 @@ def _versions(output_dir: Path) -> Mapping[str, str]:
     }
 
 
-def _is_in(tree: Any, name: str) -> bool:
+def _has_setting(tree: Any, name: str) -> bool:
     """Whether a config dump has the setting of that dotted name."""
     at = tree
     for part in name.replace("]", "").replace("[", ".").split("."):

@@ -7,13 +7,13 @@ from typing import Any
 
 from penstock.core.remote.urls import redact_text
 
-MOST_TOLD = 200
+MAX_WARNINGS = 200
 """Maximum warnings of either kind; the newest are kept."""
-AFTER = 20
+RECOVERY_STEPS = 20
 """Steps after a spike whose median determines whether the loss recovered."""
-LEAST_AFTER = 5
+MIN_RECOVERY_STEPS = 5
 """Minimum number of them."""
-BACK = 0.5
+MAX_REMAINING = 0.5
 """The loss has recovered if at most this fraction of the increase remains."""
 
 Rows = list[tuple[str, str]]
@@ -24,41 +24,43 @@ Rows = list[tuple[str, str]]
 class Warnings:
     """All warnings of a run."""
 
-    told: Rows
+    active: Rows
     """Size warnings first, then the rest, newest first."""
-    passing: Rows
+    recovered: Rows
     """Spikes that recovered, highest first."""
 
 
-def warnings_of(
+def collect_warnings(
     records: Iterable[Mapping[str, Any]],
     steps: Sequence[Mapping[str, Any]],
     findings: Sequence[Mapping[str, str]],
 ) -> Warnings:
     """The warnings in `records`, and `findings`, most severe first."""
-    told: Rows = []
-    passing: list[tuple[float, tuple[str, str]]] = []
+    active: Rows = []
+    recovered: list[tuple[float, tuple[str, str]]] = []
     for record in records:
         if "warning" not in record:
             continue
         row = (f"step {record['step']:,}", redact_text(record["warning"]))
         spike = record.get("spike")
-        if spike and _came_back(spike, record["step"], steps):
-            passing.append((spike["loss"], row))
+        if spike and _has_recovered(spike, record["step"], steps):
+            recovered.append((spike["loss"], row))
         else:
-            told.append(row)
-    passing.sort(key=lambda each: -each[0])
+            active.append(row)
+    recovered.sort(key=lambda each: -each[0])
     return Warnings(
-        told=[
+        active=[
             *(("run", each["text"]) for each in findings),
-            *reversed(told[-MOST_TOLD:]),
+            *reversed(active[-MAX_WARNINGS:]),
         ],
-        passing=[row for _, row in passing[:MOST_TOLD]],
+        recovered=[row for _, row in recovered[:MAX_WARNINGS]],
     )
 
 
-def _came_back(spike: Mapping[str, float], step: int, steps: Sequence[Mapping[str, Any]]) -> bool:
-    later = [each["loss"] for each in steps if step < each["step"] <= step + AFTER]
-    if len(later) < LEAST_AFTER:
+def _has_recovered(
+    spike: Mapping[str, float], step: int, steps: Sequence[Mapping[str, Any]]
+) -> bool:
+    later = [each["loss"] for each in steps if step < each["step"] <= step + RECOVERY_STEPS]
+    if len(later) < MIN_RECOVERY_STEPS:
         return False
-    return median(later) - spike["usual"] <= BACK * (spike["loss"] - spike["usual"])
+    return median(later) - spike["usual"] <= MAX_REMAINING * (spike["loss"] - spike["usual"])

@@ -10,41 +10,46 @@ from mlflow.tracking import MlflowClient
 
 from penstock.core.remote.urls import redact
 from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
-from penstock.train.trackers.tracker import Ending, Memory, Tracker
+from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
-MOST_AT_ONCE = 100
+MAX_PARAMS_PER_REQUEST = 100
 """Maximum parameters per request."""
-LONGEST = 6000
+MAX_PARAM_LENGTH = 6000
 """Maximum characters of a parameter."""
 
 
-def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """See `Begin`."""
-    client = MlflowClient(tracking_uri=resolve_mlflow_uri(card))
-    if "id" in memory:
-        client.update_run(memory["id"], status="RUNNING")
+def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
+    """See `StartRun`."""
+    client = MlflowClient(tracking_uri=resolve_mlflow_uri(run_info))
+    if "id" in state:
+        client.update_run(state["id"], status="RUNNING")
     else:
-        _create(client, card, memory)
+        _create(client, run_info, state)
     # Also if an earlier attempt created the run but did not log the settings.
-    if memory.get("owes_settings"):
-        _tell_settings(client, card, memory["id"])
-        del memory["owes_settings"]
-    return _Run(client, memory["id"])
+    if state.get("owes_settings"):
+        _log_params(client, run_info, state["id"])
+        del state["owes_settings"]
+    return _Run(client, state["id"])
 
 
-def _create(client: MlflowClient, card: RunInfo, memory: Memory) -> None:
-    tags = {"penstock.key": card.key, **dict.fromkeys(card.tags, "true")}
-    run = client.create_run(_experiment(client, card.project), run_name=card.name, tags=tags)
+def _create(client: MlflowClient, run_info: RunInfo, memory: ResumeState) -> None:
+    tags = {"penstock.key": run_info.key, **dict.fromkeys(run_info.tags, "true")}
+    run = client.create_run(
+        _get_or_create_experiment(client, run_info.project), run_name=run_info.name, tags=tags
+    )
     memory |= {"id": run.info.run_id, "owes_settings": True}
-    if (uri := resolve_mlflow_uri(card)).startswith("http"):
+    if (uri := resolve_mlflow_uri(run_info)).startswith("http"):
         place = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
         memory["url"] = f"{redact(uri).rstrip('/')}/#/{place}"
 
 
-def _tell_settings(client: MlflowClient, card: RunInfo, run_id: str) -> None:
-    params = [Param(_named(name), str(value)[:LONGEST]) for name, value in card.settings.items()]
-    for start in range(0, len(params), MOST_AT_ONCE):
-        client.log_batch(run_id, params=params[start : start + MOST_AT_ONCE])
+def _log_params(client: MlflowClient, run_info: RunInfo, run_id: str) -> None:
+    params = [
+        Param(_clean_name(name), str(value)[:MAX_PARAM_LENGTH])
+        for name, value in run_info.settings.items()
+    ]
+    for start in range(0, len(params), MAX_PARAMS_PER_REQUEST):
+        client.log_batch(run_id, params=params[start : start + MAX_PARAMS_PER_REQUEST])
 
 
 class _Run:
@@ -53,7 +58,7 @@ class _Run:
 
     def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         time = int(at * 1000)
-        found = [Metric(_named(name), value, time, step) for name, value in values.items()]
+        found = [Metric(_clean_name(name), value, time, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=found)
 
     def close(self, ending: Ending) -> None:
@@ -61,7 +66,7 @@ class _Run:
         self._client.set_terminated(self._id, status=status)
 
 
-def _experiment(client: MlflowClient, name: str) -> str:
+def _get_or_create_experiment(client: MlflowClient, name: str) -> str:
     if found := client.get_experiment_by_name(name):
         return found.experiment_id
     try:
@@ -73,6 +78,6 @@ def _experiment(client: MlflowClient, name: str) -> str:
         raise
 
 
-def _named(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Replace characters that MLflow does not allow in names."""
     return "".join(sign if sign.isalnum() or sign in "_-. /" else "_" for sign in name)

@@ -18,15 +18,15 @@ class TrackerSpec:
     module: str
     """The required module; the extra of this package that installs it has the tracker's name."""
     adapter: str
-    """Our module with its `begin`."""
+    """Our module with its `start_run`."""
 
     @property
-    def is_here(self) -> bool:
+    def is_installed(self) -> bool:
         """Whether its package is installed. Imports nothing."""
         return find_spec(self.module) is not None
 
 
-KNOWN: Mapping[str, TrackerSpec] = {
+TRACKERS: Mapping[str, TrackerSpec] = {
     "wandb": TrackerSpec("Weights & Biases", "wandb", "wandb"),
     "tensorboard": TrackerSpec("TensorBoard", "tensorboard", "tensorboard"),
     "mlflow": TrackerSpec("MLflow", "mlflow", "mlflow"),
@@ -36,8 +36,8 @@ KNOWN: Mapping[str, TrackerSpec] = {
 
 def require_trackers(train: TrainConfig) -> None:
     """Raise CapabilityError for a configured tracker whose package is not installed."""
-    for name, known in KNOWN.items():
-        if getattr(train, f"use_{name}") and not known.is_here:
+    for name, known in TRACKERS.items():
+        if getattr(train, f"use_{name}") and not known.is_installed:
             raise CapabilityError(
                 f"train.use_{name} is true, and the package {known.module} is not installed.\n"
                 f"  pip install 'penstock[{name}]', or leave it out: metrics.jsonl and report.html "
@@ -45,23 +45,23 @@ def require_trackers(train: TrainConfig) -> None:
             )
 
 
-def wanted(train: TrainConfig) -> tuple[list[str], list[str]]:
+def select_trackers(train: TrainConfig) -> tuple[list[str], list[str]]:
     """Names of the trackers to use, and messages about that."""
-    names = [name for name in KNOWN if getattr(train, f"use_{name}")]
+    names = [name for name in TRACKERS if getattr(train, f"use_{name}")]
     notes: list[str] = []
     is_logged_in = env.wandb_is_logged_in()
     if train.use_wandb is None and is_logged_in:
-        if KNOWN["wandb"].is_here:
+        if TRACKERS["wandb"].is_installed:
             names.insert(0, "wandb")
         else:
             notes.append(
                 "this machine is logged in to Weights & Biases, and the package wandb is not "
-                "installed: nothing goes there; pip install 'penstock[wandb]', or write "
+                "installed, so nothing is logged there; pip install 'penstock[wandb]', or write "
                 "train.use_wandb: false"
             )
     if train.use_wandb and not is_logged_in and not env.wandb_mode():
         notes.append(
-            "there is no login to Weights & Biases, so the run is kept for it in the folder wandb "
-            "of output_dir; `wandb sync` sends it later"
+            "there is no login to Weights & Biases, so the run is logged offline in the folder "
+            "wandb of output_dir; `wandb sync` uploads it later"
         )
     return names, notes

@@ -32,13 +32,13 @@ class RunInfo:
     settings: Mapping[str, Any]
     """The resolved config without secrets: dotted name to value."""
     mlflow_uri: str | None
-    events: Path
+    tensorboard_dir: Path
     """Folder of TensorBoard event files."""
-    every: Mapping[str, int]
+    log_intervals: Mapping[str, int]
     """Logging interval in steps, by tracker."""
 
     @classmethod
-    def of(cls, job: Job) -> "RunInfo":
+    def from_job(cls, job: Job) -> "RunInfo":
         """Build from the job's config."""
         run, train = job.config, job.config.train
         return cls(
@@ -47,7 +47,7 @@ class RunInfo:
             project=train.wandb_project,
             name=train.wandb_name or run.pipeline.name,
             tags=tuple(train.wandb_tags or ()),
-            settings=dict(settings_shown(run)),
+            settings=dict(redacted_settings(run)),
             mlflow_uri=train.mlflow_tracking_uri,
             events=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
             every={
@@ -57,33 +57,33 @@ class RunInfo:
         )
 
 
-def resolve_mlflow_uri(card: RunInfo) -> str:
+def resolve_mlflow_uri(run_info: RunInfo) -> str:
     """The MLflow tracking URI: as configured, else from the user's environment, else in the run
     folder."""
-    file = (card.folder / "mlflow.db").resolve()
-    return card.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
+    file = (run_info.folder / "mlflow.db").resolve()
+    return run_info.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
 
 
-def settings_shown(run: RunConfig) -> Iterator[tuple[str, Any]]:
+def redacted_settings(run: RunConfig) -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of every setting, with secrets in URLs and variables removed."""
-    yield from _leaves(run.model_dump(mode="json"), "")
+    yield from _flatten(run.model_dump(mode="json"), "")
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+            yield from _flatten(inner, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}[{index}]")
+            yield from _flatten(inner, f"{prefix}[{index}]")
     elif prefix.startswith("launch.env."):
         # Environment variables may contain secrets.
         yield prefix, NOT_SHOWN
     else:
-        yield prefix, _clean(value)
+        yield prefix, _redact(value)
 
 
-def _clean(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     if isinstance(value, list):
-        return [_clean(inner) for inner in value]
+        return [_redact(inner) for inner in value]
     return redact_text(value) if isinstance(value, str) else value

@@ -10,7 +10,7 @@ Kind = Literal["train", "eval"]
 GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
 """Name prefixes of nested values, where they differ from the record's names."""
 
-NOT_VALUES = {"step", "time", "memory_rank"}
+NON_METRICS = {"step", "time", "memory_rank"}
 
 
 def record_kind(record: Mapping[str, Any]) -> Kind | None:
@@ -22,15 +22,15 @@ def record_kind(record: Mapping[str, Any]) -> Kind | None:
 
 def record_values(record: Mapping[str, Any]) -> dict[str, float]:
     """`train/loss`, `eval/loss`, `seconds/optimizer`, `grad_norm/layers.3`, `router/entropy.1`."""
-    return dict(_flat(record))
+    return dict(_flatten(record))
 
 
-def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _flatten(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
-        if name in NOT_VALUES:
+        if name in NON_METRICS:
             continue
         if name == "routers":
-            yield from _of_routers(value)
+            yield from _router_scalars(value)
         elif isinstance(value, Mapping):
             for inner, number in value.items():
                 if is_number(number):
@@ -40,8 +40,8 @@ def _flat(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield f"{'train' if evaluated == name else 'eval'}/{evaluated}", float(value)
 
 
-def _of_routers(told: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _router_scalars(routers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Router entropy per layer; not the token count of each expert."""
     for name in ("entropy", "imbalance"):
-        for layer, value in zip(told["layers"], told[name], strict=True):
+        for layer, value in zip(routers["layers"], routers[name], strict=True):
             yield f"router/{name}.{layer}", float(value)

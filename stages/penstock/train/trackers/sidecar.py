@@ -8,15 +8,15 @@ import threading
 from penstock.train.trackers.tracker import Ending
 
 
-class End:
+class RunEnd:
     """The end of the run, as read from standard input."""
 
     def __init__(self) -> None:
-        self.has_come = threading.Event()
+        self.event = threading.Event()
         self.ending: Ending = "stopped"
         """Also if the rank died without a message."""
 
-    def wait_for(self) -> None:
+    def read_stdin(self) -> None:
         """Read standard input to its end."""
         # Not through sys.stdin, whose lock must not be held by a thread at interpreter exit.
         word = b""
@@ -24,15 +24,15 @@ class End:
             word += more
         if word == b"finished":
             self.ending = "finished"
-        self.has_come.set()
+        self.event.set()
 
 
-def work_beside(niceness: int) -> End:
+def start_sidecar(niceness: int) -> RunEnd:
     """Lower this process's priority; return the End to wait for."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         # Signals reach the whole process group; the rank finishes its step first and then ends us.
         signal.signal(signum, signal.SIG_IGN)
     os.nice(niceness)
-    end = End()
-    threading.Thread(target=end.wait_for, daemon=True).start()
+    end = RunEnd()
+    threading.Thread(target=end.read_stdin, daemon=True).start()
     return end

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from penstock.train.trackers.tracker import Ending
 
-PARTING_SECONDS = 20.0
+SHUTDOWN_SECONDS = 20.0
 """Seconds for all of them together to finish uploading after the run."""
 
-KILLED_SECONDS = 5.0
+KILL_SECONDS = 5.0
 
 
 class TrackerProcess:
@@ -34,15 +34,15 @@ class TrackerProcess:
                 stdout=stream,
                 stderr=stream,
             )
-        self._is_told = False
+        self._is_reported = False
 
     def poll_failure(self) -> str | None:
         """Why it exited early; returned once."""
         status = self._process.poll()
-        if not status or self._is_told:
+        if not status or self._is_reported:
             return None
-        self._is_told = True
-        return self._last_words(status)
+        self._is_reported = True
+        return self._failure_reason(status)
 
     def signal_end(self, ending: Ending) -> None:
         """Signal the end of the run: `finished` or `stopped`."""
@@ -63,15 +63,15 @@ class TrackerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(KILLED_SECONDS)
-            return "it did not take the last records in time"
+                self._process.wait(KILL_SECONDS)
+            return "it did not upload the last records in time"
         return self.poll_failure()
 
-    def _last_words(self, status: int) -> str:
+    def _failure_reason(self, status: int) -> str:
         with suppress(OSError, ValueError):
             lines = self.log.read_text(errors="replace").strip().splitlines()
             if any(line.startswith("Timeout (") for line in lines):
-                return "it did not answer"
+                return "a call to it timed out"
             return lines[-1].strip()
         return f"its process ended with status {status}"
 
@@ -88,25 +88,25 @@ class TrackerSupervisor:
         try:
             self._all.append(TrackerProcess(title, module, log))
         except OSError as error:
-            self._notify(f"{title} does not follow this run: {error}")
+            self._notify(f"{title} did not start: {error}")
 
     def poll(self) -> None:
         """Report processes that failed since the last check."""
         for process in self._all:
             if fault := process.poll_failure():
-                self._tell(process, fault)
+                self._notify_failure(process, fault)
 
     def close(self, ending: Ending) -> None:
-        """Let all of them finish within PARTING_SECONDS."""
-        until = time.monotonic() + PARTING_SECONDS
+        """Let all of them finish within SHUTDOWN_SECONDS."""
+        until = time.monotonic() + SHUTDOWN_SECONDS
         for process in self._all:
             process.signal_end(ending)
         for process in self._all:
             if fault := process.wait(until):
-                self._tell(process, fault)
+                self._notify_failure(process, fault)
 
-    def _tell(self, process: TrackerProcess, fault: str) -> None:
+    def _notify_failure(self, process: TrackerProcess, fault: str) -> None:
         self._notify(
-            f"{process.title} follows this run no more: {fault} (see {process.log}). Training goes "
-            "on, metrics.jsonl has everything, and the next start goes on from where it was"
+            f"{process.title} stopped: {fault} (see {process.log}). Training continues, "
+            "metrics.jsonl has all records, and the next start resumes after the last uploaded one"
         )

@@ -9,25 +9,27 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from penstock.train.trackers.run_info import RunInfo
-from penstock.train.trackers.tracker import Ending, Memory, Tracker
+from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 
-def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """See `Begin`. A new event file continues the existing ones."""
-    return _Events(EventFileWriter(str(card.events)), begins_after=told_until(memory))
+def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
+    """See `StartRun`. A new event file continues the existing ones."""
+    return _EventFiles(
+        EventFileWriter(str(run_info.tensorboard_dir)), last_step=last_logged_step(state)
+    )
 
 
-def told_until(memory: Memory) -> int:
+def last_logged_step(memory: ResumeState) -> int:
     """The last step logged by an earlier process."""
     return max([0, *memory.get("told", {}).values()])
 
 
-class _Events:
-    def __init__(self, writer: EventFileWriter, begins_after: int) -> None:
+class _EventFiles:
+    def __init__(self, writer: EventFileWriter, last_step: int) -> None:
         self._writer = writer
         # A killed process may have logged more than it recorded: readers drop those steps.
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(step=begins_after + 1, session_log=start))
+        self._writer.add_event(Event(step=last_step + 1, session_log=start))
 
     def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

@@ -7,7 +7,7 @@ from penstock.train.trackers.run_info import RunInfo
 
 Ending = Literal["finished", "stopped"]
 
-Memory = dict[str, Any]
+ResumeState = dict[str, Any]
 """Resume state of a tracker for the same run in another process; JSON, stored on disk. Its `url`,
 if any, is where users find the run."""
 
@@ -22,5 +22,5 @@ class Tracker(Protocol):
         """Flush and close. A stopped run may be resumed later."""
 
 
-Begin = Callable[[RunInfo, Memory], Tracker]
+StartRun = Callable[[RunInfo, ResumeState], Tracker]
 """Create a run, or resume the one in the resume state; store its id there."""

@@ -7,17 +7,16 @@ from collections.abc import Mapping
 import trackio
 
 from penstock.train.trackers.run_info import RunInfo
-from penstock.train.trackers.tracker import Ending, Memory, Tracker
+from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 
-def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """See `Begin`. trackio identifies runs by name, so another run of the same name gets a part of
-    its key appended."""
-    memory.setdefault("id", f"{card.name}-{card.key[:8]}")
+def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
+    """See `StartRun`. trackio identifies runs by name, so the name has a part of the run's key."""
+    state.setdefault("id", f"{run_info.name}-{run_info.key[:8]}")
     run = trackio.init(
-        project=card.project,
-        name=memory["id"],
-        config=dict(card.settings),
+        project=run_info.project,
+        name=state["id"],
+        config=dict(run_info.settings),
         resume="allow",
         embed=False,
         auto_log_gpu=False,

@@ -17,18 +17,18 @@ from filelock import FileLock
 
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
-from penstock.train.trackers.registry import KNOWN
+from penstock.train.trackers.registry import TRACKERS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER, RunInfo
 from penstock.train.trackers.scalars import record_kind, record_values
-from penstock.train.trackers.sidecar import End, work_beside
+from penstock.train.trackers.sidecar import RunEnd, start_sidecar
 from penstock.train.trackers.tail import follow_lines
-from penstock.train.trackers.tracker import Begin, Memory, Tracker
+from penstock.train.trackers.tracker import ResumeState, StartRun, Tracker
 
-ANSWER_SECONDS = 120.0
+CALL_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds of one tracker call; on a timeout this process exits."""
-PAUSES = (1.0, 5.0, 25.0)
+RETRY_DELAYS = (1.0, 5.0, 25.0)
 """Seconds between tries of a failing call."""
-REMEMBER_SECONDS = 5.0
+SAVE_SECONDS = 5.0
 """Seconds between saves of the upload state."""
 
 NICENESS = 10
@@ -39,12 +39,14 @@ T = TypeVar("T")
 
 def main(name: str, folder: Path) -> None:
     """Upload until standard input closes. On failure, the last line on stderr says why."""
-    end = work_beside(NICENESS)
+    end = start_sidecar(NICENESS)
     try:
-        begin: Begin = import_module(f"penstock.train.trackers.{KNOWN[name].adapter}").begin
+        start_run: StartRun = import_module(
+            f"penstock.train.trackers.{TRACKERS[name].adapter}"
+        ).start_run
         # The uploader of an earlier start of the ranks may still be finishing.
         with FileLock(folder / TRACKERS_FOLDER / f".{name}.lock"):
-            carry(name, folder, begin, end)
+            upload_run(name, folder, start_run, end)
     except Exception as error:  # noqa: BLE001 - top level: printed, exit status 1
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
@@ -54,70 +56,70 @@ def main(name: str, folder: Path) -> None:
     os._exit(0)
 
 
-def carry(name: str, folder: Path, begin: Begin, end: End) -> None:
+def upload_run(name: str, folder: Path, start_run: StartRun, end: RunEnd) -> None:
     """Upload all records of metrics.jsonl that were not uploaded before, until the end."""
     file = folder / TRACKERS_FOLDER / f"{name}.json"
-    memory: Memory = read_json(file) if file.is_file() else {}
-    card = RunInfo.of(Job.read(folder / JOB))
-    tracker = _patiently(lambda: begin(card, memory))
-    write_json(file, memory)
-    told = UploadState(tracker, memory, card.every[name])
-    noted = time.monotonic()
-    for record in follow_lines(folder / METRICS, end.has_come):
+    state: ResumeState = read_json(file) if file.is_file() else {}
+    run_info = RunInfo.from_job(Job.read(folder / JOB))
+    tracker = _with_retries(lambda: start_run(run_info, state))
+    write_json(file, state)
+    uploads = UploadState(tracker, state, run_info.log_intervals[name])
+    last_save = time.monotonic()
+    for record in follow_lines(folder / METRICS, end.event):
         if record is not None:
-            told.upload(record)
-        if time.monotonic() - noted > REMEMBER_SECONDS:
-            write_json(file, memory)
-            noted = time.monotonic()
-    told.upload_last()
-    write_json(file, memory)
-    _patiently(lambda: tracker.close(end.ending))
+            uploads.upload(record)
+        if time.monotonic() - last_save > SAVE_SECONDS:
+            write_json(file, state)
+            last_save = time.monotonic()
+    uploads.upload_last()
+    write_json(file, state)
+    _with_retries(lambda: tracker.close(end.ending))
 
 
 class UploadState:
     """The last uploaded step by kind of record, so that nothing is uploaded twice."""
 
-    def __init__(self, tracker: Tracker, memory: Memory, every: int) -> None:
+    def __init__(self, tracker: Tracker, state: ResumeState, every: int) -> None:
         self._tracker, self._every = tracker, every
-        self._until: dict[str, int] = memory.setdefault("told", {})
-        self._left_out: Mapping[str, Any] | None = None
+        self._last_steps: dict[str, int] = state.setdefault("told", {})
+        self._skipped: Mapping[str, Any] | None = None
 
     def upload(self, record: Mapping[str, Any]) -> None:
         """Upload a record, unless it was uploaded before or its step is not on the logging
         interval."""
         kind = record_kind(record)
-        if kind is None or record["step"] <= self._until.get(kind, -1):
+        if kind is None or record["step"] <= self._last_steps.get(kind, -1):
             return
         if kind == "train" and record["step"] % self._every:
-            self._left_out = record
+            self._skipped = record
             return
-        self._tell(kind, record)
+        self._send(kind, record)
 
     def upload_last(self) -> None:
         """Upload the last step if it was skipped."""
-        if self._left_out and self._left_out["step"] > self._until.get("train", -1):
-            self._tell("train", self._left_out)
+        if self._skipped and self._skipped["step"] > self._last_steps.get("train", -1):
+            self._send("train", self._skipped)
 
-    def _tell(self, kind: str, record: Mapping[str, Any]) -> None:
+    def _send(self, kind: str, record: Mapping[str, Any]) -> None:
         step, values = record["step"], record_values(record)
-        _patiently(lambda: self._tracker.log(step, values, record.get("time", time.time())))
-        self._until[kind] = step
+        _with_retries(lambda: self._tracker.log(step, values, record.get("time", time.time())))
+        self._last_steps[kind] = step
 
 
-def _patiently(call: Callable[[], T]) -> T:
+def _with_retries(call: Callable[[], T]) -> T:
     """Call with retries; a call that hangs ends the process."""
-    for pause in PAUSES:
+    for pause in RETRY_DELAYS:
         try:
-            return _in_time(call)
+            return _with_timeout(call)
         except Exception as error:  # noqa: BLE001 - retried
-            sys.stderr.write(f"will be tried again: {type(error).__name__}: {error}\n")
+            sys.stderr.write(f"retrying: {type(error).__name__}: {error}\n")
             sys.stderr.flush()
             time.sleep(pause)
-    return _in_time(call)
+    return _with_timeout(call)
 
 
-def _in_time(call: Callable[[], T]) -> T:
-    faulthandler.dump_traceback_later(ANSWER_SECONDS, exit=True)
+def _with_timeout(call: Callable[[], T]) -> T:
+    faulthandler.dump_traceback_later(CALL_TIMEOUT_SECONDS, exit=True)
     try:
         return call()
     finally:

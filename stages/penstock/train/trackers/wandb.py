@@ -9,27 +9,27 @@ import wandb
 
 from penstock.core import env
 from penstock.train.trackers.run_info import RunInfo
-from penstock.train.trackers.tracker import Ending, Memory, Tracker
+from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 
-def begin(card: RunInfo, memory: Memory) -> Tracker:
-    """See `Begin`."""
-    memory.setdefault("id", secrets.token_hex(8))
+def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
+    """See `StartRun`."""
+    state.setdefault("id", secrets.token_hex(8))
     mode = None if env.wandb_is_logged_in() or env.wandb_mode() else "offline"
     run = wandb.init(
-        project=card.project,
-        name=card.name,
-        tags=card.tags,
-        id=memory["id"],
+        project=run_info.project,
+        name=run_info.name,
+        tags=run_info.tags,
+        id=state["id"],
         resume="allow" if mode is None else None,
-        dir=card.folder,
-        config=dict(card.settings),
+        dir=run_info.folder,
+        config=dict(run_info.settings),
         mode=mode,
         # Log only explicit values: no console output, code or git commit.
         settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
     )
     if run.url:
-        memory["url"] = run.url
+        state["url"] = run.url
     return _Run(run)
 
 

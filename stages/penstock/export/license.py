@@ -14,21 +14,21 @@ from penstock.core import env
 from penstock.core.files import atomic_write
 
 CARD = "README.md"
-TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*")
+LICENSE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*")
 """License files that must be redistributed."""
 
-SAID_BY = {
+LICENSE_PHRASES = {
     "apache-2.0": "apache license version 2.0",
     "mit": "permission is hereby granted, free of charge, to any person obtaining a copy",
 }
 """Phrases in the first sentences of a license text that identify it, in lower case."""
 
-OPENING = 600
+MAX_SEARCHED_CHARACTERS = 600
 """Number of characters of a text that are searched."""
 
 
 @dataclass(frozen=True)
-class Licence:
+class License:
     """A license by its Hub id; `other` has its own name and link."""
 
     id: str
@@ -41,44 +41,52 @@ class Licence:
         return {"license": self.id, "license_name": self.name, "license_link": self.link}
 
     @property
-    def spoken(self) -> str:
+    def display_name(self) -> str:
         """The name shown to users."""
         return self.name or self.id
 
 
-def licence_in(folder: Path) -> Licence | None:
+def detect_license(folder: Path) -> License | None:
     """The license of the model in `folder`: from its card, else from its license text.
 
     None if there is neither, or an unreadable card and no text.
     """
-    texts = licence_texts(folder)
-    said = _said_by(folder / CARD)
-    if said and said.link and not said.link.startswith(("https://", "http://")):
+    texts = license_files(folder)
+    card_license = _read_card_license(folder / CARD)
+    if (
+        card_license
+        and card_license.link
+        and not card_license.link.startswith(("https://", "http://"))
+    ):
         # A relative link is only valid if it points to a license text that is copied, too.
-        here = said.link in {path.name for path in texts}
-        said = Licence(said.id, said.name, said.link if here else None)
-    if said:
-        return said
+        here = card_license.link in {path.name for path in texts}
+        card_license = License(
+            card_license.id, card_license.name, card_license.link if here else None
+        )
+    if card_license:
+        return card_license
     for path in texts:
         if not path.name.startswith("NOTICE"):
-            return _known_by(path)
+            return _identify_license_text(path)
     return None
 
 
-def licence_texts(folder: Path) -> list[Path]:
+def license_files(folder: Path) -> list[Path]:
     """The license files in `folder`, sorted by name."""
-    return sorted({path for each in TEXTS for path in folder.glob(each) if path.is_file()})
+    return sorted(
+        {path for each in LICENSE_PATTERNS for path in folder.glob(each) if path.is_file()}
+    )
 
 
-def pass_on(folder: Path, out: Path) -> None:
+def copy_license_files(folder: Path, out: Path) -> None:
     """Copy the license files in `folder` to `out`, except those that exist there."""
-    for path in licence_texts(folder):
+    for path in license_files(folder):
         if not (out / path.name).is_file():
             with atomic_write(out / path.name) as part:
                 shutil.copyfile(path, part)
 
 
-def licence_of_dataset(repo: str, commit: str) -> Licence | None:
+def fetch_dataset_license(repo: str, commit: str) -> License | None:
     """The license in the card of a Hub data set at that commit; None if it names none, or if the
     card is neither reachable nor cached."""
     try:
@@ -87,31 +95,33 @@ def licence_of_dataset(repo: str, commit: str) -> Licence | None:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
         return None
-    return _said_by(Path(card))
+    return _read_card_license(Path(card))
 
 
-def _said_by(card: Path) -> Licence | None:
+def _read_card_license(card: Path) -> License | None:
     try:
-        said: Mapping[str, Any] = metadata_load(card) or {}
+        card_license: Mapping[str, Any] = metadata_load(card) or {}
     except (OSError, ValueError, YAMLError):  # ValueError: no text, or not a mapping
         return None
-    value = said.get("license")
+    value = card_license.get("license")
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None
     if not isinstance(value, str) or not value.strip():
         return None
-    name, link = (said.get(f"license_{each}") for each in ("name", "link"))
-    return Licence(
+    name, link = (card_license.get(f"license_{each}") for each in ("name", "link"))
+    return License(
         value.strip(),
         name.strip() if isinstance(name, str) else None,
         link.strip() if isinstance(link, str) else None,
     )
 
 
-def _known_by(text: Path) -> Licence:
-    opening = " ".join(text.read_text(encoding="utf-8", errors="replace")[:OPENING].lower().split())
+def _identify_license_text(text: Path) -> License:
+    opening = " ".join(
+        text.read_text(encoding="utf-8", errors="replace")[:MAX_SEARCHED_CHARACTERS].lower().split()
+    )
     plain = opening.replace("license, version", "license version")
-    for name, words in SAID_BY.items():
+    for name, words in LICENSE_PHRASES.items():
         if words in plain:
-            return Licence(name)
-    return Licence("other", None, PurePosixPath(text.name).name)
+            return License(name)
+    return License("other", None, PurePosixPath(text.name).name)
