@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from penstock.engine.generation.kv_cache import (
@@ -107,3 +108,21 @@ def test_no_more_room_is_made_than_rows_may_come_to():
     for _ in range(30):
         kept.go_on()
         assert kept.room <= 5 * (130 + STEP)
+
+
+@pytest.mark.parametrize("window", [1, 4, 20, None])
+@pytest.mark.parametrize("lengths", [[9, 9], [3, 12, 7]], ids=["equal rows", "unequal rows"])
+def test_a_new_token_attends_to_itself_and_to_what_its_window_reaches(window, lengths):
+    kept = Kept(1000)
+    kept.cache.longest = 100
+    kept.begin(lengths, [1] * len(lengths))
+    rows = len(lengths)
+    q_BNH, (k_BKH, v_BKH) = torch.randn(rows, K, H), entries(rows)
+    segments = decode_segments(VarlenMetadata.of([1] * rows), kept.cache)
+    y_BNH = segments.attend(q_BNH, k_BKH, v_BKH, 0.5, window, None)
+    for row, (k_TKH, v_TKH) in enumerate(kept.wanted):
+        reach = slice(-(window or 100), None)
+        k_TKH = torch.cat((k_TKH, k_BKH[row : row + 1]))[reach]
+        v_TKH = torch.cat((v_TKH, v_BKH[row : row + 1]))[reach]
+        shares_KT = (torch.einsum("kh,tkh->kt", q_BNH[row], k_TKH) * 0.5).softmax(-1)
+        torch.testing.assert_close(y_BNH[row], torch.einsum("kt,tkh->kh", shares_KT, v_TKH))
