@@ -231,7 +231,7 @@ def test_a_damaged_or_dangerous_result_is_not_taken(machine):
     with pytest.raises(ArtifactError, match=r"b\.txt differs from its manifest"):
         get_or_build(machine(Letters(), "there"))
     (place / "b.txt").delete()
-    with pytest.raises(ArtifactError, match=r"sealed, but b\.txt is missing"):
+    with pytest.raises(ArtifactError, match=r"has a manifest, but b\.txt is missing"):
         get_or_build(machine(Letters(), "there"))
     manifest = json.loads((place / MANIFEST).read() or b"")
     manifest["files"][0]["path"] = "../../escaped.txt"

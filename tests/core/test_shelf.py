@@ -63,7 +63,7 @@ def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_
     assert [again.manifest(n)["number"] for n in (1, 2)] == [1, 2]
     assert (again.folder(2) / "sub/a.txt").read_text() == "two"
     assert [each["line"] for each in again.decisions()] == ["first", "second"]
-    with pytest.raises(ArtifactError, match="no release 0003"):
+    with pytest.raises(ArtifactError, match="no readable release 0003"):
         again.manifest(3)
 
 

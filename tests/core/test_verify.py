@@ -130,8 +130,8 @@ def test_a_format_of_the_future_is_refused_with_who_wrote_it(tmp_path):
     [
         (b"", "not JSON"),
         (b"[1]", "not a JSON object"),
-        (b'{"a": 1, "b": 2}', "own digest"),
-        (b'{"a": 1, "digest": "0"}', "own digest"),
+        (b'{"a": 1, "b": 2}', "its digest"),
+        (b'{"a": 1, "digest": "0"}', "its digest"),
         (b"\xff\xfe", "not JSON"),
     ],
 )

@@ -45,7 +45,7 @@ def test_steps_are_those_that_the_run_takes(blocks, rows, epochs, drops):
     told = estimate_length(run, data, rows)
     assert told
     assert told.steps == batches.steps_until(Fraction(str(epochs)), batches.start())
-    assert (told.certainty, told.set_by) == ("counted", "num_train_epochs")
+    assert (told.certain, told.set_by) == ("counted", "num_train_epochs")
 
 
 def test_a_written_number_of_steps_is_known_without_data():

@@ -17,7 +17,7 @@ from penstock.engine.distributed.tensor_sharding import TensorParallelPlan
 from penstock.models.decoder import Decoder
 from penstock.models.quantization_config import QuantizationConfig
 from penstock.models.registry import get_family
-from penstock_kernels.quant import format_named
+from penstock_kernels.quant import get_format
 from tests.config.values import smallest
 
 SIZES = {
@@ -118,7 +118,7 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 @pytest.mark.parametrize("columns", [64, 128, 200, 4096])
 def test_quantized_rows_take_the_bytes_of_their_format(name, columns):
-    widths = format_named(name).widths(columns)
+    widths = get_format(name).widths(columns)
     assert _width(name, columns, None) * columns == pytest.approx(sum(widths.values()))
 
 
@@ -134,7 +134,7 @@ def test_quantized_matrices_take_their_bits_and_all_else_its_own(published):
     model = {"exclude_modules": ["o_proj"]}
     cut, its, config = cut_of("dense", ParallelDims(), lora={**lora, **model})
     cut = replace(cut, model=UnshardedModel.from_run(cut.run, its, config, published))
-    format = format_named(published.format if published else "int8")
+    format = get_format(published.format if published else "int8")
     names = its.weight_map(config, merge_qkv=True)
     want = 0.0
     for name in names.native_names():

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer, models
 
-from penstock.core.cache.data_facts import DATA, LINEAGE, kept_data_facts, kept_lineage
+from penstock.core.cache.data_facts import DATA, LINEAGE, read_data_facts, read_lineage
 from penstock.core.cache.input_digests import attempt_record, read_attempt
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import write_record
@@ -31,7 +31,7 @@ from penstock.train.launch.job import (
     METRICS,
     OUTCOME,
     SAMPLES,
-    SURROUNDINGS,
+    ENVIRONMENT,
     Job,
     read_outcome,
 )
@@ -107,7 +107,7 @@ def recorded(name: str, value: dict) -> Callable[[Path], Path]:
 
 def run_with(name: str) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
-        write_json(folder / SURROUNDINGS, AROUND)
+        write_json(folder / ENVIRONMENT, AROUND)
         (folder / SAMPLES).write_text('{"step": 1, "samples": [{"prompt": "a", "answer": "b"}]}\n')
         report_of(folder, falling(3))
         return folder / name
@@ -137,7 +137,7 @@ def shelf(name: str) -> Callable[[Path], Path]:
                 {"b.txt": folder / "a.txt"},
                 None,
             )
-            its.point(1, [2])
+            its.set_latest(1, [2])
         return folder / name
 
     return write
@@ -158,11 +158,11 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Read]] = {
     ),
     "exported config": (written("config.json", {"model_type": "x"}), in_folder(read_base_model)),
     "tokenizer": (tokenizer, lambda path: load_tokenizer(str(path.parent))),
-    "facts of data": (written(DATA, {"packed": {}}), lambda path: kept_data_facts(path.parent)),
-    "lineage": (written(LINEAGE, {"pack": {}}), lambda path: kept_lineage(path.parent)),
+    "facts of data": (written(DATA, {"packed": {}}), lambda path: read_data_facts(path.parent)),
+    "lineage": (written(LINEAGE, {"pack": {}}), lambda path: read_lineage(path.parent)),
     "metrics of a report": (run_with(METRICS), lambda path: write_report(path.parent)),
     "samples of a report": (run_with(SAMPLES), lambda path: write_report(path.parent)),
-    "surroundings of a report": (run_with(SURROUNDINGS), lambda path: write_report(path.parent)),
+    "surroundings of a report": (run_with(ENVIRONMENT), lambda path: write_report(path.parent)),
 }
 """How a file of each kind is made, and who reads it."""
 

@@ -170,8 +170,8 @@ class Train(Stage):
         job = build_job(stage_key(self), self._config_here(), self.packed, self.origin, output_dir)
         return replace(
             job,
-            initial=local_folder(typed, initial).resolve() if initial and typed else None,
-            scores=self.reference.path.resolve() if self.reference else None,
+            init_checkpoint=local_folder(typed, initial).resolve() if initial and typed else None,
+            ref_logprobs=self.reference.path.resolve() if self.reference else None,
         )
 
     def owned_files(self, out: Path) -> Iterable[Path]:

@@ -185,7 +185,7 @@ class Trainer:
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
             **result.preference_metrics,
-            **result.of_routers,
+            **result.router_metrics,
             **result.loss_scale_metrics,
             **result.norm_metrics,
             **self.measures.step_fields(result, batches, rows, seconds),

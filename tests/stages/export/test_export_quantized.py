@@ -18,7 +18,7 @@ from penstock.engine.hf.save_model import write_weights
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.quantization.export import quantizer_for
 from penstock.models.registry import get_family
-from penstock_kernels.quant import FORMATS, dequantize, format_named, largest, quantize
+from penstock_kernels.quant import FORMATS, dequantize, get_format, largest, quantize
 from tests.costs.measured import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, SMALL
 from tests.ranks import on_ranks
 from tests.stages.checkpoints import trained_artifact
@@ -208,7 +208,7 @@ def test_layers_take_the_widest_groups_they_have_room_for_or_are_refused(tmp_pat
     assert said["config_groups"]["group_0"]["weights"]["group_size"] == 32
     tensors = load_file(hf / "model.safetensors")
     down = "model.layers.0.mlp.down_proj"
-    want = dequantize(quantize(weights[f"{down}.weight"], format_named("int4", 32)), torch.float32)
+    want = dequantize(quantize(weights[f"{down}.weight"], get_format("int4", 32)), torch.float32)
     assert torch.equal(decoded(down, tensors, "int4"), want)
     for width, scheme, asks in (
         (

@@ -124,14 +124,14 @@ def test_a_push_cut_off_is_taken_up_and_its_index_never_vouches_for_half_a_file(
         tmp_path / "newer",
         {**MODEL, "hf/model.safetensors": b"n" * len(MODEL["hf/model.safetensors"])},
     )
-    whole_put = CopyTarget._put
+    whole_put = CopyTarget._upload
 
     def dies_in_the_weights(self, file):
         whole_put(self, file)
         if file.name == cut_in:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(CopyTarget, "_put", dies_in_the_weights)
+    monkeypatch.setattr(CopyTarget, "_upload", dies_in_the_weights)
     with pytest.raises(KeyboardInterrupt):
         push(newer, url).run(tmp_path / "out")
     monkeypatch.undo()

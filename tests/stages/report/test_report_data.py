@@ -57,7 +57,7 @@ def test_the_data_is_told_as_it_was_though_it_is_pruned(tmp_path, data_facts, ou
     cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section)
     told = dict(pairwise(cells))
     assert told["training samples"] == str(len(tables["train"])) == "54"
-    assert told["held-out samples"] == str(len(tables["validation"])) == "7"
+    assert told["validation samples"] == str(len(tables["validation"])) == "7"
     lengths = [len(ids) for ids in tables["train"]["input_ids"].to_pylist()]
     trained = sum(v != -100 for r in tables["train"]["labels"].to_pylist() for v in r[1:])
     assert f"{trained / sum(lengths):.1%} trained on" in section

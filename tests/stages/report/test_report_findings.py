@@ -129,7 +129,7 @@ def test_what_was_asked_after_training_is_in_the_page(tmp_path):
     write_task_scores(tmp_path, KEY, [{**score, "value": 0.2}], None)
     write_task_scores(tmp_path, KEY, [score], 10)
     text = write_report(tmp_path).read_text()
-    section = section_of(text, "Evaluation by generation (penstock eval)")
+    section = section_of(text, "Evaluation by generation")
     assert "60 of 100, 60.0%" in section
     assert "<td>4.9%</td>" in section  # the root of 0.6 x 0.4 / 100
     assert "&lt;i&gt;a0&lt;/i&gt;" in section

@@ -243,7 +243,7 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
     began = time.monotonic()
     all_of_them.close("finished")
     assert time.monotonic() - began < 5
-    assert [line.split(" follows ")[0] for line in said] == ["one", "two"]
+    assert [line.split(" stopped")[0] for line in said] == ["one", "two"]
     assert "in time" in said[1]
 
 

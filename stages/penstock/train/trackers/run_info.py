@@ -49,8 +49,8 @@ class RunInfo:
             tags=tuple(train.wandb_tags or ()),
             settings=dict(redacted_settings(run)),
             mlflow_uri=train.mlflow_tracking_uri,
-            events=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
-            every={
+            tensorboard_dir=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
+            log_intervals={
                 "wandb": train.wandb_log_interval,
                 **dict.fromkeys(("tensorboard", "mlflow", "trackio"), train.log_interval),
             },
