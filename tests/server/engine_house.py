@@ -11,21 +11,21 @@ import numpy as np
 
 from penstock.server.protocol.codec import PeerLostError
 from penstock.server.protocol.envelopes import (
-    Answer,
     Cancel,
     Failure,
-    FromEngine,
+    FromScheduler,
     Hello,
     Request,
+    Response,
     Status,
-    ToEngine,
+    ToScheduler,
 )
-from penstock.server.protocol.requests import CreateModel, CreateSession, Pass, Step
-from penstock.server.protocol.results import Served
-from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
+from penstock.server.protocol.requests import CreateModel, CreateSession, ForwardBackward, OptimStep
+from penstock.server.protocol.results import ServedModel
+from penstock.server.protocol.types import AdamParams, Array, Datum, LoraConfig, SamplingParams
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.scheduler.scheduler import Scheduler
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 from tests.server.in_process_channel import MemoryEnd, memory_pair
 from tests.server.workers.standing_in import SERVED, VOCABULARY, Dies, StandIn, lives
 
@@ -48,7 +48,7 @@ class Client:
                 continue
             if isinstance(message, Status):
                 self.statuses.append(message)
-            elif isinstance(message, Answer):
+            elif isinstance(message, Response):
                 self._future(message.id).set_result(message.result)
             else:
                 self._future(message.id).set_result(message)
@@ -59,7 +59,7 @@ class Client:
         """Sent; what it will end with: a result, or a Failure."""
         name = name or f"ask-{next(self._ids)}"
         future = self._future(name)
-        await self.end.send(Request(id=name, owner=owner or self.owner, work=work, seq=seq))
+        await self.end.send(Request(id=name, owner=owner or self.owner, operation=work, seq=seq))
         return future
 
     async def do(self, work: Any, seq: int | None = None, *, owner: str | None = None) -> Any:
@@ -89,7 +89,7 @@ class Client:
         """Make a session, and a model in it."""
         await self.do(CreateSession(session=session))
         await self.do(
-            CreateModel(session=session, model=model, base_model=None, lora=Lora(rank=rank))
+            CreateModel(session=session, model=model, base_model=None, lora=LoraConfig(rank=rank))
         )
 
     async def workers(self, state: str) -> None:
@@ -107,7 +107,7 @@ class Client:
 class House:
     """A client, an engine, and workers."""
 
-    def __init__(self, folder: Path, served: Served, given: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, served: ServedModel, given: dict[str, Any]) -> None:
         defaults: dict[str, Any] = {
             "output_dir": folder,
             "status_interval": 0.02,
@@ -115,7 +115,7 @@ class House:
             "sample_packing_sequence_len": 32,
             "worker_max_retries": 0,
         }
-        self.settings = EngineSettings(**(defaults | given))
+        self.settings = SchedulerSettings(**(defaults | given))
         self.served = served
         self.tasks: list[asyncio.Task[None]] = []
         self.engine_tasks: list[asyncio.Task[None]] = []
@@ -127,7 +127,7 @@ class House:
 
     def start_engine(self) -> None:
         """With a client of its own; the workers are those that there are."""
-        api, self._to_api = memory_pair(ToEngine, FromEngine)
+        api, self._to_api = memory_pair(ToScheduler, FromScheduler)
         self._to_workers = MemoryEnd(FromWorkers, "connects")
         self.client = Client(api)
         self.engine = Scheduler(self.settings, self._to_api, self._to_workers)
@@ -175,7 +175,7 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(folder: Path, served: Served = SERVED, **given: Any) -> AsyncIterator[House]:
+async def house(folder: Path, served: ServedModel = SERVED, **given: Any) -> AsyncIterator[House]:
     """All of them, ready to be asked."""
     made = House(folder, served, given)
     made.start_engine()
@@ -195,10 +195,12 @@ async def _end(tasks: list["asyncio.Task[None]"]) -> None:
             raise ended
 
 
-def a_pass(model: str = "m", *lengths: int, forward_only: bool = False, **given: Any) -> Pass:
+def a_pass(
+    model: str = "m", *lengths: int, forward_only: bool = False, **given: Any
+) -> ForwardBackward:
     """Over samples of so many tokens."""
     data = tuple(a_datum(length) for length in lengths or (4,))
-    return Pass(
+    return ForwardBackward(
         model=model,
         data=data,
         loss=given.pop("loss", "cross_entropy"),
@@ -212,9 +214,9 @@ def a_datum(length: int) -> Datum:
     return Datum(tokens=tokens, inputs={"target_tokens": Array.of(np.arange(length), "int64")})
 
 
-def a_step(model: str = "m") -> Step:
-    return Step(model=model, adam=Adam())
+def a_step(model: str = "m") -> OptimStep:
+    return OptimStep(model=model, adam=AdamParams())
 
 
-def sampling() -> Sampling:
-    return Sampling(max_tokens=1)
+def sampling() -> SamplingParams:
+    return SamplingParams(max_tokens=1)

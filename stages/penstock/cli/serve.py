@@ -1,4 +1,4 @@
-"""`penstock serve`: a training server, from its file until it is asked to stop."""
+"""`penstock serve`: runs a training server until it receives a stop signal."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,17 +19,17 @@ def serve(
         str,
         typer.Option(
             metavar="|".join(MODES),
-            help="Start all processes; all but the workers; or the workers alone.",
+            help="Start all processes; all but the workers; or only the workers.",
         ),
     ] = "auto",
     worker_address: Annotated[
         str | None,
-        typer.Option(help="connect: where rank 0 listens, as tcp://host:port."),
+        typer.Option(help="connect: address of rank 0, as tcp://host:port."),
     ] = None,
 ) -> None:
-    """Serve training to clients of the Tinker API.
+    """Run a training server with the Tinker API.
 
-    Settings are written as --server.name.
+    Settings are overridden as --server.name value.
     """
     from penstock.config.server.load import load_server
     from penstock.server.launch.prepare import prepare, require_packages

@@ -16,8 +16,8 @@ from penstock.server.api.http_protocol import Connection
 from penstock.server.api.settings import ApiSettings
 from penstock.server.protocol import codec, envelopes, requests, results
 from penstock.server.protocol.codec import PeerLostError
-from penstock.server.protocol.envelopes import FromEngine, ToEngine
-from penstock.server.protocol.types import Array, Checkpoint, Lora, Run, Sequence
+from penstock.server.protocol.envelopes import FromScheduler, ToScheduler
+from penstock.server.protocol.types import Array, Checkpoint, LoraConfig, ModelInfo, SampledSequence
 from tests.server.in_process_channel import memory_pair
 
 MODEL = "sess-1:train:0"
@@ -25,7 +25,7 @@ READY = envelopes.Status(workers="ready")
 
 
 def served(**facts):
-    return results.Served(
+    return results.ServedModel(
         **{
             "base_model": "tiny/byte-llama",
             "tokenizer": "builtin:bytes",
@@ -48,13 +48,13 @@ def passed(work):
         tokens = np.broadcast_to(datum.tokens.numpy(), targets.T.shape).T
         outputs.append({"logprobs": Array.of(-(index + 1) - tokens / 1000, "float32")})
     total = sum(float(-output["logprobs"].numpy().sum()) for output in outputs)
-    return results.Passed(outputs=tuple(outputs), metrics={"loss:sum": total})
+    return results.ForwardBackwardResult(outputs=tuple(outputs), metrics={"loss:sum": total})
 
 
 def sampled(work):
     count = work.sampling.max_tokens or 4
     tokens, logprobs = likeliest(count, work.topk_sample_logprobs)
-    one = Sequence(
+    one = SampledSequence(
         stop_reason="length",
         tokens=Array.of(np.arange(count), "int32"),
         logprobs=Array.of(np.full(count, -0.5), "float32"),
@@ -65,7 +65,7 @@ def sampled(work):
     prompt = np.arange(length, dtype=np.float32) * -0.25
     prompt[:1] = np.nan
     tokens, logprobs = likeliest(length, work.topk_prompt_logprobs, foretold=1)
-    return results.Sampled(
+    return results.SampleResult(
         sequences=(one,) * work.count,
         prompt_logprobs=Array.of(prompt, "float32") if work.prompt_logprobs else None,
         topk_prompt_tokens=tokens,
@@ -85,7 +85,7 @@ def likeliest(length, count, foretold=0):
 
 
 def run_of(model):
-    return Run(
+    return ModelInfo(
         model=model,
         session="sess-1",
         base_model="tiny/byte-llama",
@@ -102,22 +102,22 @@ def checkpoint(model=MODEL, name="weights/ck1", time=1_700_000_000.0):
 
 
 def _made(work):
-    return results.ModelMade(model=work.model)
+    return results.CreateModelResult(model=work.model)
 
 
 def _saved(work):
-    return results.Saved(model=work.model, name=f"weights/{work.name or 'by-time'}")
+    return results.SaveResult(model=work.model, name=f"weights/{work.name or 'by-time'}")
 
 
 def _saved_sampler(work):
     name = f"sampler_weights/{work.name or 'unnamed'}"
     sampler = None if work.number is None else f"{work.session}:sample:{work.number}"
-    return results.Saved(model=work.model, name=name, sampler=sampler)
+    return results.SaveResult(model=work.model, name=name, sampler=sampler)
 
 
 def _endpoints(work):
     endpoint = getattr(work, "endpoint", None)
-    return results.Endpoints(endpoints=(endpoint,) if endpoint else ())
+    return results.EndpointsResult(endpoints=(endpoint,) if endpoint else ())
 
 
 def _sampler_made(work):
@@ -126,50 +126,50 @@ def _sampler_made(work):
 
 
 def _synced(_):
-    return results.Synced(
+    return results.SyncWeightsResult(
         num_parameters=2, total_bytes=64, num_buckets=1, seconds=0.5, endpoints=()
     )
 
 
 TABLE = {
-    requests.CreateSession: lambda work: results.SessionMade(session=work.session or "sess-1"),
-    requests.Heartbeat: lambda _: results.Gone(),
+    requests.CreateSession: lambda work: results.CreateSessionResult(
+        session=work.session or "sess-1"
+    ),
+    requests.Heartbeat: lambda _: results.HeartbeatResult(),
     requests.EndSession: lambda _: results.Done(),
-    requests.ListSessions: lambda _: results.Sessions(sessions=("sess-1",)),
-    requests.SessionOf: lambda work: results.SessionResult(
+    requests.ListSessions: lambda _: results.ListSessionsResult(sessions=("sess-1",)),
+    requests.GetSession: lambda work: results.SessionResult(
         session=work.session, models=(MODEL,), samplers=("sess-1:sample:0",)
     ),
-    requests.Capabilities: lambda _: served(),
+    requests.GetCapabilities: lambda _: served(),
     requests.CreateModel: _made,
     requests.UnloadModel: lambda _: results.Done(),
-    requests.Pass: passed,
-    requests.Step: lambda work: results.Stepped(
+    requests.ForwardBackward: passed,
+    requests.OptimStep: lambda work: results.OptimStepResult(
         metrics={"grad_norm": 1.5, "learning_rate": work.adam.learning_rate, "step": 1.0}
     ),
-    requests.DropGradients: lambda _: results.Done(),
+    requests.ZeroGrad: lambda _: results.Done(),
     requests.SaveState: _saved,
-    requests.LoadState: lambda work: results.Loaded(
-        model=work.model, name=work.path.split("/", 1)[1]
-    ),
-    requests.SaveSampler: _saved_sampler,
+    requests.LoadState: lambda work: results.CreateModelResult(model=work.model),
+    requests.SaveSamplerWeights: _saved_sampler,
     requests.SyncWeights: _synced,
     requests.CreateSampler: _sampler_made,
-    requests.SamplerOf: lambda work: results.SamplerResult(
+    requests.GetSampler: lambda work: results.SamplerResult(
         sampler=work.sampler, base_model="tiny/byte-llama", path=f"{MODEL}/sampler_weights/s1"
     ),
     requests.Sample: sampled,
-    requests.ModelOf: lambda work: results.ModelResult(
-        run=run_of(work.model), served=served(), pending=0
+    requests.GetModel: lambda work: results.ModelResult(
+        info=run_of(work.model), served=served(), pending=0
     ),
-    requests.ListRuns: lambda _: results.Runs(runs=(run_of(MODEL),), total=1),
-    requests.ListCheckpoints: lambda work: results.CheckpointsResult(
+    requests.ListModels: lambda _: results.ListModelsResult(models=(run_of(MODEL),), total=1),
+    requests.ListCheckpoints: lambda work: results.ListCheckpointsResult(
         checkpoints=(checkpoint(work.model or MODEL), checkpoint(name="sampler_weights/s1"))
     ),
     requests.DeleteCheckpoint: lambda _: results.Done(),
-    requests.KeepCheckpoint: lambda _: results.Done(),
-    requests.WeightsOf: lambda work: results.WeightsResult(
+    requests.UpdateCheckpoint: lambda _: results.Done(),
+    requests.GetCheckpoint: lambda work: results.CheckpointResult(
         base_model="tiny/byte-llama",
-        lora=Lora(rank=8, alpha=16.0, train_mlp=False),
+        lora=LoraConfig(rank=8, alpha=16.0, train_mlp=False),
         checkpoint=checkpoint(work.path.split("/")[0], work.path.split("/", 1)[1]),
     ),
     requests.AddEndpoint: _endpoints,
@@ -192,7 +192,7 @@ class Engine:
         self.app: Any = None
 
     def works(self, kind):
-        return [ask.work for ask in self.asks if isinstance(ask.work, kind)]
+        return [ask.operation for ask in self.asks if isinstance(ask.operation, kind)]
 
     async def run(self):
         self.loop = asyncio.get_running_loop()
@@ -210,7 +210,7 @@ class Engine:
                     await self.end.send(failure("it was cancelled", "cancelled", name=name))
                 case ask:
                     self.asks.append(ask)
-                    result = self.table[type(ask.work)](ask.work)
+                    result = self.table[type(ask.operation)](ask.operation)
                     if result is not None:
                         await self.answer(ask, result)
 
@@ -218,7 +218,7 @@ class Engine:
         if isinstance(result, envelopes.Failure):
             await self.end.send(failure(result.error, result.code, name=ask.id))
         else:
-            await self.end.send(envelopes.Answer(id=ask.id, result=result))
+            await self.end.send(envelopes.Response(id=ask.id, result=result))
 
 
 def failure(error, code: codec.Code = "invalid", *, name=""):
@@ -232,7 +232,7 @@ def never(_):
 @asynccontextmanager
 async def application(table=None, **settings):
     """The application and its engine, in this event loop."""
-    ours, theirs = memory_pair(ToEngine, FromEngine)
+    ours, theirs = memory_pair(ToScheduler, FromScheduler)
     app = create_app(ours, ApiSettings(**{"poll_seconds": 0.05, **settings}))
     engine = Engine(theirs, table)
     task = asyncio.create_task(engine.run())
@@ -246,7 +246,7 @@ async def application(table=None, **settings):
 
 async def heard_of(app):
     async with asyncio.timeout(5):
-        while app.state.service.link.status is None:
+        while app.state.service.scheduler.status is None:
             await asyncio.sleep(0.005)
 
 

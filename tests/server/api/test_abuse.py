@@ -19,13 +19,13 @@ from penstock.server.api.errors import ApiError
 from penstock.server.api.futures import ResultFormat
 from penstock.server.api.log_limit import LINES, SECONDS, LogLimit
 from penstock.server.api.middleware import body_limit
-from penstock.server.api.middleware.body_limit import Bodies, BodyLease
+from penstock.server.api.middleware.body_limit import BodyLease, BodyMemory
 from penstock.server.api.wire import codec_pool, response_bodies
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.codec_pool import CodecPool
-from penstock.server.api.wire.response_bodies import PIECE, PiecesResponse, ResultJob
+from penstock.server.api.wire.response_bodies import CHUNK_BYTES, ChunkedResponse, ResultJob
 from penstock.server.protocol import requests
-from penstock.server.protocol.results import Passed
+from penstock.server.protocol.results import ForwardBackwardResult
 from penstock.server.protocol.types import Array
 from tests.bench.server.bench_abuse import brackets_body, keys_body, sparse_body
 from tests.server.api.engine_of_a_table import MODEL, client, never
@@ -60,9 +60,9 @@ def test_sparse_targets_are_counted_before_they_are_filled(rows):
                 assert answer.status_code == 400, answer.text
             assert tracemalloc.get_traced_memory()[1] < 8 << 20
             tracemalloc.stop()
-            assert engine.app.state.service.codecs.jobs == 0
+            assert engine.app.state.service.codec_pool.jobs == 0
             # The numbers are given up, so that what comes after them does not wait for them.
-            assert [(ask.seq, ask.work.data) for ask in engine.asks] == [(1, ())] * 2
+            assert [(ask.seq, ask.operation.data) for ask in engine.asks] == [(1, ())] * 2
 
     run(scenario())
 
@@ -75,8 +75,8 @@ def test_sparse_targets_within_limits_are_filled_outside_the_event_loop():
                 "/api/v1/forward_backward", content=content, headers=PROTO | ZSTD
             )
             assert answer.status_code == 200, answer.text
-            assert engine.app.state.service.codecs.jobs == 1
-            (work,) = engine.works(requests.Pass)
+            assert engine.app.state.service.codec_pool.jobs == 1
+            (work,) = engine.works(requests.ForwardBackward)
             assert work.data[0].inputs["target_tokens"].shape == (1024, 1000)
 
     run(scenario())
@@ -118,7 +118,7 @@ def test_a_step_with_too_many_keys_is_none_and_does_not_hold_up_those_after_it()
             answer = await http.post("/api/v1/optim_step", json=body)
             assert answer.status_code == 400
             assert "has 102 keys; 64 may be" in answer.json()["error"]
-            assert [(ask.seq, ask.work.data) for ask in engine.asks] == [(1, ())]
+            assert [(ask.seq, ask.operation.data) for ask in engine.asks] == [(1, ())]
 
     run(scenario())
 
@@ -129,7 +129,7 @@ def test_others_are_served_while_a_body_is_decoded(monkeypatch):
 
     async def scenario():
         async with client(keys=KEYS) as (http, engine):
-            pool: CodecPool = engine.app.state.service.codecs
+            pool: CodecPool = engine.app.state.service.codec_pool
             await pool.start()
             [process] = pool._idle
             environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
@@ -151,7 +151,7 @@ def test_others_are_served_while_a_body_is_decoded(monkeypatch):
             assert not passing.done()
             os.kill(process._process.pid, signal.SIGCONT)
             assert (await passing).status_code == 200
-            assert len(engine.works(requests.Pass)) == 2
+            assert len(engine.works(requests.ForwardBackward)) == 2
 
     run(scenario())
 
@@ -166,7 +166,7 @@ def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_other
 
     async def scenario():
         async with client() as (http, engine):
-            pool: CodecPool = engine.app.state.service.codecs
+            pool: CodecPool = engine.app.state.service.codec_pool
             monkeypatch.setattr(codec_pool, "JOB_SECONDS", 0.001)
             assert await post(http) == 413
             monkeypatch.setattr(codec_pool, "JOB_SECONDS", 60.0)
@@ -186,7 +186,7 @@ def test_the_start_of_a_process_does_not_count_against_the_time_of_its_first_job
 
     async def scenario():
         async with client() as (http, engine):
-            pool: CodecPool = engine.app.state.service.codecs
+            pool: CodecPool = engine.app.state.service.codec_pool
             monkeypatch.setattr(codec_pool, "JOB_SECONDS", 2.0)
             await pool.start()
             [process] = pool._idle
@@ -214,14 +214,16 @@ def test_a_process_that_does_not_start_is_the_servers_fault_and_not_the_bodys(mo
             assert answer.headers["Retry-After"] == "1"
             monkeypatch.setattr(codec_pool, "START_SECONDS", 60.0)
             assert (await http.post(LARGE, content=body, headers=JSON)).status_code == 200
-            assert len(engine.works(requests.Pass)) == 1
+            assert len(engine.works(requests.ForwardBackward)) == 1
 
     run(scenario())
 
 
 def test_results_that_wait_to_be_written_are_not_copied_yet():
     size = 4 << 20
-    result = Passed(outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={})
+    result = ForwardBackwardResult(
+        outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={}
+    )
     job = ResultJob(shape=ResultFormat("forward"), form="protobuf")
 
     async def scenario():
@@ -272,7 +274,7 @@ def test_owners_take_turns_at_having_bodies_decoded():
 def test_the_memory_of_bodies_is_shared_fairly():
     async def scenario():
         async with asyncio.timeout(10) as old, asyncio.timeout(10) as young:
-            held = Bodies(max_bytes=100, max_owner_bytes=80)
+            held = BodyMemory(max_bytes=100, max_owner_bytes=80)
             first, second = BodyLease("a", deadline=old), BodyLease("a", deadline=young)
             held.take(first, 40)
             held.take(second, 40)
@@ -349,7 +351,7 @@ def test_works_that_wait_are_bounded_by_what_they_take(monkeypatch):
     monkeypatch.setattr(futures, "MAX_OWNER_PENDING_BYTES", 4000)
 
     async def scenario():
-        async with client({requests.Pass: never}, keys=KEYS, headers=ALICE) as (http, _):
+        async with client({requests.ForwardBackward: never}, keys=KEYS, headers=ALICE) as (http, _):
             # 16 bytes of each token.
             for status in (200, 200, 429):
                 answer = await forward_backward(http, sample([1] * 100))
@@ -362,7 +364,7 @@ def test_works_that_wait_are_bounded_by_what_they_take(monkeypatch):
 
 def test_the_results_of_one_owner_cost_no_other_theirs():
     async def scenario():
-        async with client(keys=KEYS, headers=BOB, max_kept_bytes=3300) as (http, engine):
+        async with client(keys=KEYS, headers=BOB, max_result_bytes=3300) as (http, engine):
             # 800 bytes of each result.
             mine = (await forward_backward(http, sample([1] * 200))).json()["request_id"]
             assert (await retrieve(http, mine)).status_code == 200
@@ -377,7 +379,7 @@ def test_the_results_of_one_owner_cost_no_other_theirs():
             http.headers = BOB
             assert (await retrieve(http, mine)).status_code == 200
             service = engine.app.state.service
-            assert service.futures._kept_bytes.total() == 4 * 800
+            assert service.futures._result_bytes.total() == 4 * 800
 
     run(scenario())
 
@@ -398,7 +400,7 @@ def test_a_large_result_is_written_once_and_says_the_same(monkeypatch):
                 monkeypatch.setattr(response_bodies, "INLINE_ARRAYS", -1)
             again = await retrieve(http, name, headers={"Accept": "application/json"})
             assert again.content == said["application/json"]
-            assert engine.app.state.service.codecs.jobs == 2
+            assert engine.app.state.service.codec_pool.jobs == 2
             monkeypatch.setattr(response_bodies, "INLINE_ARRAYS", 512)
             monkeypatch.setattr(response_bodies, "MAX_JSON_BYTES", 10)
             refused = (await retrieve(http, name)).json()
@@ -414,11 +416,11 @@ def test_a_large_answer_is_handed_over_in_pieces():
     async def send(message):
         sent.append(message)
 
-    body = np.arange(PIECE, dtype=np.int32).tobytes()
-    asyncio.run(PiecesResponse(body)({}, None, send))  # pyright: ignore[reportArgumentType]
+    body = np.arange(CHUNK_BYTES, dtype=np.int32).tobytes()
+    asyncio.run(ChunkedResponse(body)({}, None, send))  # pyright: ignore[reportArgumentType]
     pieces = [message["body"] for message in sent[1:]]
     assert b"".join(pieces) == body
-    assert {len(piece) for piece in pieces} == {PIECE}
+    assert {len(piece) for piece in pieces} == {CHUNK_BYTES}
     assert [message["more_body"] for message in sent[1:]] == [True, True, True, False]
     assert dict(sent[0]["headers"])[b"content-length"] == str(len(body)).encode()
 
@@ -455,10 +457,10 @@ def test_tensors_of_the_same_bytes_are_read_the_same_within_and_without_the_even
             del request.data[60:]
             answer = await http.post(LARGE, content=request.SerializeToString(), headers=PROTO)
             assert answer.status_code == 200
-            assert engine.app.state.service.codecs.jobs == 1
+            assert engine.app.state.service.codec_pool.jobs == 1
             first, second = engine.asks
             assert (first.seq, second.seq) == (3, 3)
-            assert first.work.data[:60] == second.work.data
+            assert first.operation.data[:60] == second.operation.data
             assert (await retrieve(http, first.id)).status_code == 200
 
     run(scenario())

@@ -120,7 +120,7 @@ def test_more_than_a_minutes_requests_are_told_to_come_later_but_not_heartbeats(
 
 def test_an_owner_waits_for_so_many_futures_and_no_more():
     async def scenario():
-        async with client({requests.Step: never}, keys=KEYS, max_pending_requests=2) as (
+        async with client({requests.OptimStep: never}, keys=KEYS, max_pending_requests=2) as (
             http,
             engine,
         ):
@@ -168,7 +168,7 @@ def test_a_body_that_is_too_long_is_refused_packed_or_not():
 
 def test_the_loss_of_the_engine_fails_what_waits_at_once_and_what_comes_is_told_to_wait():
     async def scenario():
-        async with client({requests.Step: never}, poll_seconds=10.0) as (http, engine):
+        async with client({requests.OptimStep: never}, poll_seconds=10.0) as (http, engine):
             name = await step(http)
             poll = asyncio.create_task(retrieve(http, name))
             await asyncio.sleep(0.05)
@@ -185,7 +185,7 @@ def test_the_loss_of_the_engine_fails_what_waits_at_once_and_what_comes_is_told_
             engine.end.join(ours)
             await heard_of(engine.app)
             assert len(set(engine.hellos)) == 2
-            engine.table[requests.Step] = lambda _: results.Stepped(metrics={})
+            engine.table[requests.OptimStep] = lambda _: results.OptimStepResult(metrics={})
             assert (await retrieve(http, await step(http))).json()["metrics"] == {}
 
     run(scenario())

@@ -20,12 +20,12 @@ def test_labels_are_shifted_once_and_masked_ones_are_not_trained_on():
         async with client() as (http, engine):
             labelled = sample([5, 6, 7, 8], labels=[-100, -100, 7, 8])
             assert (await forward_backward(http, labelled)).status_code == 200
-            (work,) = engine.works(requests.Pass)
+            (work,) = engine.works(requests.ForwardBackward)
             inputs = {name: array.numpy() for name, array in work.data[0].inputs.items()}
             # Token 6 is to bring 7, token 7 is to bring 8; after 8 there is none.
             np.testing.assert_array_equal(inputs["target_tokens"], [0, 7, 8, 0])
             np.testing.assert_array_equal(inputs["weights"], [0, 1, 1, 0])
-            assert (work.loss, work.per) == ("cross_entropy", "token")
+            assert (work.loss, work.loss_reduction) == ("cross_entropy", "token")
 
     run(scenario())
 
@@ -36,7 +36,7 @@ def test_targets_are_taken_as_they_are():
             targets = {"data": [6, -100, 8], "dtype": "int64", "shape": [3]}
             shifted = sample([5, 6, 7], target_tokens=targets, weights=[0.5, 1, 2])
             assert (await forward_backward(http, shifted)).status_code == 200
-            inputs = engine.works(requests.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.ForwardBackward)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [6, 0, 8])
             np.testing.assert_array_equal(inputs["weights"].numpy(), [0.5, 0, 2])
 
@@ -57,7 +57,7 @@ def test_sparse_targets_are_filled_up():
                 http, sample([1, 2, 3, 4], target_tokens=[2, 3, 4, 5], weights=sparse)
             )
             assert told.status_code == 200, told.text
-            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.ForwardBackward)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [0, 0.5, 0, 2])
 
     run(scenario())
@@ -78,7 +78,7 @@ def test_several_targets_of_a_token_reach_the_engine_and_so_do_their_answers(tar
             several = sample([1, 2, 3], target_tokens=targets, weights=weights)
             answer = await forward_backward(http, several, loss_fn="cross_entropy")
             assert answer.status_code == 200, answer.text
-            inputs = engine.works(requests.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.ForwardBackward)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets)
             each = np.array(weights, np.float32)
             each = each if each.ndim == 2 else each[:, None]
@@ -96,7 +96,7 @@ def test_a_target_of_several_that_is_masked_counts_nothing():
             several = sample([1, 2], target_tokens=[[2, -100], [-100, 5]])
             answer = await forward_backward(http, several, loss_fn="cross_entropy")
             assert answer.status_code == 200, answer.text
-            inputs = engine.works(requests.Pass)[0].data[0].inputs
+            inputs = engine.works(requests.ForwardBackward)[0].data[0].inputs
             np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[2, 0], [0, 5]])
             np.testing.assert_array_equal(inputs["weights"].numpy(), [[1, 0], [0, 1]])
 
@@ -115,7 +115,7 @@ def test_the_ratio_of_a_sequence_is_of_the_tokens_that_are_marked():
         async with client() as (http, engine):
             told = await forward_backward(http, sample([1, 2, 3], **inputs), loss_fn="gspo")
             assert told.status_code == 200, told.text
-            got = engine.works(requests.Pass)[0].data[0].inputs
+            got = engine.works(requests.ForwardBackward)[0].data[0].inputs
             assert "sequence_ratio_mask" not in got
             np.testing.assert_array_equal(got["mask"].numpy(), [0, 1, 1])
             np.testing.assert_array_equal(got["weights"].numpy(), [1, 1, 2])
@@ -140,7 +140,7 @@ def test_several_targets_are_of_losses_that_take_them():
             answer = await forward_backward(http, bad, loss_fn="ppo")
             assert answer.status_code == 400
             assert "target_tokens of sample 0 is [2, 2] for 2 tokens" in answer.json()["error"]
-            assert engine.works(requests.Pass) == []
+            assert engine.works(requests.ForwardBackward) == []
 
     run(scenario())
 
@@ -166,7 +166,7 @@ def test_targets_of_few_bytes_do_not_fill_the_memory(monkeypatch):
                 codes.append(answer.status_code)
             assert codes == [200, 413]
             # Its number is given up, so that what comes after it does not wait for it.
-            assert [(ask.seq, len(ask.work.data)) for ask in engine.asks] == [(2, 2), (3, 0)]
+            assert [(ask.seq, len(ask.operation.data)) for ask in engine.asks] == [(2, 2), (3, 0)]
 
     run(scenario())
 
@@ -187,9 +187,9 @@ def test_a_large_body_says_the_same_as_one_that_is_decoded_in_the_event_loop(mon
                 answers.append([each.text for each in told[1:]])
                 assert "labels of sample 0" in told[2].json()["error"]
             assert answers[0] == answers[1]
-            assert engine.app.state.service.codecs.jobs == 3
+            assert engine.app.state.service.codec_pool.jobs == 3
             assert [ask.seq for ask in engine.asks] == [7, 8, 9] * 2
-            first, _, _, second, *_ = engine.works(requests.Pass)
+            first, _, _, second, *_ = engine.works(requests.ForwardBackward)
             assert first == second
             assert len(first.data) == 2
 
@@ -230,7 +230,7 @@ def test_numbers_that_are_not_finite_reach_the_engine_as_they_are():
             content = request.SerializeToString()
             answer = await http.post("/api/v1/forward_backward", content=content, headers=PROTO)
             assert answer.status_code == 200, answer.text
-            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.ForwardBackward)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [np.nan, -np.inf])
 
     run(scenario())
@@ -249,7 +249,7 @@ def test_half_precision_weights_arrive_as_they_are():
                 headers=PROTO | {"Content-Encoding": "zstd"},
             )
             assert answer.status_code == 200, answer.text
-            weights = engine.works(requests.Pass)[0].data[0].inputs["weights"].numpy()
+            weights = engine.works(requests.ForwardBackward)[0].data[0].inputs["weights"].numpy()
             np.testing.assert_array_equal(weights, [1.5, -2.0])
 
     run(scenario())
@@ -289,7 +289,7 @@ def test_tensors_that_do_not_fit_are_refused_by_their_name(tensor, said):
             assert "weights of sample 0" in answer.json()["error"]
             assert said in answer.json()["error"]
             # Its number is given up, so that what comes after it does not wait for it.
-            assert [(ask.seq, ask.work.data) for ask in engine.asks] == [(1, ())]
+            assert [(ask.seq, ask.operation.data) for ask in engine.asks] == [(1, ())]
 
     run(scenario())
 
@@ -313,7 +313,7 @@ def test_losses_of_xorl_become_those_they_are(said, loss, params):
         async with client() as (http, engine):
             answer = await forward_backward(http, sample([1, 2], **inputs), **said)
             assert answer.status_code == 200, answer.text
-            (work,) = engine.works(requests.Pass)
+            (work,) = engine.works(requests.ForwardBackward)
             assert work.loss == loss
             got = work.params["clip_low_threshold"], work.params["clip_high_threshold"]
             assert got == pytest.approx(params, abs=1e-12)
@@ -337,7 +337,7 @@ def test_what_has_no_counterpart_is_refused_and_not_replaced(said):
         async with client() as (http, engine):
             answer = await forward_backward(http, sample(), **said)
             assert answer.status_code in (400, 422)
-            assert engine.works(requests.Pass) == []
+            assert engine.works(requests.ForwardBackward) == []
 
     run(scenario())
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.server.api import connections, http_protocol
 from penstock.server.api.connections import NOBODY, Connections, Phase
 from penstock.server.api.errors import ApiError
-from penstock.server.api.http_protocol import room_for_connections
+from penstock.server.api.http_protocol import max_open_connections
 from tests.server.api.engine_of_a_table import listening
 from tests.server.api.requests_of_clients import ALICE, KEYS
 from tests.waiting import soon
@@ -99,10 +99,10 @@ def test_as_many_connections_are_open_as_there_are_descriptors(monkeypatch):
     limits = [(1024, 20_000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: limits.append(given))
-    assert room_for_connections(1024) == (1024, http_protocol.BACKLOG)
+    assert max_open_connections(1024) == (1024, http_protocol.BACKLOG)
     assert limits[-1][0] > 1024 + http_protocol.BACKLOG
     limits[:] = [(256, 256)]
-    most, backlog = room_for_connections(1024)
+    most, backlog = max_open_connections(1024)
     assert most + 3 * backlog < 256 - 32
     assert most > 100
 

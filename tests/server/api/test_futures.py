@@ -21,12 +21,12 @@ from tests.server.api.requests_of_clients import (
 
 def test_a_poll_ends_when_the_result_is_there():
     async def scenario():
-        async with client({requests.Step: never}, poll_seconds=10.0) as (http, engine):
+        async with client({requests.OptimStep: never}, poll_seconds=10.0) as (http, engine):
             name = await step(http)
             poll = asyncio.create_task(retrieve(http, name))
             await asyncio.sleep(0.05)
             assert not poll.done()
-            await engine.answer(engine.asks[0], results.Stepped(metrics={"grad_norm": 2.0}))
+            await engine.answer(engine.asks[0], results.OptimStepResult(metrics={"grad_norm": 2.0}))
             async with asyncio.timeout(2):
                 assert (await poll).json()["metrics"] == {"grad_norm": 2.0}
 
@@ -35,7 +35,7 @@ def test_a_poll_ends_when_the_result_is_there():
 
 def test_what_waits_is_told_to_each_client_as_it_reads_it():
     async def scenario():
-        async with client({requests.Step: never}) as (http, engine):
+        async with client({requests.OptimStep: never}) as (http, engine):
             name = await step(http)
             xorl = await retrieve(http, name)
             assert (xorl.status_code, xorl.json()["type"]) == (200, "try_again")
@@ -55,11 +55,11 @@ def test_what_waits_is_told_to_each_client_as_it_reads_it():
 
 def test_nobody_waits_longer_when_the_process_is_about_to_end():
     async def scenario():
-        async with client({requests.Step: never}, poll_seconds=60.0) as (http, engine):
+        async with client({requests.OptimStep: never}, poll_seconds=60.0) as (http, engine):
             poll = asyncio.create_task(retrieve(http, await step(http)))
             await asyncio.sleep(0.05)
             assert not poll.done()
-            engine.app.state.service.closing.set()
+            engine.app.state.service.shutting_down.set()
             async with asyncio.timeout(2):
                 assert (await poll).json()["type"] == "try_again"
 
@@ -97,7 +97,7 @@ def test_results_beyond_the_bytes_that_are_kept_go_from_the_oldest_on():
 
 def test_a_future_is_cancelled_at_the_engine():
     async def scenario():
-        async with client({requests.Step: never}) as (http, engine):
+        async with client({requests.OptimStep: never}) as (http, engine):
             name = await step(http)
             done = await http.post("/api/v1/cancel_future", json={"request_id": name})
             assert done.status_code == 204
@@ -134,7 +134,7 @@ def test_one_idempotency_key_on_two_calls_names_two_requests():
 def test_the_same_request_sent_twice_at_once_is_done_once():
     async def scenario():
         async with client() as (http, engine):
-            link = engine.app.state.service.link
+            link = engine.app.state.service.scheduler
             send = link._channel.send
 
             async def slowly(message):
@@ -146,7 +146,7 @@ def test_the_same_request_sent_twice_at_once_is_done_once():
             names = await asyncio.gather(*[step(http, headers=twice) for _ in range(2)])
             assert len(set(names)) == 1
             assert (await retrieve(http, names[0])).json()["metrics"]["grad_norm"] == 1.5
-            assert len(engine.works(requests.Step)) == 1
+            assert len(engine.works(requests.OptimStep)) == 1
 
     run(scenario())
 
@@ -154,7 +154,7 @@ def test_the_same_request_sent_twice_at_once_is_done_once():
 def test_what_could_not_be_handed_over_is_not_counted_as_waiting(monkeypatch):
     async def scenario():
         async with client(max_pending_requests=1) as (http, engine):
-            link = engine.app.state.service.link
+            link = engine.app.state.service.scheduler
             send = link._channel.send
 
             async def too_large(_):
@@ -173,11 +173,11 @@ def test_what_could_not_be_handed_over_is_not_counted_as_waiting(monkeypatch):
 
 def test_what_did_not_go_is_tried_when_it_is_asked_for_again():
     async def scenario():
-        async with client({requests.Step: lambda _: failure("no")}) as (http, engine):
+        async with client({requests.OptimStep: lambda _: failure("no")}) as (http, engine):
             twice = {"X-Idempotency-Key": "again"}
             name = await step(http, headers=twice)
             assert (await retrieve(http, name)).json()["error"] == "no"
-            engine.table[requests.Step] = lambda _: results.Stepped(metrics={})
+            engine.table[requests.OptimStep] = lambda _: results.OptimStepResult(metrics={})
             second = await step(http, headers=twice)
             assert (await retrieve(http, second)).json()["metrics"] == {}
             assert (await retrieve(http, name)).json()["error"] == "no"
@@ -208,9 +208,11 @@ def test_a_number_that_is_not_finite_is_told_and_not_replaced():
     async def scenario():
         def diverged(_):
             logprobs = {"logprobs": Array.of([-1.0, np.nan], "float32")}
-            return results.Passed(outputs=(logprobs,), metrics={"loss:sum": float("inf")})
+            return results.ForwardBackwardResult(
+                outputs=(logprobs,), metrics={"loss:sum": float("inf")}
+            )
 
-        async with client({requests.Pass: diverged}) as (http, _):
+        async with client({requests.ForwardBackward: diverged}) as (http, _):
             name = (await forward_backward(http, sample([1, 2]))).json()["request_id"]
             in_json = (await retrieve(http, name)).json()
             assert in_json["code"] == "not_finite"

@@ -5,11 +5,11 @@ import asyncio
 from penstock.server.protocol.requests import (
     CreateSession,
     EndSession,
-    SaveSampler,
-    SessionOf,
+    GetSession,
+    SaveSamplerWeights,
     UnloadModel,
 )
-from penstock.server.protocol.worker_commands import Export
+from penstock.server.protocol.worker_commands import ExportCommand
 from penstock.server.scheduler import expiry
 from tests.server.engine_house import a_pass, house
 from tests.server.scheduler.test_sessions import create, soon
@@ -33,7 +33,7 @@ def test_no_more_sessions_are_open_than_may_be(tmp_path):
 
 
 def test_sessions_that_ended_are_not_known_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(expiry, "TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(expiry, "ENDED_SESSION_SECONDS", 0.5)
 
     def files():
         return len(list((tmp_path / "server" / "sessions").iterdir()))
@@ -43,11 +43,11 @@ def test_sessions_that_ended_are_not_known_for_ever(tmp_path, monkeypatch):
             await here.client.do(CreateSession(session="lives"))
             await here.client.do(CreateSession(session="ended"))
             await here.client.do(EndSession(session="ended"))
-            assert (await here.client.fails(SessionOf(session="ended"))).code == "gone"
+            assert (await here.client.fails(GetSession(session="ended"))).code == "gone"
             assert files() == 2
             await soon(lambda: files() == 1)
-            assert (await here.client.fails(SessionOf(session="ended"))).code == "not_found"
-            await here.client.do(SessionOf(session="lives"))
+            assert (await here.client.fails(GetSession(session="ended"))).code == "not_found"
+            await here.client.do(GetSession(session="lives"))
 
     asyncio.run(check())
 
@@ -57,9 +57,9 @@ def test_what_is_saved_for_a_sampler_goes_with_a_session_that_ends_meanwhile(tmp
         async with house(tmp_path, idle_session_timeout=2.0) as here:
             await here.client.begin()
             here.workers.slowly = 0.1
-            save = SaveSampler(model="m", session="s", number=1, keep=False)
+            save = SaveSamplerWeights(model="m", session="s", number=1, keep=False)
             saving = await here.client.ask(save)
-            await soon(lambda: isinstance(here.workers.orders[-1], Export))
+            await soon(lambda: isinstance(here.workers.orders[-1], ExportCommand))
             await here.client.do(EndSession(session="s"))
             assert (await saving).code == "gone"
             await soon(lambda: not any((tmp_path / "sampler_weights/m").iterdir()))

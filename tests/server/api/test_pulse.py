@@ -22,7 +22,7 @@ def answers(*told):
 
 def test_a_session_that_is_known_lives_while_the_engine_says_nothing():
     async def scenario():
-        async with client(answers(results.Gone())) as (http, engine):
+        async with client(answers(results.HeartbeatResult())) as (http, engine):
             assert [await beat(http) for _ in range(5)] == [200] * 5
             assert engine.works(works.Heartbeat) == [works.Heartbeat(sessions=("s",))]
 
@@ -40,7 +40,7 @@ def test_a_session_that_was_just_made_is_known():
 
 def test_the_engine_is_told_of_all_that_live_together():
     async def scenario():
-        engine_says = answers(*[results.Gone()] * 9)
+        engine_says = answers(*[results.HeartbeatResult()] * 9)
         async with client(engine_says, idle_session_timeout=0.4) as (http, engine):
             for _ in range(3):
                 assert [await beat(http, session) for session in ("s", "t", "u")] == [200] * 3
@@ -54,8 +54,10 @@ def test_the_engine_is_told_of_all_that_live_together():
 
 def test_a_session_that_is_gone_is_told_so_once_the_engine_says_it():
     async def scenario():
-        gone = results.Gone(sessions=("s",))
-        async with client(answers(results.Gone(), gone, gone), idle_session_timeout=0.2) as (
+        gone = results.HeartbeatResult(sessions=("s",))
+        async with client(
+            answers(results.HeartbeatResult(), gone, gone), idle_session_timeout=0.2
+        ) as (
             http,
             _,
         ):
@@ -69,8 +71,8 @@ def test_a_session_that_is_gone_is_told_so_once_the_engine_says_it():
 
 def test_a_word_that_the_engine_refused_is_said_again():
     async def scenario():
-        busy, gone = failure("not now", "busy"), results.Gone(sessions=("s",))
-        said = answers(results.Gone(), busy, gone, gone)
+        busy, gone = failure("not now", "busy"), results.HeartbeatResult(sessions=("s",))
+        said = answers(results.HeartbeatResult(), busy, gone, gone)
         async with client(said, idle_session_timeout=0.2) as (http, _):
             assert await beat(http) == 200
             assert await beat(http) == 200
@@ -82,8 +84,8 @@ def test_a_word_that_the_engine_refused_is_said_again():
 
 def test_a_session_that_its_client_ends_is_asked_for_again():
     async def scenario():
-        gone = results.Gone(sessions=("s",))
-        async with client(answers(results.Gone(), gone)) as (http, _):
+        gone = results.HeartbeatResult(sessions=("s",))
+        async with client(answers(results.HeartbeatResult(), gone)) as (http, _):
             assert await beat(http) == 200
             assert (await http.post("/api/v1/sessions/s/finish")).status_code == 204
             assert await beat(http) == 410
@@ -93,11 +95,11 @@ def test_a_session_that_its_client_ends_is_asked_for_again():
 
 def test_nobody_lives_while_there_is_no_engine():
     async def scenario():
-        async with client(answers(results.Gone())) as (http, engine):
+        async with client(answers(results.HeartbeatResult())) as (http, engine):
             assert await beat(http) == 200
-            engine.app.state.service.link.status = None
+            engine.app.state.service.scheduler.status = None
             assert await beat(http) == 503
-            engine.app.state.service.link.status = envelopes.Status(workers="ready")
+            engine.app.state.service.scheduler.status = envelopes.Status(workers="ready")
             assert await beat(http) == 200
 
     run(scenario())

@@ -67,12 +67,12 @@ def test_a_session_is_told_with_what_its_client_said_of_it(service, training):
     (begun,) = engine.works(requests.CreateSession)
     said = {"why": "a test", "session.display_name": "mine"}
     told = results.SessionResult(session="s", models=(), samplers=(), user_metadata=said)
-    before = engine.table[requests.SessionOf]
-    engine.table[requests.SessionOf] = lambda _: told
+    before = engine.table[requests.GetSession]
+    engine.table[requests.GetSession] = lambda _: told
     try:
         answer = client.create_rest_client().get_session("s").result(20)
     finally:
-        engine.table[requests.SessionOf] = before
+        engine.table[requests.GetSession] = before
     assert (answer.user_metadata, answer.display_name) == ({"why": "a test"}, "mine")
     assert begun.user_metadata == {"why": "a test"} | {"session.display_name": "mine"}
 
@@ -91,8 +91,8 @@ def test_a_pass_brings_the_log_probabilities_of_each_sample_in_order(service, tr
     got = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
     np.testing.assert_allclose(got[0], [-1.005, -1.006, -1.007], rtol=1e-6)
     np.testing.assert_allclose(got[1], [-2.008, -2.009], rtol=1e-6)
-    work = service[1].works(requests.Pass)[-1]
-    assert (work.per, work.forward_only, work.loss) == ("sum", False, "cross_entropy")
+    work = service[1].works(requests.ForwardBackward)[-1]
+    assert (work.loss_reduction, work.forward_only, work.loss) == ("sum", False, "cross_entropy")
     np.testing.assert_array_equal(work.data[0].inputs["target_tokens"].numpy(), [6, 7, 8])
     np.testing.assert_array_equal(work.data[0].inputs["weights"].numpy(), [1, 1, 0])
 
@@ -113,7 +113,7 @@ def test_several_targets_of_a_token_bring_as_many_log_probabilities(service, tra
     got = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
     assert [array.shape for array in got] == [(3, 2), (2, 2), (2,), (1, 4)]
     np.testing.assert_allclose(got[1], [[-2.008] * 2, [-2.009] * 2], rtol=1e-6)
-    inputs = service[1].works(requests.Pass)[-1].data[0].inputs
+    inputs = service[1].works(requests.ForwardBackward)[-1].data[0].inputs
     np.testing.assert_array_equal(inputs["target_tokens"].numpy(), [[0, 1], [2, 3], [4, 5]])
 
 
@@ -127,14 +127,14 @@ def test_targets_that_are_mostly_none_travel_sparse(service, training):
     )
     assert sample.loss_fn_inputs["weights"].sparse_crow_indices is not None
     training.forward_backward([sample], "cross_entropy").result(20)
-    inputs = service[1].works(requests.Pass)[-1].data[0].inputs
+    inputs = service[1].works(requests.ForwardBackward)[-1].data[0].inputs
     np.testing.assert_array_equal(inputs["target_tokens"].numpy(), targets.numpy())
     np.testing.assert_array_equal(inputs["weights"].numpy(), weights.numpy())
 
 
 def test_a_pass_without_gradients_says_so(service, training):
     training.forward([datum([1, 2])], "cross_entropy").result(20)
-    assert service[1].works(requests.Pass)[-1].forward_only
+    assert service[1].works(requests.ForwardBackward)[-1].forward_only
 
 
 def test_many_samples_travel_in_chunks_and_come_back_as_one(training):
@@ -153,7 +153,7 @@ def test_policy_losses_bring_their_numbers(service, training):
         },
     )
     training.forward_backward([sample], "ppo", {"clip_high_threshold": 1.3}).result(20)
-    work = service[1].works(requests.Pass)[-1]
+    work = service[1].works(requests.ForwardBackward)[-1]
     assert (work.loss, work.params) == ("ppo", {"clip_high_threshold": 1.3})
     np.testing.assert_array_equal(work.data[0].inputs["advantages"].numpy(), [1, -1])
 
@@ -164,13 +164,13 @@ def test_a_loss_of_the_clients_own_is_its_gradient_as_weights(service, training)
 
     result = training.forward_backward_custom([datum([1, 2])], three_times).result(20)
     assert result.metrics["mine"] == 1.0
-    work = service[1].works(requests.Pass)[-1]
+    work = service[1].works(requests.ForwardBackward)[-1]
     np.testing.assert_array_equal(work.data[0].inputs["weights"].numpy(), [-3, -3])
 
 
 def test_works_of_a_model_are_numbered_without_a_gap(service, training):
     training.optim_step(types.AdamParams(learning_rate=1e-4)).result(20)
-    numbers = [ask.seq for ask in service[1].asks if getattr(ask.work, "model", "") == MODEL]
+    numbers = [ask.seq for ask in service[1].asks if getattr(ask.operation, "model", "") == MODEL]
     counted = [number for number in numbers if number is not None]
     assert sorted(counted) == list(range(1, len(counted) + 1))
 
@@ -180,7 +180,7 @@ def test_a_step_brings_its_numbers_and_tells_its_metrics(service, training):
     metrics = training.optim_step(params).result(20).metrics
     # `step` is what their loggers call their own.
     assert metrics == {"grad_norm": 1.5, "learning_rate": 2e-4, "optimizer_step": 1.0}
-    adam = service[1].works(requests.Step)[-1].adam
+    adam = service[1].works(requests.OptimStep)[-1].adam
     assert (adam.beta2, adam.grad_clip_norm, adam.eps) == (0.99, 1.0, 1e-12)
 
 
@@ -274,7 +274,7 @@ def test_the_likeliest_tokens_are_told_wherever_something_foretells_them(service
 
 def test_the_weights_of_now_are_sampled_from_without_a_name(service, training):
     sampler = training.save_weights_and_get_sampling_client().result(20)
-    work = service[1].works(requests.SaveSampler)[-1]
+    work = service[1].works(requests.SaveSamplerWeights)[-1]
     assert (work.session, work.keep, work.name) == ("sess-1", False, None)
     answer = sampler.sample(
         prompt=types.ModelInput.from_ints([1]),
@@ -302,7 +302,7 @@ def test_what_is_kept_is_listed_and_let_go(service):
     rest.unpublish_checkpoint_from_tinker_path(path).result(20)
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(20)
     rest.delete_checkpoint(MODEL, "weights/ck1").result(20)
-    kept = [(work.public, work.ttl_seconds) for work in engine.works(requests.KeepCheckpoint)]
+    kept = [(work.public, work.ttl_seconds) for work in engine.works(requests.UpdateCheckpoint)]
     assert kept == [(True, None), (False, None), (None, 7200)]
     assert engine.works(requests.DeleteCheckpoint)[-1].name == "weights/ck1"
     assert rest.get_session("sess-1").result(20).training_run_ids == [MODEL]
@@ -331,14 +331,14 @@ def test_what_is_refused_at_once_does_not_hold_up_what_follows(service, training
     training.optim_step(types.AdamParams()).result(20)
     # An empty pass has taken its number, in its place.
     refused, after = service[1].asks[-2:]
-    assert refused.work.data == ()
+    assert refused.operation.data == ()
     assert after.seq == refused.seq + 1
 
 
 def test_a_future_that_waits_is_polled_until_it_is_done(service, training):
     _, engine = service
-    before = engine.table[requests.Step]
-    engine.table[requests.Step] = lambda _: None
+    before = engine.table[requests.OptimStep]
+    engine.table[requests.OptimStep] = lambda _: None
     asked = len(engine.asks)
     try:
         future = training.optim_step(types.AdamParams())
@@ -346,8 +346,8 @@ def test_a_future_that_waits_is_polled_until_it_is_done(service, training):
         with pytest.raises(TimeoutError):
             future.future().result(0.6)
     finally:
-        engine.table[requests.Step] = before
-    done = results.Stepped(metrics={"grad_norm": 7.0})
+        engine.table[requests.OptimStep] = before
+    done = results.OptimStepResult(metrics={"grad_norm": 7.0})
     (held,) = engine.asks[asked:]
     answering = engine.answer(held, done)
     asyncio.run_coroutine_threadsafe(answering, engine.loop).result(5)

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from penstock.server.protocol import requests, results
-from penstock.server.protocol.types import Endpoint, Optimizer, Run, Secret
+from penstock.server.protocol.types import Endpoint, ModelInfo, OptimizerConfig, Secret
 from tests.server.api.engine_of_a_table import checkpoint, client, failure, never, run_of, served
 from tests.server.api.requests_of_clients import retrieve, run
 
@@ -18,13 +18,16 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
         def told(work):
             run = {"model": work.model, "session": "m", "base_model": "b", "rank": 4}
             facts = {"last_request": 0.0, "user_metadata": made[0].user_metadata}
-            return results.ModelResult(run=Run(**run, **facts), served=served(), pending=0)
+            return results.ModelResult(info=ModelInfo(**run, **facts), served=served(), pending=0)
 
         def create(work):
             made.append(work)
-            return results.ModelMade(model=work.model)
+            return results.CreateModelResult(model=work.model)
 
-        async with client({requests.CreateModel: create, requests.ModelOf: told}) as (http, engine):
+        async with client({requests.CreateModel: create, requests.GetModel: told}) as (
+            http,
+            engine,
+        ):
             await http.post(
                 "/api/v1/create_model",
                 json={
@@ -41,10 +44,10 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
                 },
             )
             assert (made[0].session, made[0].lora.rank, made[0].lora.alpha) == ("mine", 4, 8)
-            assert made[0].optimizer_config == Optimizer(kind="muon", dtype="fp32")
+            assert made[0].optimizer_config == OptimizerConfig(kind="muon", dtype="fp32")
             assert engine.works(requests.CreateSession)[0].session == "mine"
             await http.post("/api/v1/optim_step", json={"model_id": "mine", "gradient_clip": 1})
-            adam = engine.works(requests.Step)[0].adam
+            adam = engine.works(requests.OptimStep)[0].adam
             assert (adam.learning_rate, adam.beta1, adam.grad_clip_norm) == (3e-4, 0.8, 1.0)
             shown = await http.get("/api/v1/training_runs/mine")
             assert shown.json()["user_metadata"] == {"of": "mine"}
@@ -91,7 +94,7 @@ def test_inference_servers_are_named_and_sent_weights():
 def test_an_inference_server_says_its_size_itself_unless_a_client_does():
     def add(work):
         sized = work.endpoint if work.is_sized else endpoint(world_size=8)
-        return results.Endpoints(endpoints=(sized,))
+        return results.EndpointsResult(endpoints=(sized,))
 
     def endpoint(**said):
         return Endpoint(host="node-1", port=30000, **said)
@@ -134,7 +137,7 @@ def test_what_is_sampled_from_has_a_path_or_a_name(said, path):
     async def scenario():
         async with client() as (http, engine):
             told = (await http.post("/api/v1/create_sampling_session", json=said)).json()
-            assert [work.path for work in engine.works(requests.WeightsOf)] == [path]
+            assert [work.path for work in engine.works(requests.GetCheckpoint)] == [path]
             assert (told["model_path"], told["lora_name"]) == (f"xorl://{path}", path)
 
     run(scenario())
@@ -179,7 +182,9 @@ def test_checkpoints_are_deleted_by_their_names(written, name):
 
 def test_checkpoints_are_told_the_newest_first():
     kept = [checkpoint("mine", f"weights/{name}", time=time) for name, time in (("a", 1), ("b", 2))]
-    table = {requests.ListCheckpoints: lambda _: results.CheckpointsResult(checkpoints=tuple(kept))}
+    table = {
+        requests.ListCheckpoints: lambda _: results.ListCheckpointsResult(checkpoints=tuple(kept))
+    }
 
     async def scenario():
         async with client(table) as (http, _):
@@ -206,8 +211,10 @@ def test_weights_tell_of_the_adapter():
 def test_of_models_the_loaded_ones_are_told_apart_whatever_they_are_of():
     models = [structs.replace(run_of(name), is_open=name == "new") for name in ("new", "old")]
     table = {
-        requests.ListSessions: lambda _: results.Sessions(sessions=tuple(map(str, range(300)))),
-        requests.ListRuns: lambda _: results.Runs(runs=tuple(models), total=2),
+        requests.ListSessions: lambda _: results.ListSessionsResult(
+            sessions=tuple(map(str, range(300)))
+        ),
+        requests.ListModels: lambda _: results.ListModelsResult(models=tuple(models), total=2),
     }
 
     async def scenario():
@@ -262,7 +269,7 @@ def test_a_step_asks_for_its_weights_to_be_sent_where_that_is_written(is_written
             await http.post("/api/v1/set_sync_quantization", json=said)
             body = {"model_id": "mine", "adam_params": {}}
             assert (await http.post("/api/v1/optim_step", json=body)).status_code == 200
-            [work] = engine.works(requests.Step)
+            [work] = engine.works(requests.OptimStep)
             if not is_written:
                 assert work.sync is None
                 return

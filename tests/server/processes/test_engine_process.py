@@ -15,10 +15,13 @@ import pytest
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.server.launch.job import ServerJob
-from penstock.server.protocol.envelopes import FromEngine
-from penstock.server.protocol.requests import ListCheckpoints
+from penstock.server.protocol.envelopes import FromScheduler
+from penstock.server.protocol.requests import ListCheckpoints, OptimStep
 from penstock.server.protocol.secret import new_secret
-from penstock.server.protocol.worker_commands import OptimStepCommand, Save, ToWorkers
+from penstock.server.protocol.worker_commands import (
+    SaveCheckpointCommand,
+    ToWorkers,
+)
 from penstock.server.protocol.zmq_channel import connecting, listening
 from penstock.server.scheduler.__main__ import read_settings
 from tests.server.engine_house import Client, a_pass, a_step
@@ -105,7 +108,7 @@ async def around(folder):
     end = listening(ToWorkers, "tcp://127.0.0.1:*", known[env.WORKERS_SECRET])
     job = job_of(folder, end.address)
     workers = StandIn(end=end)
-    api = connecting(FromEngine, job.engine_address, known[env.ENGINE_SECRET])
+    api = connecting(FromScheduler, job.engine_address, known[env.ENGINE_SECRET])
     client = Client(cast(Any, api))
     tasks = [asyncio.create_task(each) for each in (client.listen(), workers.run(), workers.beat())]
     environment = {**os.environ, **known, "PYTHONSAFEPATH": "1"}
@@ -171,7 +174,7 @@ def test_an_engine_that_is_asked_to_end_saves_before_it_does(tmp_path):
             finally:
                 engine.kill()
             kinds = [type(order) for order in here.workers.orders]
-            assert kinds[-2:] == [OptimStepCommand, Save]
+            assert kinds[-2:] == [OptimStep, SaveCheckpointCommand]
             assert not here.workers.has_left
 
     asyncio.run(check())

@@ -24,7 +24,7 @@ from penstock.server.__main__ import main
 from penstock.server.launch.addresses import free_port, tcp, workers_address
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import ServerJob
-from penstock.server.launch.multi_node import First, Other
+from penstock.server.launch.multi_node import FirstNode, OtherNode
 from penstock.server.launch.prepare import prepare, read_api_keys
 from penstock.server.launch.supervisor import Launcher, managed_processes, serve
 from penstock.server.protocol.secret import read_secret, write_secret
@@ -194,8 +194,8 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
 
 def test_workers_of_several_machines_end_and_start_together(tmp_path):
     first_said, other_said = Saying(), Saying()
-    first = child(first_said, FOREVER, together=First(tmp_path))
-    other = child(other_said, FOREVER, together=Other(tmp_path))
+    first = child(first_said, FOREVER, together=FirstNode(tmp_path))
+    other = child(other_said, FOREVER, together=OtherNode(tmp_path))
 
     def pid_of(said):
         return int([line for line in said if "pid" in line][-1].split("pid ")[1].rstrip(")"))

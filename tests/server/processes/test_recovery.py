@@ -10,28 +10,27 @@ from penstock.server.protocol.envelopes import Failure
 from penstock.server.protocol.requests import (
     AddEndpoint,
     CreateModel,
-    DropGradients,
+    GetModel,
     ListCheckpoints,
     LoadState,
-    ModelOf,
+    OptimStep,
     Sample,
-    SaveSampler,
+    SaveSamplerWeights,
     SaveState,
     SyncWeights,
     UnloadModel,
+    ZeroGrad,
 )
-from penstock.server.protocol.types import Array, Endpoint, Lora
+from penstock.server.protocol.types import Array, Endpoint, LoraConfig
 from penstock.server.protocol.worker_commands import (
-    Close,
-    Export,
+    CreateModelCommand,
+    ExportCommand,
     ForwardBackwardCommand,
-    Generate,
-    Load,
-    Open,
-    OptimStepCommand,
-    Save,
+    GenerateCommand,
+    LoadCheckpointCommand,
+    SaveCheckpointCommand,
+    UnloadModelCommand,
     WeightSyncCommand,
-    ZeroGradCommand,
 )
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.scheduler.test_sessions import soon
@@ -41,14 +40,16 @@ AT_ONCE = 1.0
 
 WORKS = {
     ForwardBackwardCommand: a_pass(),
-    OptimStepCommand: a_step(),
-    ZeroGradCommand: DropGradients(model="m"),
-    Save: SaveState(model="m", name="new"),
-    Load: LoadState(model="m", path="m/weights/old"),
-    Export: SaveSampler(model="m", name="new"),
-    Close: UnloadModel(model="m", save=False),
-    Open: CreateModel(session="s", model="n", base_model=None, lora=Lora(rank=2)),
-    Generate: Sample(prompt=Array.of([1], "int32"), sampling=sampling()),
+    OptimStep: a_step(),
+    ZeroGrad: ZeroGrad(model="m"),
+    SaveCheckpointCommand: SaveState(model="m", name="new"),
+    LoadCheckpointCommand: LoadState(model="m", path="m/weights/old"),
+    ExportCommand: SaveSamplerWeights(model="m", name="new"),
+    UnloadModelCommand: UnloadModel(model="m", save=False),
+    CreateModelCommand: CreateModel(
+        session="s", model="n", base_model=None, lora=LoraConfig(rank=2)
+    ),
+    GenerateCommand: Sample(prompt=Array.of([1], "int32"), sampling=sampling()),
     WeightSyncCommand: SyncWeights(model="m"),
 }
 """What is asked for where the workers are to die of an order."""
@@ -84,17 +85,17 @@ def test_workers_that_die_over_a_command_are_told_of_at_once_and_the_model_put_b
             await here.client.workers("down")
             here.start_workers()
             await here.client.workers("ready")
-            assert (await here.client.do(ModelOf(model="m"))).run.corrupted
+            assert (await here.client.do(GetModel(model="m"))).info.corrupted
             first = await here.client.fails(a_pass("m", 1), 6)
             assert (first.category, first.code) == ("server", "lost")
             assert "step 1 (m/weights/old)" in first.error
-            assert not (await here.client.do(ModelOf(model="m"))).run.corrupted
+            assert not (await here.client.do(GetModel(model="m"))).info.corrupted
             # With or without the number that failed.
             assert await learn(here.client, 1, 6) == 6
             names = [c.name for c in (await here.client.do(ListCheckpoints())).checkpoints]
             assert names == ["weights/000000", "weights/old"]
             await here.client.do(SaveState(model="m", name="new"))
-            await here.client.do(SaveSampler(model="m", name="new"))
+            await here.client.do(SaveSamplerWeights(model="m", name="new"))
 
     asyncio.run(check())
 
@@ -139,7 +140,7 @@ def test_what_waits_is_done_by_the_next_workers(tmp_path):
             )
             under_way = await here.client.ask(a_pass("m"), 1)
             waits = await here.client.ask(a_pass("n", 3), 1)
-            drawn = await here.client.ask(WORKS[Generate])
+            drawn = await here.client.ask(WORKS[GenerateCommand])
             assert (await under_way).code == "lost"
             await asyncio.sleep(0.1)
             assert not waits.done()
@@ -162,7 +163,7 @@ def test_a_model_without_a_checkpoint_begins_anew_as_it_was_made(tmp_path):
             here.start_workers()
             await here.client.workers("ready")
             assert "step 0 (its beginning)" in (await here.client.fails(a_pass(), 3)).error
-            assert here.workers.models["m"].lora == Lora(rank=4)
+            assert here.workers.models["m"].lora == LoraConfig(rank=4)
             assert await learn(here.client, 1, 3) == 1
 
     asyncio.run(check())
@@ -194,7 +195,7 @@ def test_workers_that_die_again_and_again_are_given_up_unless_they_do_a_work_bet
                     "before" if isinstance(order, ForwardBackwardCommand) else None
                 )
                 if between == "a work":
-                    await here.client.do(WORKS[Generate])
+                    await here.client.do(WORKS[GenerateCommand])
                 assert (await here.client.fails(a_pass())).code == "lost"
                 await here.client.workers(state)
                 if state != "failed":
@@ -213,7 +214,9 @@ def test_workers_that_never_do_a_work_are_given_up(tmp_path):
                 await here.client.workers(state)
                 waits = await here.client.ask(a_pass())
                 if state == "down":
-                    here.start_workers(lambda order: "before" if isinstance(order, Open) else None)
+                    here.start_workers(
+                        lambda order: "before" if isinstance(order, CreateModelCommand) else None
+                    )
                     await here.client.workers("starting" if waits is None else "down")
             failed = await waits
             assert (failed.category, failed.code) == ("server", "unavailable")
@@ -354,7 +357,7 @@ def test_a_model_that_cannot_be_loaded_again_is_not_left_at_the_workers(tmp_path
             await trained(here)
             here.workers.end.drop()
             await here.client.workers("down")
-            here.start_workers().fails = lambda order: isinstance(order, Load)
+            here.start_workers().fails = lambda order: isinstance(order, LoadCheckpointCommand)
             await here.client.workers("ready")
             assert here.workers.models == {}
             failed = await here.client.fails(a_pass(), 6)
@@ -404,7 +407,7 @@ def test_an_engine_that_comes_again_knows_what_its_workers_hold(tmp_path):
 LOST = {
     "a pass": (a_pass(), ForwardBackwardCommand),
     "a pass without gradients": (a_pass(forward_only=True), ForwardBackwardCommand),
-    "a draw": (WORKS[Generate], Generate),
+    "a draw": (WORKS[GenerateCommand], GenerateCommand),
     "weights to send": (SyncWeights(model="m"), WeightSyncCommand),
 }
 
@@ -421,7 +424,7 @@ def test_an_operation_that_was_lost_is_tried_again_as_often_as_is_written(tmp_pa
             here.workers.dies = lambda order: "before" if isinstance(order, kind) else None
             asked = await here.client.ask(work)
             for death in range(1, deaths + 1):
-                await soon(lambda death=death: here.engine._workers.losses == death)
+                await soon(lambda death=death: here.engine._workers.consecutive_losses == death)
                 if death == 3:
                     break
                 here.start_workers(

@@ -9,16 +9,16 @@ import pytest
 from penstock.server.protocol.requests import (
     CreateModel,
     CreateSession,
+    GetSession,
     ListCheckpoints,
+    OptimStep,
     SaveState,
-    SessionOf,
 )
-from penstock.server.protocol.types import Lora
+from penstock.server.protocol.types import LoraConfig
 from penstock.server.protocol.worker_commands import (
     ForwardBackwardCommand,
-    Load,
-    OptimStepCommand,
-    Save,
+    LoadCheckpointCommand,
+    SaveCheckpointCommand,
 )
 from penstock.server.scheduler import shutdown
 from tests.server.engine_house import a_pass, a_step, house
@@ -46,11 +46,11 @@ def test_what_was_learnt_is_saved_and_the_next_start_goes_on_from_there(tmp_path
             await here.client.begin("n")
             assert (await learn(here.client, 5, 1))["learnt"] == 5
             await here.stop_engine()
-            assert [order.model for order in orders(here, Save)] == ["m", "n", "m"]
+            assert [order.model for order in orders(here, SaveCheckpointCommand)] == ["m", "n", "m"]
             [line] = lines(caplog, "is saved at step")
             assert line.startswith("model m is saved at step 1: m/weights/checkpoint-")
             await here.start_again()
-            assert (await here.client.do(SessionOf(session="s"))).models == ("m", "n")
+            assert (await here.client.do(GetSession(session="s"))).models == ("m", "n")
             assert await learn(here.client, 1, 3) == {"step": 2, "learnt": 6}
             assert await learn(here.client, 1, 1, "n") == {"step": 1, "learnt": 1}
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_that_was_moved_away_keeps_no_other_model_from_being_saved(
             (tmp_path / "out/weights/m/000000").rename(moved)
             (tmp_path / "out/weights/m/000000").symlink_to(moved)
             await here.stop_engine()
-            assert {order.model for order in orders(here, Save)[2:]} == {"m", "n"}
+            assert {order.model for order in orders(here, SaveCheckpointCommand)[2:]} == {"m", "n"}
             await here.start_again()
             assert await learn(here.client, 1, 3, "n") == {"step": 2, "learnt": 6}
 
@@ -95,9 +95,9 @@ def test_what_is_saved_already_is_not_saved_again(tmp_path):
             await here.client.begin()
             await learn(here.client, 5, 1)
             await here.client.do(SaveState(model="m", name="mine"), 3)
-            saved = len(orders(here, Save))
+            saved = len(orders(here, SaveCheckpointCommand))
             await here.stop_engine()
-            assert len(orders(here, Save)) == saved
+            assert len(orders(here, SaveCheckpointCommand)) == saved
             await here.start_again()
             assert await learn(here.client, 1, 4) == {"step": 2, "learnt": 6}
 
@@ -158,7 +158,7 @@ def test_what_was_done_is_answered_after_a_new_start_and_not_done_again(tmp_path
             assert await here.client.do(a_pass("m", 5), 1) == passed
             assert await here.client.do(a_step(), 2) == stepped
             assert (await here.client.fails(a_pass("m", 33), 3)).error == wrong.error
-            assert orders(here, ForwardBackwardCommand) == orders(here, OptimStepCommand) == []
+            assert orders(here, ForwardBackwardCommand) == orders(here, OptimStep) == []
             assert await learn(here.client, 1, 4) == {"step": 2, "learnt": 6}
             # What was left is told to the next process alone.
             await here.kill_engine()
@@ -172,7 +172,7 @@ def test_a_model_that_was_made_just_before_is_not_said_to_be_anothers(tmp_path):
     async def check():
         async with house(tmp_path) as here:
             await here.client.do(CreateSession(session="s"))
-            new = CreateModel(session="s", model="m", base_model=None, lora=Lora(rank=8))
+            new = CreateModel(session="s", model="m", base_model=None, lora=LoraConfig(rank=8))
             made = await here.client.do(new)
             await here.stop_engine()
             await here.start_again()
@@ -206,7 +206,7 @@ def test_gradients_that_were_refused_are_not_told_to_be_lost(tmp_path, caplog):
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            here.workers.fails = lambda order: isinstance(order, OptimStepCommand)
+            here.workers.fails = lambda order: isinstance(order, OptimStep)
             here.workers.refusal = "not_finite"
             await here.client.do(a_pass("m", 5), 1)
             assert (await here.client.fails(a_step(), 2)).code == "not_finite"
@@ -247,7 +247,9 @@ def test_a_model_for_which_there_is_no_room_does_not_keep_others_from_being_save
             for model in ("m", "n"):
                 await here.client.begin(model)
                 await learn(here.client, 5, 1, model)
-            here.workers.fails = lambda order: isinstance(order, Save) and order.model == "n"
+            here.workers.fails = lambda order: (
+                isinstance(order, SaveCheckpointCommand) and order.model == "n"
+            )
             await here.stop_engine()
             assert lines(caplog, "is not saved") == [
                 "model n is not saved since step 0: this order is refused"
@@ -263,7 +265,9 @@ def test_workers_that_die_over_a_save_are_not_waited_for(tmp_path, caplog):
         async with house(tmp_path) as here:
             await here.client.begin()
             await learn(here.client, 5, 1)
-            here.workers.dies = lambda order: "before" if isinstance(order, Save) else None
+            here.workers.dies = lambda order: (
+                "before" if isinstance(order, SaveCheckpointCommand) else None
+            )
             began = time.monotonic()
             await here.stop_engine()
             assert time.monotonic() - began < 5
@@ -285,7 +289,7 @@ def test_workers_leave_with_an_engine_that_is_their_own_alone(tmp_path, ours):
                 here.start_engine()
                 here.meet()
                 await here.client.workers("ready")
-                assert orders(here, Load) == []
+                assert orders(here, LoadCheckpointCommand) == []
                 assert await learn(here.client, 1, 3) == {"step": 2, "learnt": 6}
 
     asyncio.run(check())

@@ -16,7 +16,7 @@ from tinker.lib.retryable_exception import RetryableException
 from penstock.config.server.config import ServerConfig
 from penstock.server.api.wire.encode_results import STEPS
 from penstock.server.launch.child_process import ManagedProcess
-from penstock.server.launch.multi_node import Other
+from penstock.server.launch.multi_node import OtherNode
 from penstock.server.launch.prepare import prepare
 from penstock.server.launch.supervisor import Launcher, managed_processes
 from tests.server.processes.test_kills import data, done
@@ -74,7 +74,7 @@ def test_workers_of_another_machine_than_the_engines_are_left_to_it_for_a_while(
     said = []
     up, told, asked = (tmp_path / name for name in ("up", "told", "asked"))
     words = [sys.executable, "-S", "-c", LEAVES, str(up), str(told), str(asked)]
-    together = Other(tmp_path)
+    together = OtherNode(tmp_path)
     (tmp_path / "start").write_text("one")
     workers = ManagedProcess("workers", words, {}, said.append, together=together)
 

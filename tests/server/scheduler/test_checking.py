@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from penstock.server.protocol.losses import OPTIONAL, REQUIRED
 from penstock.server.protocol.requests import (
     CreateModel,
+    ForwardBackward,
     LoadState,
-    Pass,
+    OptimStep,
     Sample,
     SaveState,
-    Step,
     SyncWeights,
 )
-from penstock.server.protocol.types import Adam, Array, Datum, Lora, Loss, Sampling
+from penstock.server.protocol.types import (
+    AdamParams,
+    Array,
+    Datum,
+    LoraConfig,
+    Loss,
+    SamplingParams,
+)
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.validate_request import check, check_base, check_ttl
 from tests.server.workers.standing_in import SERVED, VOCABULARY
@@ -42,7 +49,9 @@ def _left(changed):
 
 
 def a_pass(loss: Loss = "ppo", params=None, **changed):
-    return Pass(model="m", data=(datum(), datum(**changed)), loss=loss, params=params or {})
+    return ForwardBackward(
+        model="m", data=(datum(), datum(**changed)), loss=loss, params=params or {}
+    )
 
 
 def floats(*numbers):
@@ -50,7 +59,7 @@ def floats(*numbers):
 
 
 WRONG = {
-    "no samples": (Pass(model="m", data=(), loss="ppo"), "has no samples"),
+    "no samples": (ForwardBackward(model="m", data=(), loss="ppo"), "has no samples"),
     "no targets": (a_pass(target_tokens=None), "sample 1 has no target_tokens"),
     "no logprobs": (a_pass(logprobs=None), "sample 1 has no logprobs, which ppo takes"),
     "short": (a_pass(advantages=floats(1, 2)), r"advantages of sample 1 has shape \[2\]"),
@@ -64,19 +73,19 @@ WRONG = {
     "below": (a_pass(target_tokens=Array.of([1, 2, -100], "int64")), "-100 at 2 is no token"),
     "number": (a_pass(params={"beta": 1.0}), "ppo takes no beta; it takes clip_low_threshold"),
     "infinite number": (a_pass(params={"clip_low_threshold": INF}), "inf, which is not finite"),
-    "rate": (Step(model="m", adam=Adam(learning_rate=NAN)), "learning_rate is nan"),
-    "negative": (Step(model="m", adam=Adam(weight_decay=-1)), "weight_decay is -1"),
-    "beta": (Step(model="m", adam=Adam(beta2=1.0)), "beta2 is 1.0"),
+    "rate": (OptimStep(model="m", adam=AdamParams(learning_rate=NAN)), "learning_rate is nan"),
+    "negative": (OptimStep(model="m", adam=AdamParams(weight_decay=-1)), "weight_decay is -1"),
+    "beta": (OptimStep(model="m", adam=AdamParams(beta2=1.0)), "beta2 is 1.0"),
     "rank": (
-        CreateModel(session="s", model="m", base_model=None, lora=Lora(rank=17)),
+        CreateModel(session="s", model="m", base_model=None, lora=LoraConfig(rank=17)),
         "17; 1 to 16 may be",
     ),
     "no rank": (
-        CreateModel(session="s", model="m", base_model=None, lora=Lora(rank=0)),
+        CreateModel(session="s", model="m", base_model=None, lora=LoraConfig(rank=0)),
         "0; 1 to 16 may be",
     ),
     "alpha": (
-        CreateModel(session="s", model="m", base_model=None, lora=Lora(rank=1, alpha=NAN)),
+        CreateModel(session="s", model="m", base_model=None, lora=LoraConfig(rank=1, alpha=NAN)),
         "alpha is nan",
     ),
     "name": (SaveState(model="m", name="a/b"), "'a/b' is no name of a checkpoint"),
@@ -102,7 +111,9 @@ def test_all_that_a_loss_takes_is_let_in(loss):
     inputs = {name: floats(0.5, 0.5, 0.5) for name in names}
     inputs["target_tokens"] = Array.of([1, 2, 3], "int64")
     tokens = Array.of([0, 1, VOCABULARY - 1], "int32")
-    check(Pass(model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss=loss), SERVED)
+    check(
+        ForwardBackward(model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss=loss), SERVED
+    )
 
 
 def distilling(targets, weights):
@@ -111,7 +122,7 @@ def distilling(targets, weights):
         "weights": Array.of(weights, "float32"),
     }
     one = Datum(tokens=Array.of([0, 1, 2], "int32"), inputs=inputs)
-    return Pass(model="m", data=(one,), loss="cross_entropy")
+    return ForwardBackward(model="m", data=(one,), loss="cross_entropy")
 
 
 def test_a_token_may_have_several_targets_where_the_loss_is_a_sum_of_theirs():
@@ -147,7 +158,7 @@ def test_of_tokens_that_do_not_count_anything_may_be_said():
 def sample(**changed):
     prompt = changed.pop("prompt", Array.of([1, 2], "int32"))
     known = {key: changed.pop(key) for key in list(changed) if key in Sample.__struct_fields__}
-    return Sample(prompt=prompt, sampling=Sampling(**changed), **known)
+    return Sample(prompt=prompt, sampling=SamplingParams(**changed), **known)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +171,7 @@ def sample(**changed):
         (sample(count=10**6), "1000000 sequences"),
         (sample(topk_prompt_logprobs=-1), "topk_prompt_logprobs is -1"),
         (sample(topk_sample_logprobs=1025), "topk_sample_logprobs is 1025"),
-        (sample(count=1024, topk_sample_logprobs=100), "of 1024 answers of up to 62"),
+        (sample(count=1024, topk_sample_logprobs=100), "1024 completions of up to 62"),
         (sample(sampler="s:sample:1", path="m/sampler_weights/a"), "both a sampler and a path"),
         (sample(path="m"), "no path of a checkpoint"),
         (sample(temperature=NAN), "temperature is nan"),
@@ -210,7 +221,9 @@ ARRAYS = st.builds(
 @settings(max_examples=120, deadline=None)
 def test_arrays_of_any_shape_and_bytes_are_let_in_or_refused(tokens, targets, weights):
     inputs = {"target_tokens": targets, "weights": weights}
-    work = Pass(model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss="cross_entropy")
+    work = ForwardBackward(
+        model="m", data=(Datum(tokens=tokens, inputs=inputs),), loss="cross_entropy"
+    )
     try:
         check(work, SERVED)
     except RequestError:

@@ -13,14 +13,14 @@ import pytest
 from penstock.server.protocol.requests import (
     AddEndpoint,
     ListEndpoints,
+    OptimStep,
     RemoveEndpoint,
-    Step,
     SyncWeights,
 )
-from penstock.server.protocol.types import Adam, Endpoint, Secret
+from penstock.server.protocol.types import AdamParams, Endpoint, Secret
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.scheduler import inference_endpoints
-from penstock.server.scheduler.state_store import DestinationRecord
+from penstock.server.scheduler.state_store import EndpointRecord
 from penstock.server.weight_sync.errors import SyncError
 from penstock.server.weight_sync.sglang_client import InferenceServer
 from tests.server.engine_house import a_pass, house
@@ -127,7 +127,7 @@ def test_a_key_reaches_the_workers_and_outlives_the_engine_and_nobody_else_reads
     asyncio.run(check())
     file = tmp_path / "server" / "endpoints.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert KEY not in repr(DestinationRecord(owner="o", host="a", port=1, api_key=KEY))
+    assert KEY not in repr(EndpointRecord(owner="o", host="a", port=1, api_key=KEY))
 
 
 def test_a_server_is_known_to_the_owner_who_added_it(tmp_path):
@@ -232,7 +232,7 @@ def test_weights_are_sent_after_each_step_where_that_is_written(tmp_path, is_the
 
             async def stepped(sync):
                 await here.client.do(a_pass())
-                done = await here.client.do(Step(model="m", adam=Adam(), sync=sync))
+                done = await here.client.do(OptimStep(model="m", adam=AdamParams(), sync=sync))
                 pushes = [
                     order for order in here.workers.orders if isinstance(order, WeightSyncCommand)
                 ]

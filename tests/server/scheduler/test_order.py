@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.protocol.requests import DropGradients, Sample, Step
-from penstock.server.protocol.results import Done, Stepped
-from penstock.server.protocol.types import Adam, Array
-from penstock.server.protocol.worker_commands import ForwardBackwardCommand, OptimStepCommand
+from penstock.server.protocol.requests import OptimStep, Sample, ZeroGrad
+from penstock.server.protocol.results import Done, OptimStepResult
+from penstock.server.protocol.types import AdamParams, Array
+from penstock.server.protocol.worker_commands import ForwardBackwardCommand
 from penstock.server.scheduler import queue as queues
 from penstock.server.scheduler.errors import RequestError
-from penstock.server.scheduler.queue import KEPT, Queue, Task
+from penstock.server.scheduler.queue import MAX_OUTCOMES, RequestQueue, Task
 from tests.server.engine_house import a_pass, a_step, house, sampling
 
 
 def errand(model, seq, name="x"):
-    return Task(Step(model=model, adam=Adam()), "one", model, seq, [name])
+    return Task(OptimStep(model=model, adam=AdamParams()), "one", model, seq, [name])
 
 
 def drawing(name="x"):
@@ -49,13 +49,13 @@ def arrivals(draw):
 @settings(max_examples=60, deadline=None)
 def test_whatever_comes_when_each_number_is_done_once_and_in_order(case):
     asked, works = case
-    queue, done, told = Queue(30.0), [], defaultdict(int)
+    queue, done, told = RequestQueue(30.0), [], defaultdict(int)
 
     def work():
         if (taken := queue.take()) is not None:
             done.append((taken.model, taken.seq))
             queue.end(taken, Done())
-            for name in taken.asks:
+            for name in taken.request_ids:
                 told[name] += 1
 
     for index, ((model, seq), works_now) in enumerate(zip(asked, works, strict=True)):
@@ -76,16 +76,16 @@ def test_whatever_comes_when_each_number_is_done_once_and_in_order(case):
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), min_size=1, max_size=30))
 @settings(max_examples=50, deadline=None)
 def test_of_what_may_begin_the_one_that_came_first_does(asked):
-    queue, numbers = Queue(30.0), defaultdict(int)
+    queue, numbers = RequestQueue(30.0), defaultdict(int)
     for index, model in enumerate(asked):
         numbers[model] += 1
         seq = numbers[model]
         queue.put(drawing(str(index)) if model is None else errand(model, seq, str(index)))
-    assert [taken.asks for taken in drain(queue)] == [[str(n)] for n in range(len(asked))]
+    assert [taken.request_ids for taken in drain(queue)] == [[str(n)] for n in range(len(asked))]
 
 
 def test_a_model_with_much_to_do_does_not_hold_up_another():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     for seq in range(1, 101):
         queue.put(errand("busy", seq))
     taken = queue.take()
@@ -98,69 +98,69 @@ def test_a_model_with_much_to_do_does_not_hold_up_another():
 
 
 def test_a_work_without_a_number_runs_after_those_that_came_before_it():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     for seq, name in ((2, "second"), (None, "save"), (1, "first"), (3, "third")):
         queue.put(errand("m", seq, name))
-    assert [taken.asks[0] for taken in drain(queue)] == ["first", "second", "save", "third"]
+    assert [taken.request_ids[0] for taken in drain(queue)] == ["first", "second", "save", "third"]
 
 
 def test_a_gap_is_waited_for_and_then_given_up_by_the_one_that_waits():
-    queue = Queue(10.0)
+    queue = RequestQueue(10.0)
     queue.put(errand("m", 1))
     drain(queue)
     waits = errand("m", 3, "waits")
     queue.put(waits)
     queue.put(errand("m", 4, "next"))
-    assert list(queue.overdue(100.0)) == []
-    assert list(queue.overdue(109.0)) == []
-    [overdue] = queue.overdue(110.0)
+    assert list(queue.pop_overdue(100.0)) == []
+    assert list(queue.pop_overdue(109.0)) == []
+    [overdue] = queue.pop_overdue(110.0)
     assert overdue is waits
     assert overdue.outcome is not None
     assert overdue.outcome.code == "invalid"
     assert "number 3" in str(overdue.outcome)
     assert "number 2" in str(overdue.outcome)
-    assert [taken.asks for taken in drain(queue)] == [["next"]]
+    assert [taken.request_ids for taken in drain(queue)] == [["next"]]
     with pytest.raises(RequestError, match="number 2 of model m is past"):
         queue.put(errand("m", 2))
 
 
 def test_a_gap_that_is_filled_in_time_is_none():
-    queue = Queue(10.0)
+    queue = RequestQueue(10.0)
     queue.put(errand("m", 2))
-    assert list(queue.overdue(0.0)) == []
+    assert list(queue.pop_overdue(0.0)) == []
     queue.put(errand("m", 1))
-    assert list(queue.overdue(20.0)) == []
+    assert list(queue.pop_overdue(20.0)) == []
     assert [taken.seq for taken in drain(queue)] == [1, 2]
 
 
 def test_what_was_done_is_answered_from_what_was_kept_and_not_done_again():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     queue.put(errand("m", 1))
     taken = queue.take()
     assert taken is not None
     joined = errand("m", 1, "again")
     assert queue.put(joined) is taken
-    assert taken.asks == ["x", "again"]
-    result = Stepped(metrics={"step": 1.0})
+    assert taken.request_ids == ["x", "again"]
+    result = OptimStepResult(metrics={"step": 1.0})
     queue.end(taken, result)
     assert queue.put(errand("m", 1)) is result
     assert drain(queue) == []
 
 
 def test_one_number_is_not_given_to_two_kinds_of_work():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     queue.put(errand("m", 1))
-    other = Task(DropGradients(model="m"), "one", "m", 1, ["y"])
-    with pytest.raises(RequestError, match="number 1 of model m is a Step already"):
+    other = Task(ZeroGrad(model="m"), "one", "m", 1, ["y"])
+    with pytest.raises(RequestError, match="number 1 of model m is a OptimStep already"):
         queue.put(other)
     drain(queue)
-    with pytest.raises(RequestError, match="number 1 of model m is a Step already"):
+    with pytest.raises(RequestError, match="number 1 of model m is a OptimStep already"):
         queue.put(other)
 
 
 def test_only_so_many_outcomes_are_kept():
-    queue = Queue(30.0)
-    for seq in range(1, KEPT + 3):
+    queue = RequestQueue(30.0)
+    for seq in range(1, MAX_OUTCOMES + 3):
         queue.put(errand("m", seq))
     drain(queue)
     assert isinstance(queue.put(errand("m", 3)), Done)
@@ -169,7 +169,7 @@ def test_only_so_many_outcomes_are_kept():
 
 
 def test_what_is_cancelled_before_it_begins_is_not_done_and_leaves_no_gap():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     for seq in (1, 2, 3):
         queue.put(errand("m", seq, str(seq)))
     cancelled = RequestError("cancelled", "it was cancelled")
@@ -180,21 +180,21 @@ def test_what_is_cancelled_before_it_begins_is_not_done_and_leaves_no_gap():
 
 
 def test_who_joined_a_work_keeps_it_when_the_other_cancels():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     queue.put(errand("m", 1, "a"))
     queue.put(errand("m", 1, "b"))
     assert queue.cancel("a", RequestError("cancelled", "it was cancelled")) is None
-    assert [taken.asks for taken in drain(queue)] == [["b"]]
+    assert [taken.request_ids for taken in drain(queue)] == [["b"]]
 
 
 def test_another_api_may_ask_again_in_any_order_for_what_the_first_had_asked():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     for seq in (1, 2, 3):
         queue.put(errand("m", seq))
     first = queue.take()
     assert first is not None
     queue.end(first, Done())
-    assert len(queue.abandon()) == 2
+    assert len(queue.drop_waiting()) == 2
     queue.put(errand("m", 3, "late"))
     assert queue.take() is None
     queue.put(errand("m", 2, "again"))
@@ -202,19 +202,19 @@ def test_another_api_may_ask_again_in_any_order_for_what_the_first_had_asked():
 
 
 def test_where_numbers_were_lost_with_who_asked_for_them_the_lowest_there_is_goes_on():
-    queue = Queue(30.0)
+    queue = RequestQueue(30.0)
     queue.put(errand("m", 1))
     drain(queue)
-    queue.abandon()
+    queue.drop_waiting()
     queue.put(errand("m", 5))
-    assert list(queue.overdue(0.0)) == []
-    assert list(queue.overdue(2.0)) == []
+    assert list(queue.pop_overdue(0.0)) == []
+    assert list(queue.pop_overdue(2.0)) == []
     assert [taken.seq for taken in drain(queue)] == [5]
 
 
 def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypatch):
-    monkeypatch.setattr(queues, "LEFT_BYTES", 2 * 1024)
-    queue, other = Queue(30.0), Queue(30.0)
+    monkeypatch.setattr(queues, "MAX_SHUTDOWN_STATE_BYTES", 2 * 1024)
+    queue, other = RequestQueue(30.0), RequestQueue(30.0)
     for seq in (1, 2, 3, 4):
         queue.put(errand("m", seq))
     drain(queue)
@@ -225,7 +225,7 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
     with pytest.raises(RequestError, match="the next is 5"):
         other.put(errand("m", 2))
     with pytest.raises(RequestError, match="is a Step already"):
-        other.put(Task(DropGradients(model="m"), "one", "m", 4, ["y"]))
+        other.put(Task(ZeroGrad(model="m"), "one", "m", 4, ["y"]))
     other.put(errand("m", 6))
     assert other.take() is None
     other.put(errand("m", 5))
@@ -233,8 +233,8 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
 
 
 def test_models_share_the_room_for_what_is_left_and_each_leaves_its_last(monkeypatch):
-    monkeypatch.setattr(queues, "LEFT_BYTES", 6 * 1024)
-    queue = Queue(30.0)
+    monkeypatch.setattr(queues, "MAX_SHUTDOWN_STATE_BYTES", 6 * 1024)
+    queue = RequestQueue(30.0)
     for models, count in ((2, 3), (3, 2), (8, 1)):
         for number in range(models):
             for seq in (1, 2, 3):
@@ -264,13 +264,13 @@ def test_clients_are_answered_in_order_whatever_order_they_ask_in(tmp_path):
             kinds = [
                 type(order)
                 for order in here.workers.orders
-                if isinstance(order, ForwardBackwardCommand | OptimStepCommand)
+                if isinstance(order, ForwardBackwardCommand | OptimStep)
             ]
             assert kinds == [
                 ForwardBackwardCommand,
-                OptimStepCommand,
+                OptimStep,
                 ForwardBackwardCommand,
-                OptimStepCommand,
+                OptimStep,
             ]
 
     asyncio.run(check())
@@ -340,7 +340,7 @@ def test_what_is_refused_by_workers_has_changed_nothing_and_uses_up_its_number(t
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            here.workers.fails = lambda order: isinstance(order, OptimStepCommand)
+            here.workers.fails = lambda order: isinstance(order, OptimStep)
             await here.client.do(a_pass(), 1)
             assert (await here.client.fails(a_step(), 2)).error == "this order is refused"
             here.workers.fails = lambda _: False

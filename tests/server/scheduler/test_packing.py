@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.pack_rows import check_lengths, pack
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 
 CAPACITY = 64
 STRATEGIES = ["sequential", "best_fit", "balanced_dp"]
 
 
 def said(tmp_path, strategy, **given):
-    return EngineSettings(
+    return SchedulerSettings(
         output_dir=tmp_path,
         sample_packing_sequence_len=CAPACITY,
         sample_packing_strategy=strategy,

@@ -21,9 +21,14 @@ from penstock.engine.hf.save_model import save_tensors
 from penstock.engine.multi_lora.model_pool import UnknownModelError
 from penstock.engine.multi_lora.model_store import BESIDE, SAMPLER, TOKENIZER
 from penstock.engine.multi_lora.shared_base import SharedBase
-from penstock.server.protocol.types import Lora, Optimizer
-from penstock.server.protocol.worker_commands import Close, Export, Load, Open
-from penstock.server.worker.errors import RefusedError
+from penstock.server.protocol.types import LoraConfig, OptimizerConfig
+from penstock.server.protocol.worker_commands import (
+    CreateModelCommand,
+    ExportCommand,
+    LoadCheckpointCommand,
+    UnloadModelCommand,
+)
+from penstock.server.worker.errors import CommandError
 from tests.damaging import flip_bit, overwrite_beginning, remove_digests
 from tests.ranks import on_ranks
 from tests.server.workers.orders import (
@@ -51,10 +56,10 @@ pytestmark = [
 def test_a_model_goes_on_from_where_it_was_saved_as_if_nothing_had_been(model, tmp_path, optimizer):
     first = [passing("a", data(4, seed=1)), stepping("a"), passing("a", data(4, seed=2))]
     second = [stepping("a"), passing("a", data(4, seed=3)), stepping("a")]
-    opened = Open(
+    opened = CreateModelCommand(
         model="a",
-        lora=Lora(rank=8, alpha=12.0),
-        optimizer_config=Optimizer(
+        lora=LoraConfig(rank=8, alpha=12.0),
+        optimizer_config=OptimizerConfig(
             kind=optimizer, kwargs={"momentum": 0.9} if optimizer == "sgd" else {}
         ),
     )
@@ -64,7 +69,7 @@ def test_a_model_goes_on_from_where_it_was_saved_as_if_nothing_had_been(model, t
         [opened, *first, *second, saving("a", tmp_path / "uninterrupted")],
     )
     done(model, tmp_path, [opened, *first[:2], saving("a", tmp_path / "between")])
-    load = Load(model="a", folder=str(tmp_path / "between"), optimizer=True)
+    load = LoadCheckpointCommand(model="a", folder=str(tmp_path / "between"), optimizer=True)
     results = done(
         model,
         tmp_path,
@@ -83,7 +88,7 @@ def test_a_model_goes_on_under_another_layout(model, tmp_path):
     save = [*first, saving("a", between)]
     go_on = [
         opening("a", 8),
-        Load(model="a", folder=str(between), optimizer=True),
+        LoadCheckpointCommand(model="a", folder=str(between), optimizer=True),
         *second,
         saving("a", moved),
     ]
@@ -104,8 +109,8 @@ def test_a_model_that_is_loaded_without_its_optimizer_steps_as_a_new_one(model, 
     orders = [opening("a"), passing("a", data(4)), stepping("a"), saving("a", tmp_path / "kept")]
     for order in orders:
         workers.do(order)
-    workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=False))
-    assert not workers.residents.get("a").optimizer.state
+    workers.do(LoadCheckpointCommand(model="a", folder=str(tmp_path / "kept"), optimizer=False))
+    assert not workers.models.get("a").optimizer.state
     workers.do(passing("a", data(4)))
     assert workers.do(stepping("a")).metrics["step"] == 1
 
@@ -116,12 +121,12 @@ def test_only_what_is_asked_for_learns(model, tmp_path):
     for order in [*orders, stepping("a"), saving("a", tmp_path / "kept")]:
         workers.do(order)
     assert {name.split(".")[3] for name in saved(tmp_path / "kept")} == {"self_attn"}
-    workers.do(Export(model="a", folder=str(tmp_path / "sampler")))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "sampler")))
     said = json.loads((tmp_path / "sampler" / "adapter_config.json").read_text())
     assert said["target_modules"] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     workers.do(opening("b", 8))
     with pytest.raises(ArtifactError, match="train the same layers"):
-        workers.do(Load(model="b", folder=str(tmp_path / "kept"), optimizer=True))
+        workers.do(LoadCheckpointCommand(model="b", folder=str(tmp_path / "kept"), optimizer=True))
 
 
 def test_an_export_is_read_by_peft_and_counts_as_strongly_as_here(model, tmp_path):
@@ -129,7 +134,7 @@ def test_an_export_is_read_by_peft_and_counts_as_strongly_as_here(model, tmp_pat
     orders = [opening("a", 8, alpha=40), passing("a", data(4)), stepping("a", 0.05)]
     for order in orders:
         workers.do(order)
-    workers.do(Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "sampler"), dtype="float32"))
     assert json.loads((tmp_path / "sampler" / SAMPLER).read_text())["rank"] == 8
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "sampler")
@@ -149,22 +154,24 @@ def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
         "room for 1 to 16": opening("a", 17),
         "train_unembed=False": opening("a", 8, train_unembed=True),
         "nothing is to learn": opening("a", 8, train_attn=False),
-        "momentum: adamw takes": Open(
-            model="a", lora=None, optimizer_config=Optimizer(kwargs={"momentum": 0.9})
+        "momentum: adamw takes": CreateModelCommand(
+            model="a", lora=None, optimizer_config=OptimizerConfig(kwargs={"momentum": 0.9})
         ),
     }
     for words, order in refused.items():
         with pytest.raises(ConfigError, match=words):
             workers.do(order)
     with pytest.raises(UnknownModelError, match="no model x"):
-        workers.do(Close(model="x"))
+        workers.do(UnloadModelCommand(model="x"))
     workers.do(opening("a", 8))
     workers.do(saving("a", tmp_path / "kept"))
     workers.do(opening("b", 4))
     with pytest.raises(ArtifactError, match="rank 8"):
-        workers.do(Load(model="b", folder=str(tmp_path / "kept"), optimizer=True))
-    with pytest.raises(RefusedError, match="there is no checkpoint"):
-        workers.do(Load(model="b", folder=str(tmp_path / "nowhere"), optimizer=True))
+        workers.do(LoadCheckpointCommand(model="b", folder=str(tmp_path / "kept"), optimizer=True))
+    with pytest.raises(CommandError, match="there is no checkpoint"):
+        workers.do(
+            LoadCheckpointCommand(model="b", folder=str(tmp_path / "nowhere"), optimizer=True)
+        )
     with pytest.raises(ConfigError, match="open already"):
         workers.do(opening("b", 4))
 
@@ -172,8 +179,8 @@ def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
 def test_states_of_an_optimizer_are_of_the_type_that_a_client_says(model, tmp_path):
     workers, written = operations(model, tmp_path), {}
     for dtype in ("bf16", "fp32"):
-        config = Optimizer(kind="anyprecision_adamw", dtype=dtype)
-        opened = Open(model=dtype, lora=Lora(rank=8), optimizer_config=config)
+        config = OptimizerConfig(kind="anyprecision_adamw", dtype=dtype)
+        opened = CreateModelCommand(model=dtype, lora=LoraConfig(rank=8), optimizer_config=config)
         learnt = passing(dtype, data(2)), stepping(dtype)
         for order in (opened, *learnt, saving(dtype, tmp_path / dtype)):
             workers.do(order)
@@ -185,7 +192,9 @@ def test_states_of_an_optimizer_are_of_the_type_that_a_client_says(model, tmp_pa
 
 def test_what_cannot_be_loaded_leaves_a_model_as_it_was(model, tmp_path):
     workers = operations(model, tmp_path)
-    by_sgd = Open(model="b", lora=Lora(rank=8), optimizer_config=Optimizer(kind="sgd"))
+    by_sgd = CreateModelCommand(
+        model="b", lora=LoraConfig(rank=8), optimizer_config=OptimizerConfig(kind="sgd")
+    )
     for order in (by_sgd, passing("b", data(2)), stepping("b"), saving("b", tmp_path / "by sgd")):
         workers.do(order)
     learnt = [opening("a", 8), passing("a", data(4)), stepping("a"), passing("a", data(4, seed=2))]
@@ -205,13 +214,15 @@ def test_what_cannot_be_loaded_leaves_a_model_as_it_was(model, tmp_path):
     }
     for name, words in refused.items():
         with pytest.raises(ArtifactError, match=words):
-            workers.do(Load(model="a", folder=str(tmp_path / name), optimizer=True))
+            workers.do(
+                LoadCheckpointCommand(model="a", folder=str(tmp_path / name), optimizer=True)
+            )
     # The gradients, the optimizer and the weights are those of the model that never tried.
     workers.do(stepping("a"))
     workers.do(saving("a", tmp_path / "tried"))
     done(model, tmp_path, [*learnt, stepping("a"), saving("a", tmp_path / "never tried")])
     assert apart(saved(tmp_path / "tried"), saved(tmp_path / "never tried")) == 0
-    assert workers.residents.get("a").step == 2
+    assert workers.models.get("a").step == 2
 
 
 def largest_in(folder):
@@ -226,7 +237,7 @@ def tried(model, out):
     learnt = [opening("a", 8), passing("a", data(4)), stepping("a")]
     for order in [*learnt, saving("a", out / "kept")]:
         workers.do(order)
-    if workers.residents.substrate.ranks.is_main_process:
+    if workers.models.substrate.ranks.is_main_process:
         remove_digests(out / "kept")
         overwrite_beginning(out / "kept" / "__1_0.distcp")
     return refused(workers, out / "kept", ArtifactError)
@@ -237,7 +248,7 @@ def refused(workers, folder, kind):
     look = passing("a", data(2, seed=3), forward_only=True)
     before = workers.do(look).metrics["loss:sum"]
     with pytest.raises(kind) as caught:
-        workers.do(Load(model="a", folder=str(folder), optimizer=True))
+        workers.do(LoadCheckpointCommand(model="a", folder=str(folder), optimizer=True))
     return before, workers.do(look).metrics["loss:sum"], str(caught.value)
 
 
@@ -255,13 +266,13 @@ def without_memory(model, out):
     for order in [*learnt, saving("a", out / "kept"), passing("a", data(4)), stepping("a")]:
         workers.do(order)
     fault = torch.OutOfMemoryError("no memory is left")
-    is_second = workers.residents.substrate.ranks.rank == 1
+    is_second = workers.models.substrate.ranks.rank == 1
     told = []
     for its, name in ((TrainState, "restore"), (SharedBase, "copy_params")):
         with patch.object(its, name, side_effect=fault) if is_second else nullcontext():
             told.append(refused(workers, out / "kept", StageError))
-    workers.do(Load(model="a", folder=str(out / "kept"), optimizer=True))
-    return told, workers.residents.get("a").step
+    workers.do(LoadCheckpointCommand(model="a", folder=str(out / "kept"), optimizer=True))
+    return told, workers.models.get("a").step
 
 
 def test_a_rank_without_memory_is_a_fault_of_the_load_on_all(model, tmp_path):
@@ -274,19 +285,19 @@ def test_a_rank_without_memory_is_a_fault_of_the_load_on_all(model, tmp_path):
 
 def test_a_whole_model_whose_checkpoint_is_damaged_begins_anew(model, tmp_path):
     workers = operations(model, tmp_path, lora={"enable_lora": False})
-    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
+    learnt = [CreateModelCommand(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
     for order in [*learnt, saving("a", tmp_path / "kept")]:
         workers.do(order)
-    load = Load(model="a", folder=str(tmp_path / "kept"), optimizer=True)
+    load = LoadCheckpointCommand(model="a", folder=str(tmp_path / "kept"), optimizer=True)
     overwrite_beginning(largest_in(tmp_path / "kept"))
     with pytest.raises(ArtifactError, match=r"is damaged: .* differs from its digest"):
         workers.do(load)
     # That is seen before anything has changed.
-    assert workers.residents.get("a").step == 1
+    assert workers.models.get("a").step == 1
     remove_digests(tmp_path / "kept")
     with pytest.raises(ArtifactError, match="cannot be read"):
         workers.do(load)
-    assert workers.residents.get("a").step == 0
+    assert workers.models.get("a").step == 0
     workers.do(saving("a", tmp_path / "anew"))
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert apart(saved(tmp_path / "anew"), base.state_dict()) == 0
@@ -307,7 +318,7 @@ def test_adapters_of_experts_are_loaded_where_they_were_saved(tmp_path):
     orders = [opening("a", 4), passing("a", data(4)), stepping("a", 0.05)]
     look = passing("a", data(2, seed=3), forward_only=True)
     *_, looked = done(its, tmp_path, [*orders, saving("a", tmp_path / "kept"), look])
-    load = Load(model="a", folder=str(tmp_path / "kept"), optimizer=True)
+    load = LoadCheckpointCommand(model="a", folder=str(tmp_path / "kept"), optimizer=True)
     *_, again = done(its, tmp_path, [opening("a", 4, seed=8), load, look])
     assert again.outputs == looked.outputs
 
@@ -325,9 +336,9 @@ def room_for(size):
 
 def test_an_export_that_finds_no_room_is_told_and_leaves_nothing(model, tmp_path):
     workers = operations(model, tmp_path, lora={"enable_lora": False})
-    workers.do(Open(model="a", lora=None))
+    workers.do(CreateModelCommand(model="a", lora=None))
     (tmp_path / "out").mkdir()
-    export = Export(model="a", folder=str(tmp_path / "out" / "sampler"), dtype="float32")
+    export = ExportCommand(model="a", folder=str(tmp_path / "out" / "sampler"), dtype="float32")
     with room_for(1 << 14), pytest.raises(StageError, match="could not be written"):
         workers.do(export)
     assert not list((tmp_path / "out").iterdir())
@@ -359,27 +370,27 @@ def test_a_checkpoint_of_another_base_is_refused_by_the_name_of_its_own(model, t
     workers = operations(other, tmp_path)
     workers.do(opening("a", 8))
     with pytest.raises(ArtifactError, match=r"whose config.json is another.\n  Serve tiny"):
-        workers.do(Load(model="a", folder=str(tmp_path / "kept"), optimizer=True))
+        workers.do(LoadCheckpointCommand(model="a", folder=str(tmp_path / "kept"), optimizer=True))
 
 
 def test_where_all_weights_are_trained_one_model_at_a_time_has_the_base(model, tmp_path):
     workers = operations(model, tmp_path, lora={"enable_lora": False, "lora_rank": 16})
-    orders = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
+    orders = [CreateModelCommand(model="a", lora=None), passing("a", data(4)), stepping("a", 0.001)]
     for order in orders:
         workers.do(order)
     with pytest.raises(ConfigError, match="one model at a time"):
-        workers.do(Open(model="b", lora=None))
-    with pytest.raises(RefusedError, match="trains all weights"):
+        workers.do(CreateModelCommand(model="b", lora=None))
+    with pytest.raises(CommandError, match="trains all weights"):
         workers.do(opening("b", 4))
-    workers.do(Export(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
     workers.do(saving("a", tmp_path / "kept"))
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     theirs, started = trained.state_dict(), base.state_dict()
     assert apart(saved(tmp_path / "kept"), theirs) == 0
     assert 0 < apart(theirs, started) < 0.1
-    workers.do(Close(model="a"))
-    workers.do(Open(model="b", lora=None))
+    workers.do(UnloadModelCommand(model="a"))
+    workers.do(CreateModelCommand(model="b", lora=None))
     workers.do(saving("b", tmp_path / "new"))
     assert apart(saved(tmp_path / "new"), started) == 0
 
@@ -392,9 +403,9 @@ def test_adapters_that_are_merged_make_the_base_the_models_own(model, tmp_path):
     *_, before = map(workers.do, (passing("a", data(4)), stepping("a"), look))
     *_, after = map(workers.do, (passing("a", data(4, seed=1)), stepping("a"), look))
     assert after.metrics["loss:sum"] < before.metrics["loss:sum"]
-    resident = workers.residents.get("a")
+    resident = workers.models.get("a")
     assert not resident.optimizer.state
-    workers.do(Export(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "whole"), dtype="float32"))
     [datum] = data(1, seed=7)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     with torch.no_grad():
@@ -412,4 +423,4 @@ def test_where_the_head_is_the_embedding_asking_for_it_changes_nothing(tmp_path)
     workers = operations(tied, tmp_path)
     for name, asked in {"a": True, "b": False, "c": None}.items():
         workers.do(opening(name, 8, train_unembed=asked))
-        assert workers.residents.get(name).adapter.kinds == {"attn", "mlp"}
+        assert workers.models.get(name).adapter.kinds == {"attn", "mlp"}

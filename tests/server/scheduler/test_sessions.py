@@ -8,47 +8,52 @@ import pytest
 
 from penstock.server.protocol.requests import (
     AddEndpoint,
-    Capabilities,
     CreateModel,
     CreateSampler,
     CreateSession,
     DeleteCheckpoint,
     EndSession,
+    GetCapabilities,
+    GetCheckpoint,
+    GetModel,
+    GetSampler,
+    GetSession,
     Heartbeat,
-    KeepCheckpoint,
     ListCheckpoints,
     ListEndpoints,
-    ListRuns,
+    ListModels,
     ListSessions,
     LoadState,
-    ModelOf,
     RemoveEndpoint,
     Sample,
-    SamplerOf,
-    SaveSampler,
+    SaveSamplerWeights,
     SaveState,
-    SessionOf,
     SyncWeights,
     UnloadModel,
-    WeightsOf,
+    UpdateCheckpoint,
 )
-from penstock.server.protocol.results import Gone
-from penstock.server.protocol.types import Array, Endpoint, Lora
+from penstock.server.protocol.results import HeartbeatResult
+from penstock.server.protocol.types import Array, Endpoint, LoraConfig
 from penstock.server.protocol.worker_commands import (
-    Close,
     ForwardBackwardCommand,
-    Generate,
-    Save,
+    GenerateCommand,
+    SaveCheckpointCommand,
+    UnloadModelCommand,
     WeightSyncCommand,
 )
-from penstock.server.scheduler.state_store import QueueState, Registry, RegistryError, ShutdownState
+from penstock.server.scheduler.state_store import (
+    QueueState,
+    ShutdownState,
+    StateStore,
+    StateStoreError,
+)
 from tests.damaging import flip_bit
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.workers.standing_in import SERVED, VOCABULARY
 
 
 def create(model, **given):
-    said = {"session": "s", "base_model": None, "lora": Lora(rank=8)} | given
+    said = {"session": "s", "base_model": None, "lora": LoraConfig(rank=8)} | given
     return CreateModel(model=model, **said)
 
 
@@ -68,10 +73,12 @@ def test_an_idle_session_is_saved_before_it_is_freed_and_another_goes_on_from_th
             await here.client.begin()
             await here.client.do(a_pass("m", 7), 1)
             await here.client.do(a_step(), 2)
-            await soon(lambda: any(isinstance(order, Close) for order in here.workers.orders))
+            await soon(
+                lambda: any(isinstance(order, UnloadModelCommand) for order in here.workers.orders)
+            )
             kinds = [type(order) for order in here.workers.orders]
-            assert kinds.index(Close) == len(kinds) - 1
-            assert kinds[-2] is Save
+            assert kinds.index(UnloadModelCommand) == len(kinds) - 1
+            assert kinds[-2] is SaveCheckpointCommand
             gone = await here.client.fails(a_pass("m"), 3)
             assert gone.code == "gone"
             assert "nothing was heard of its client for 0.4 s" in gone.error
@@ -81,7 +88,9 @@ def test_an_idle_session_is_saved_before_it_is_freed_and_another_goes_on_from_th
             await here.client.do(a_pass("again", 1), 1)
             assert (await here.client.do(a_step("again"), 2)).metrics == {"step": 2, "learnt": 8}
             await asyncio.sleep(1.0)
-            assert await here.client.do(Heartbeat(sessions=("s",))) == Gone(sessions=("s",))
+            assert await here.client.do(Heartbeat(sessions=("s",))) == HeartbeatResult(
+                sessions=("s",)
+            )
 
     asyncio.run(check())
 
@@ -91,10 +100,10 @@ def test_a_session_that_is_heard_of_is_not_idle(tmp_path):
         async with house(tmp_path, idle_session_timeout=0.5) as here:
             await here.client.begin()
             for _ in range(10):
-                assert await here.client.do(Heartbeat(sessions=("s",))) == Gone()
+                assert await here.client.do(Heartbeat(sessions=("s",))) == HeartbeatResult()
                 await asyncio.sleep(0.1)
             await here.client.do(a_pass(), 1)
-            assert not any(isinstance(order, Close) for order in here.workers.orders)
+            assert not any(isinstance(order, UnloadModelCommand) for order in here.workers.orders)
 
     asyncio.run(check())
 
@@ -106,7 +115,7 @@ def test_what_cannot_be_saved_is_not_freed(tmp_path):
             await here.client.do(a_pass(), 1)
             (tmp_path / "others").write_bytes(b"x" * 2500)
             await asyncio.sleep(0.8)
-            assert not any(isinstance(order, Close) for order in here.workers.orders)
+            assert not any(isinstance(order, UnloadModelCommand) for order in here.workers.orders)
             assert "m" in here.workers.models
 
     asyncio.run(check())
@@ -120,9 +129,14 @@ def test_ending_a_session_does_first_what_was_asked_before_and_saves_it(tmp_path
             asked = [await here.client.ask(a_pass("m", 3), 1), await here.client.ask(a_step(), 2)]
             await here.client.do(EndSession(session="s"))
             assert (await asked[1]).metrics["learnt"] == 3
-            await soon(lambda: isinstance(here.workers.orders[-1], Close))
-            assert [type(order) for order in here.workers.orders[-2:]] == [Save, Close]
-            assert await here.client.do(Heartbeat(sessions=("s",))) == Gone(sessions=("s",))
+            await soon(lambda: isinstance(here.workers.orders[-1], UnloadModelCommand))
+            assert [type(order) for order in here.workers.orders[-2:]] == [
+                SaveCheckpointCommand,
+                UnloadModelCommand,
+            ]
+            assert await here.client.do(Heartbeat(sessions=("s",))) == HeartbeatResult(
+                sessions=("s",)
+            )
             told = await here.client.do(ListCheckpoints(model="m"))
             first, _ = told.checkpoints
             assert first.name == "weights/000000"
@@ -134,7 +148,9 @@ def test_another_owner_finds_nothing_of_what_is_not_his(tmp_path):
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            saved = await here.client.do(SaveSampler(model="m", name="v1", session="s", number=1))
+            saved = await here.client.do(
+                SaveSamplerWeights(model="m", name="v1", session="s", number=1)
+            )
             assert saved.sampler == "s:sample:1"
             theirs = [
                 a_pass(),
@@ -143,14 +159,14 @@ def test_another_owner_finds_nothing_of_what_is_not_his(tmp_path):
                 LoadState(model="m", path="m/weights/000000"),
                 UnloadModel(model="m"),
                 EndSession(session="s"),
-                SessionOf(session="s"),
+                GetSession(session="s"),
                 create("other"),
-                ModelOf(model="m"),
+                GetModel(model="m"),
                 ListCheckpoints(model="m"),
                 DeleteCheckpoint(model="m", name="weights/000000"),
-                KeepCheckpoint(model="m", name="weights/000000", public=True),
-                WeightsOf(path="m/weights/000000"),
-                SamplerOf(sampler="s:sample:1"),
+                UpdateCheckpoint(model="m", name="weights/000000", public=True),
+                GetCheckpoint(path="m/weights/000000"),
+                GetSampler(sampler="s:sample:1"),
                 Sample(prompt=prompt(), sampling=sampling(), sampler="s:sample:1"),
                 Sample(prompt=prompt(), sampling=sampling(), path="m/sampler_weights/v1"),
             ]
@@ -158,9 +174,9 @@ def test_another_owner_finds_nothing_of_what_is_not_his(tmp_path):
                 failed = await here.client.fails(work, owner="two")
                 assert (failed.code, failed.category) == ("not_found", "user"), work
             beat = Heartbeat(sessions=("s", "t"))
-            assert await here.client.do(beat, owner="two") == Gone(sessions=("s", "t"))
+            assert await here.client.do(beat, owner="two") == HeartbeatResult(sessions=("s", "t"))
             assert (await here.client.do(ListSessions(), owner="two")).sessions == ()
-            assert (await here.client.do(ListRuns(), owner="two")).total == 0
+            assert (await here.client.do(ListModels(), owner="two")).total == 0
             assert (await here.client.do(ListCheckpoints(), owner="two")).checkpoints == ()
             for work in (CreateSession(session="s"), create("m", session="t")):
                 await here.client.do(CreateSession(session="t"), owner="two")
@@ -177,10 +193,10 @@ def test_a_public_checkpoint_is_read_by_others_and_changed_by_none_of_them(tmp_p
             await here.client.do(a_pass("m", 5), 1)
             await here.client.do(a_step(), 2)
             await here.client.do(SaveState(model="m", name="good"), 3)
-            keep = KeepCheckpoint(model="m", name="weights/good", public=True)
+            keep = UpdateCheckpoint(model="m", name="weights/good", public=True)
             await here.client.do(keep)
             await here.client.do(CreateSession(session="t"), owner="two")
-            told = await here.client.do(WeightsOf(path="m/weights/good"), owner="two")
+            told = await here.client.do(GetCheckpoint(path="m/weights/good"), owner="two")
             assert (told.base_model, told.lora.rank, told.checkpoint.public) == ("tiny", 8, True)
             theirs = create("theirs", session="t", lora=None, path="m/weights/good")
             await here.client.do(theirs, owner="two")
@@ -200,15 +216,15 @@ def test_what_was_known_is_known_to_the_next_engine(tmp_path):
             await here.client.do(a_pass("m", 5), 1)
             await here.client.do(a_step(), 2)
             await here.client.do(SaveState(model="m", name="kept", ttl_seconds=1000), 3)
-            await here.client.do(SaveSampler(model="m", name="v1", session="s", number=7))
+            await here.client.do(SaveSamplerWeights(model="m", name="v1", session="s", number=7))
             await here.client.do(AddEndpoint(endpoint=Endpoint(host="localhost", port=30000)))
             asked = [
-                ListRuns(),
+                ListModels(),
                 ListCheckpoints(),
-                SessionOf(session="s"),
-                SamplerOf(sampler="s:sample:7"),
+                GetSession(session="s"),
+                GetSampler(sampler="s:sample:7"),
                 ListEndpoints(),
-                WeightsOf(path="m/weights/kept"),
+                GetCheckpoint(path="m/weights/kept"),
             ]
             before = [await here.client.do(work) for work in asked]
             orders = len(here.workers.orders)
@@ -235,33 +251,33 @@ def test_a_file_of_the_registry_that_was_spoilt_is_named(tmp_path):
     [file] = (tmp_path / "server" / "models").glob("*.json")
     good = file.read_text()
     file.write_text(good.replace('"step": 0', '"step": 1'))
-    with pytest.raises(RegistryError, match=f"{file.name} .* differs from its digest"):
-        Registry(tmp_path)
+    with pytest.raises(StateStoreError, match=f"{file.name} .* differs from its digest"):
+        StateStore(tmp_path)
     # As it was written before there were digests.
     older = json.loads(good)
     del older["digest"]
     file.write_text(json.dumps(older))
-    assert Registry(tmp_path).models
+    assert StateStore(tmp_path).models
     file.write_text("{}")
-    with pytest.raises(RegistryError, match=file.name):
-        Registry(tmp_path)
+    with pytest.raises(StateStoreError, match=file.name):
+        StateStore(tmp_path)
 
 
 def test_what_an_engine_leaves_is_not_believed_once_a_bit_of_it_has_changed(tmp_path, caplog):
-    registry = Registry(tmp_path)
+    registry = StateStore(tmp_path)
     left = ShutdownState(lanes={"model": QueueState(next=7)})
-    registry.leave(left)
+    registry.write_shutdown_state(left)
     file = tmp_path / "server" / "left.msgpack"
     good = file.read_bytes()
-    assert registry.take_left() == left
+    assert registry.take_shutdown_state() == left
     for place in range(len(good)):
         file.write_bytes(good)
         flip_bit(file, place)
-        assert registry.take_left() == ShutdownState(), place
+        assert registry.take_shutdown_state() == ShutdownState(), place
     assert "left.msgpack is not what the server writes there" in caplog.text
     # As it was written before there were digests.
     file.write_bytes(good[20:])
-    assert registry.take_left() == left
+    assert registry.take_shutdown_state() == left
 
 
 def test_what_is_asked_of_a_model_that_is_not_is_not_found(tmp_path):
@@ -270,13 +286,15 @@ def test_what_is_asked_of_a_model_that_is_not_is_not_found(tmp_path):
             await here.client.do(CreateSession(session="s"))
             assert (await here.client.fails(a_pass("nobody"), 1)).code == "not_found"
             assert (await here.client.fails(create("m", session="t"))).code == "not_found"
-            assert (await here.client.fails(create("m", lora=Lora(rank=17)))).code == "invalid"
+            assert (
+                await here.client.fails(create("m", lora=LoraConfig(rank=17)))
+            ).code == "invalid"
             assert (await here.client.fails(create("m", base_model="big"))).code == "invalid"
             assert (await here.client.fails(create("../m"))).code == "invalid"
             lost = create("m", path="n/weights/000000")
             assert (await here.client.fails(lost)).code == "not_found"
             assert here.workers.models == {}
-            assert await here.client.do(Capabilities()) == SERVED
+            assert await here.client.do(GetCapabilities()) == SERVED
 
     asyncio.run(check())
 
@@ -288,7 +306,7 @@ def test_asking_for_the_same_model_again_is_answered_until_it_is_used(tmp_path):
             first, second = await here.client.ask(create("m")), await here.client.ask(create("m"))
             assert await first == await second
             await here.client.do(create("m"))
-            assert (await here.client.fails(create("m", lora=Lora(rank=2)))).code == "exists"
+            assert (await here.client.fails(create("m", lora=LoraConfig(rank=2)))).code == "exists"
             await here.client.do(a_pass(), 1)
             assert (await here.client.fails(create("m"))).code == "exists"
             await here.client.do(UnloadModel(model="m"))
@@ -316,9 +334,11 @@ def test_a_sampler_made_for_a_session_goes_with_it(tmp_path):
     async def check():
         async with house(tmp_path) as here:
             await here.client.begin()
-            inflight = SaveSampler(model="m", session="s", number=1, keep=False)
+            inflight = SaveSamplerWeights(model="m", session="s", number=1, keep=False)
             saved = await here.client.do(inflight)
-            kept = await here.client.do(SaveSampler(model="m", name="v1", session="s", number=2))
+            kept = await here.client.do(
+                SaveSamplerWeights(model="m", name="v1", session="s", number=2)
+            )
             made = await here.client.do(
                 CreateSampler(session="s", number=3, path="m/sampler_weights/v1")
             )
@@ -329,7 +349,7 @@ def test_a_sampler_made_for_a_session_goes_with_it(tmp_path):
             base = await here.client.do(CreateSampler(session="s", number=5))
             assert base.path is None
             await here.client.do(Sample(prompt=prompt(), sampling=sampling(), sampler=base.sampler))
-            drawn = [order for order in here.workers.orders if isinstance(order, Generate)]
+            drawn = [order for order in here.workers.orders if isinstance(order, GenerateCommand)]
             assert [order.adapter for order in drawn] == [None]
             await here.client.do(EndSession(session="s"))
             names = [c.name for c in (await here.client.do(ListCheckpoints())).checkpoints]
@@ -345,7 +365,7 @@ def test_a_checkpoint_is_gone_when_its_time_is_over(tmp_path):
             await here.client.begin()
             await here.client.do(SaveState(model="m", name="short", ttl_seconds=0.2))
             await here.client.do(SaveState(model="m", name="longer", ttl_seconds=0.2))
-            await here.client.do(KeepCheckpoint(model="m", name="weights/longer"))
+            await here.client.do(UpdateCheckpoint(model="m", name="weights/longer"))
             await soon(lambda: not (tmp_path / "weights/m/short").exists())
             names = [c.name for c in (await here.client.do(ListCheckpoints())).checkpoints]
             assert names == ["weights/000000", "weights/longer"]
@@ -382,7 +402,7 @@ def test_what_asks_wait_for_is_told(tmp_path):
             asked = [await here.client.ask(a_pass(), seq, name=f"n{seq}") for seq in (1, 2, 3)]
             await soon(lambda: here.client.statuses[-1].queued == 2)
             assert here.client.statuses[-1].running == "n1"
-            assert (await here.client.do(ModelOf(model="m"))).pending == 3
+            assert (await here.client.do(GetModel(model="m"))).pending == 3
             await here.client.cancel("n2")
             assert (await asked[1]).code == "cancelled"
             await asyncio.gather(*asked)
@@ -399,11 +419,11 @@ def test_what_is_asked_before_the_workers_have_come_is_looked_at_when_they_have(
             await here.kill_engine()
             here.start_engine()
             client = here.client
-            assert (await client.fails(Capabilities())).code == "unavailable"
+            assert (await client.fails(GetCapabilities())).code == "unavailable"
             await client.do(CreateSession(session="s"))
             beyond = Array.of([VOCABULARY], "int32")
             asked = [
-                await client.ask(create("m", lora=Lora(rank=17))),
+                await client.ask(create("m", lora=LoraConfig(rank=17))),
                 await client.ask(create("n")),
                 await client.ask(Sample(prompt=beyond, sampling=sampling())),
                 await client.ask(Sample(prompt=prompt(), sampling=sampling())),

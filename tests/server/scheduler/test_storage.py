@@ -15,24 +15,28 @@ from penstock.server.protocol.requests import (
     CreateModel,
     CreateSession,
     DeleteCheckpoint,
-    KeepCheckpoint,
     ListCheckpoints,
     LoadState,
     Sample,
-    SaveSampler,
+    SaveSamplerWeights,
     SaveState,
+    UpdateCheckpoint,
 )
-from penstock.server.protocol.types import Array, Lora
-from penstock.server.protocol.worker_commands import Export, Load, Save
+from penstock.server.protocol.types import Array, LoraConfig
+from penstock.server.protocol.worker_commands import (
+    ExportCommand,
+    LoadCheckpointCommand,
+    SaveCheckpointCommand,
+)
 from penstock.server.scheduler.checkpoint_names import (
     CheckpointRef,
     checkpoint_name,
     model_name,
+    parse_checkpoint_name,
     parse_checkpoint_path,
-    spot_in,
 )
 from penstock.server.scheduler.errors import RequestError, StorageLimitError
-from penstock.server.scheduler.state_store import Registry
+from penstock.server.scheduler.state_store import StateStore
 from penstock.server.scheduler.storage import Storage, folder_num_bytes
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.workers.standing_in import STATE_BYTES
@@ -52,7 +56,7 @@ def test_no_name_leads_out_of_its_folder(tmp_path_factory, name):
     storage = Storage(root, LARGE)
     for found in (
         lambda: parse_checkpoint_path(name),
-        lambda: spot_in(name, f"weights/{name}"),
+        lambda: parse_checkpoint_name(name, f"weights/{name}"),
         lambda: parse_checkpoint_path(f"m/weights/{name}"),
         lambda: parse_checkpoint_path(f"m/{name}/c"),
         lambda: CheckpointRef(model_name(name), "sampler_weights", "c"),
@@ -65,13 +69,13 @@ def test_no_name_leads_out_of_its_folder(tmp_path_factory, name):
         folder = storage.folder(spot)
         rooms = {"weights", "sampler_weights"}
         assert folder.resolve() == folder
-        assert folder.relative_to(storage.root).parts == (spot.room, spot.model, spot.name)
-        assert spot.room in rooms
+        assert folder.relative_to(storage.root).parts == (spot.subfolder, spot.model, spot.name)
+        assert spot.subfolder in rooms
         assert parse_checkpoint_path(str(spot)) == spot
     # The registry's files are named after sessions of any name that is let in.
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}", name):
         assert model_name(name) == name
-        file = Registry(root)._file("models", name)
+        file = StateStore(root)._file("models", name)
         assert file.parent == storage.root / "server" / "models"
 
 
@@ -82,7 +86,7 @@ def test_what_a_client_says_of_a_checkpoint_is_kept_with_it(tmp_path):
         async with house(tmp_path) as here:
             await here.client.begin()
             await here.client.do(SaveState(model="m", name="a", user_metadata=said))
-            await here.client.do(SaveSampler(model="m", name="b", user_metadata=said))
+            await here.client.do(SaveSamplerWeights(model="m", name="b", user_metadata=said))
             vast = SaveState(model="m", name="c", user_metadata={"of": "x" * 100_000})
             assert (await here.client.fails(vast)).code == "invalid"
             await here.restart_engine()
@@ -102,13 +106,13 @@ def test_nasty_names_are_refused_wherever_they_are_said(tmp_path):
         path = f"m/weights/{name}"
         yield SaveState(model="m", name=name)
         yield SaveState(model="m", name=name, overwrite=True)
-        yield SaveSampler(model="m", name=name)
+        yield SaveSamplerWeights(model="m", name=name)
         yield LoadState(model="m", path=path)
         yield LoadState(model="m", path=f"{name}/weights/000000")
         yield DeleteCheckpoint(model="m", name=f"weights/{name}")
-        yield KeepCheckpoint(model="m", name=f"weights/{name}")
+        yield UpdateCheckpoint(model="m", name=f"weights/{name}")
         yield CreateSession(session=name)
-        yield CreateModel(session="s", model=name, base_model=None, lora=Lora(rank=2))
+        yield CreateModel(session="s", model=name, base_model=None, lora=LoraConfig(rank=2))
         yield CreateModel(session="s", model="n", base_model=None, lora=None, path=path)
         yield Sample(prompt=Array.of([1], "int32"), sampling=sampling(), path=path)
 
@@ -144,7 +148,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path):
             works = [
                 LoadState(model="m", path="m/weights/000000"),
                 SaveState(model="m", name="linked", overwrite=True),
-                SaveSampler(model="m", name="new"),
+                SaveSamplerWeights(model="m", name="new"),
                 DeleteCheckpoint(model="m", name="weights/000000"),
             ]
             for work in works:
@@ -153,7 +157,10 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path):
                 assert "is a link" in failed.error
             assert sorted(path.name for path in elsewhere.iterdir()) == ["000000"]
             assert (tmp_path / "moved" / "state.json").exists()
-            assert not any(isinstance(order, Load | Export) for order in here.workers.orders)
+            assert not any(
+                isinstance(order, LoadCheckpointCommand | ExportCommand)
+                for order in here.workers.orders
+            )
 
     asyncio.run(check())
 
@@ -175,19 +182,21 @@ def test_there_is_room_up_to_the_limit_and_no_further(tmp_path, used, fits):
     storage = Storage(tmp_path, limit=1000)
     (tmp_path / "file").write_bytes(b"x" * used)
     if fits:
-        storage.check_room(400, "it")
+        storage.check_space(400, "it")
     else:
         with pytest.raises(StorageLimitError, match="storage_limit"):
-            storage.check_room(400, "it")
+            storage.check_space(400, "it")
 
 
 def test_a_disk_that_has_no_room_is_a_limit_too(tmp_path):
     with pytest.raises(StorageLimitError, match="the disk of output_dir has"):
-        Storage(tmp_path, limit=10**24).check_room(10**20, "it")
+        Storage(tmp_path, limit=10**24).check_space(10**20, "it")
 
 
 @pytest.mark.parametrize("by", ["the engine that made it", "the next engine"])
-@pytest.mark.parametrize("work", [SaveState(model="m"), SaveSampler(model="m")], ids=["s", "e"])
+@pytest.mark.parametrize(
+    "work", [SaveState(model="m"), SaveSamplerWeights(model="m")], ids=["s", "e"]
+)
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, work, by):
     async def check():
         async with house(tmp_path, storage_limit=5 * STATE_BYTES) as here:
@@ -213,10 +222,12 @@ def test_a_model_whose_first_checkpoint_does_not_fit_is_not_made(tmp_path):
     async def check():
         async with house(tmp_path, storage_limit=STATE_BYTES - 1) as here:
             await here.client.do(CreateSession(session="s"))
-            new = CreateModel(session="s", model="m", base_model=None, lora=Lora(rank=2))
+            new = CreateModel(session="s", model="m", base_model=None, lora=LoraConfig(rank=2))
             assert (await here.client.fails(new)).code == "storage_limit"
             assert here.workers.models == {}
-            assert not any(isinstance(order, Save) for order in here.workers.orders)
+            assert not any(
+                isinstance(order, SaveCheckpointCommand) for order in here.workers.orders
+            )
             assert (await here.client.fails(a_pass())).code == "not_found"
 
     asyncio.run(check())
@@ -234,8 +245,10 @@ def test_a_name_that_is_taken_is_overwritten_only_when_that_is_asked_for(tmp_pat
             assert saved.name == "weights/a"
             await here.client.do(LoadState(model="m", path="m/weights/a"))
             assert here.workers.models["m"].learnt == 3
-            await here.client.do(SaveSampler(model="m", name="a"))
-            assert (await here.client.fails(SaveSampler(model="m", name="a"))).code == "exists"
+            await here.client.do(SaveSamplerWeights(model="m", name="a"))
+            assert (
+                await here.client.fails(SaveSamplerWeights(model="m", name="a"))
+            ).code == "exists"
             unnamed = [await here.client.do(SaveState(model="m")) for _ in range(3)]
             assert len({saved.name for saved in unnamed}) == 3
             told = (await here.client.do(ListCheckpoints())).checkpoints
@@ -321,10 +334,10 @@ def made(root: Path, *names: str) -> None:
 def test_a_replacement_that_was_cut_short_leaves_one_whole_checkpoint(tmp_path, there, left):
     made(tmp_path, *there)
     storage = Storage(tmp_path, LARGE)
-    storage.tidy()
+    storage.finish_interrupted()
     found = {p.name: (p / "which").read_text() for p in (tmp_path / "weights/m").iterdir()}
     assert found == left
-    assert storage.spots() == [CheckpointRef("m", "weights", name) for name in left]
+    assert storage.list_checkpoints() == [CheckpointRef("m", "weights", name) for name in left]
 
 
 def test_what_was_saved_just_before_the_engine_died_is_found(tmp_path):

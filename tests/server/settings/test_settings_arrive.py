@@ -26,7 +26,7 @@ from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.launch import child_main
 from penstock.server.launch.addresses import free_port, workers_address, workers_bind
 from penstock.server.launch.job import ServerJob
-from penstock.server.launch.prepare import Prepared, prepare
+from penstock.server.launch.prepare import LaunchPlan, prepare
 from penstock.server.launch.supervisor import managed_processes
 from penstock.server.launch.torchrun import torchrun_words
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
@@ -207,13 +207,13 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
         raise Reached
 
     monkeypatch.setattr(worker, "build_shared_base", substrate)
-    monkeypatch.setattr(worker, "operations_on", operations)
+    monkeypatch.setattr(worker, "build_handlers", operations)
     with pytest.raises(Reached):
         worker.run_rank(job, ALONE)
     assert seen["run"] == to_run_config(job.config)
     assert (seen["layers"], seen["weights"]) == (3, tmp_path / "weights")
     assert (seen["base_model"], seen["tokenizer"].typed) == ("mine", "builtin:bytes")
-    assert seen["begin_from"] == tmp_path / "kept"
+    assert seen["init_checkpoint"] == tmp_path / "kept"
     assert set(seen["allowed_hosts"]) == {"localhost", "127.0.0.0/8", "::1", "10.0.0.0/8"}
     with pytest.raises(Reached):
         worker.run_rank(replace(job, requires_keys=True), ALONE)
@@ -223,7 +223,7 @@ def test_workers_assemble_what_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("asked", "comes_to"), [(True, "a test"), (False, "others in 5030 s")])
 def test_workers_try_themselves_only_where_that_is_written(tmp_path, monkeypatch, asked, comes_to):
     monkeypatch.setattr(worker, "build_shared_base", lambda *_: None)
-    monkeypatch.setattr(worker, "operations_on", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "build_handlers", lambda *_, **__: None)
     monkeypatch.setattr(worker, "self_test", lambda _: reached("a test"))
     monkeypatch.setattr(
         worker, "ControlBroadcast", lambda _, seconds: reached(f"others in {seconds:g} s")
@@ -283,7 +283,7 @@ def test_processes_tell_of_themselves_as_much_as_is_written(tmp_path, monkeypatc
 
 
 def workers_of(folder, **fields: Any) -> list[Any]:
-    children = managed_processes(Prepared(job_of(folder, **fields), (), "", ""), lambda _: None)
+    children = managed_processes(LaunchPlan(job_of(folder, **fields), (), "", ""), lambda _: None)
     return [one for one in children if one.name == "workers"]
 
 

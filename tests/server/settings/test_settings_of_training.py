@@ -8,8 +8,8 @@ import torch
 
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.server.protocol.requests import CreateModel, CreateSession
-from penstock.server.protocol.types import Lora
-from penstock.server.protocol.worker_commands import Open
+from penstock.server.protocol.types import LoraConfig
+from penstock.server.protocol.worker_commands import CreateModelCommand
 from penstock.server.worker.batching import BatchDispatcher
 from penstock.server.worker.datums import build_samples
 from penstock.server.worker.main import served_by
@@ -34,11 +34,11 @@ def test_clients_are_told_of_the_model_as_it_is_written(model, tmp_path):
     config = ServerConfig(
         model_path=str(model), model_name="mine", tokenizer_path="a tokenizer", enable_lora=True
     )
-    substrate = operations(model, tmp_path, lora={"lora_rank": 4}).residents.substrate
+    substrate = operations(model, tmp_path, lora={"lora_rank": 4}).models.substrate
     told = served_by(config, "elsewhere", substrate)
     assert (told.base_model, told.tokenizer) == ("mine", "a tokenizer")
     assert (told.trains, told.max_rank, told.vocab_size) == ("adapters", 4, VOCAB)
-    whole = operations(model, tmp_path, lora={"enable_lora": False}).residents.substrate
+    whole = operations(model, tmp_path, lora={"enable_lora": False}).models.substrate
     told = served_by(ServerConfig(model_path="org/m"), "elsewhere", whole)
     assert (told.base_model, told.tokenizer) == ("org/m", "org/m")
     assert (told.trains, told.max_rank) == ("all weights", 0)
@@ -48,7 +48,7 @@ def test_a_model_is_asked_for_by_the_name_of_the_file(tmp_path):
     names = ServerConfig(model_path="org/m", model_name="mine").base_names
 
     def asked(name):
-        return CreateModel(session="s", model=name[-4:], base_model=name, lora=Lora(rank=8))
+        return CreateModel(session="s", model=name[-4:], base_model=name, lora=LoraConfig(rank=8))
 
     async def check():
         async with house(tmp_path, base_names=names) as here:
@@ -61,12 +61,12 @@ def test_a_model_is_asked_for_by_the_name_of_the_file(tmp_path):
 
 def test_an_adapter_is_as_the_file_says_where_its_client_does_not(model, tmp_path):
     workers = operations(model, tmp_path, seed=11, lora={"lora_rank": 4, "lora_alpha": 24})
-    workers.do(Open(model="a", lora=None))
-    adapter = workers.residents.get("a").adapter
+    workers.do(CreateModelCommand(model="a", lora=None))
+    adapter = workers.models.get("a").adapter
     assert adapter is not None
     assert (adapter.rank, adapter.alpha, adapter.seed) == (4, 24, 11)
     workers.do(opening("b", 2, alpha=3.0, seed=5))
-    adapter = workers.residents.get("b").adapter
+    adapter = workers.models.get("b").adapter
     assert adapter is not None
     assert (adapter.rank, adapter.alpha, adapter.seed) == (2, 3.0, 5)
 
@@ -88,7 +88,7 @@ def learnt(model, out, **settings):
     """A model's weights after two steps, where all weights are trained by these settings."""
     passes = [passing("a", data(2, seed=number)) for number in range(2)]
     steps = [order for each in passes for order in (each, stepping("a"))]
-    orders = [Open(model="a", lora=None), *steps, saving("a", out)]
+    orders = [CreateModelCommand(model="a", lora=None), *steps, saving("a", out)]
     done(model, out, orders, lora={"enable_lora": False}, **settings)
     return saved(out)
 
@@ -108,9 +108,13 @@ def test_a_setting_of_the_optimizer_changes_what_is_learnt(model, tmp_path, by_m
 def test_matrices_learn_at_the_rate_of_the_file_under_muon(model, tmp_path):
     settings = {**MUON, "muon_lr": 0.25, "lora": {"enable_lora": False}}
     workers = operations(model, tmp_path, **settings)
-    for order in (Open(model="a", lora=None), passing("a", data(2)), stepping("a", 0.01)):
+    for order in (
+        CreateModelCommand(model="a", lora=None),
+        passing("a", data(2)),
+        stepping("a", 0.01),
+    ):
         workers.do(order)
-    groups = workers.residents.get("a").optimizer.param_groups
+    groups = workers.models.get("a").optimizer.param_groups
     rates = {round(group["lr"], 6) for group in groups if group["params"]}
     assert rates == {0.25, 0.01}
 
@@ -160,7 +164,7 @@ def test_rows_are_filled_up_as_is_written(case):
     )
     by_length = {one.tokens.shape[0]: one for one in data(60, longest=60)}
     order = passing("a", (by_length[20], by_length[47]))
-    dealt = BatchDispatcher(run, num_replicas=1, replica=0).deal(
+    dealt = BatchDispatcher(run, num_replicas=1, replica=0).build_micro_batches(
         build_samples(order, VOCAB), [(0,), (1,)]
     )
     assert [len(one.batch.input_ids_T) for one in dealt] == lengths

@@ -17,7 +17,7 @@ from penstock.origins import resolve_model_source
 from penstock.server.protocol.types import Endpoint, Secret
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.errors import SyncError
-from penstock.server.weight_sync.sender import RankModelView, push
+from penstock.server.weight_sync.sender import RankModelView, sync_weights
 from penstock.server.weight_sync.sglang_client import Limits
 from tests.engine import runs
 from tests.engine.inputs import write_bases
@@ -112,7 +112,7 @@ def trained_and_pushed(job, orders, limits=None):
         assert step(loop)["loss"] > 0
         started = time.monotonic()
         try:
-            told.append(push(order, live, loop.ranks, limits=its_limits))
+            told.append(sync_weights(order, live, loop.ranks, limits=its_limits))
         except SyncError as error:
             seconds = time.monotonic() - started
             port = error.endpoint.port if error.endpoint else None

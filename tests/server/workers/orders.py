@@ -13,16 +13,16 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.multi_lora.shared_base import build_shared_base
-from penstock.server.protocol.types import Adam, Array, Datum, Lora, Sampling
+from penstock.server.protocol.requests import OptimStep
+from penstock.server.protocol.types import AdamParams, Array, Datum, LoraConfig, SamplingParams
 from penstock.server.protocol.worker_commands import (
+    CreateModelCommand,
     ForwardBackwardCommand,
-    Generate,
-    Open,
-    OptimStepCommand,
-    Order,
-    Save,
+    GenerateCommand,
+    SaveCheckpointCommand,
+    WorkerOperation,
 )
-from penstock.server.worker.main import operations_on
+from penstock.server.worker.main import build_handlers
 from tests.engine import runs
 
 RANK = 16
@@ -57,17 +57,19 @@ def operations(model: Path, out: Path, /, **settings: Any) -> Any:
         run, read_hf_config(str(model), {}), model, init_process_group(60), lambda _: None
     )
     tokenizer = TokenizerFiles("builtin:bytes", pin_tokenizer("builtin:bytes"))
-    return operations_on(substrate, base_model="tiny", tokenizer=tokenizer)
+    return build_handlers(substrate, base_model="tiny", tokenizer=tokenizer)
 
 
-def done(model: Path, out: Path, orders: Sequence[Order], /, **settings: Any) -> list[Any]:
+def done(
+    model: Path, out: Path, orders: Sequence[WorkerOperation], /, **settings: Any
+) -> list[Any]:
     """What comes of the orders, one after another, on this rank."""
     workers = operations(model, out, **settings)
     return [workers.do(order) for order in orders]
 
 
 def each_done(
-    model: Path, out: Path, scripts: Sequence[Sequence[Order]], settings: dict[str, Any]
+    model: Path, out: Path, scripts: Sequence[Sequence[WorkerOperation]], settings: dict[str, Any]
 ) -> list[list[Any]]:
     """The same of several scripts, each on workers of its own."""
     return [done(model, out, orders, **settings) for orders in scripts]
@@ -94,30 +96,30 @@ def passing(model: str, given: tuple[Datum, ...], **more: Any) -> ForwardBackwar
     """A pass over samples, two to a row."""
     numbers = range(len(given))
     rows = tuple(tuple(numbers[at : at + 2]) for at in range(0, len(given), 2))
-    settings = {"loss": "cross_entropy", "params": {}, "forward_only": False, "per": "sum", **more}
+    settings = {"loss": "cross_entropy", **more}
     return ForwardBackwardCommand(model=model, data=given, rows=rows, **settings)
 
 
-def opening(model: str, rank: int = RANK, **more: Any) -> Open:
+def opening(model: str, rank: int = RANK, **more: Any) -> CreateModelCommand:
     """A model with an adapter."""
-    return Open(model=model, lora=Lora(rank=rank, **more))
+    return CreateModelCommand(model=model, lora=LoraConfig(rank=rank, **more))
 
 
-def stepping(model: str, lr: float = 0.01, **more: Any) -> OptimStepCommand:
+def stepping(model: str, lr: float = 0.01, **more: Any) -> OptimStep:
     """A step of its optimizer."""
-    return OptimStepCommand(model=model, adam=Adam(learning_rate=lr, **more))
+    return OptimStep(model=model, adam=AdamParams(learning_rate=lr, **more))
 
 
-def answering(adapter: str | None = None, **more: Any) -> Generate:
+def answering(adapter: str | None = None, **more: Any) -> GenerateCommand:
     """Four of the likeliest tokens after a prompt; `more` is how."""
-    how = Sampling(max_tokens=4, temperature=0.0, **more)
+    how = SamplingParams(max_tokens=4, temperature=0.0, **more)
     prompt = Array.of([5, 6, 7], "int32")
-    return Generate(prompts=(prompt,), counts=(1,), settings=(how,), adapter=adapter)
+    return GenerateCommand(prompts=(prompt,), counts=(1,), settings=(how,), adapter=adapter)
 
 
-def saving(model: str, folder: Path) -> Save:
+def saving(model: str, folder: Path) -> SaveCheckpointCommand:
     """All of it to a folder."""
-    return Save(model=model, folder=str(folder), facts={})
+    return SaveCheckpointCommand(model=model, folder=str(folder), metadata={})
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

@@ -14,37 +14,43 @@ from typing import Any
 import numpy as np
 
 from penstock.server.protocol.codec import Code, PeerLostError
-from penstock.server.protocol.results import Done, Passed, Sampled, Served, Stepped, Synced
-from penstock.server.protocol.types import Array, Lora, Sequence
+from penstock.server.protocol.requests import OptimStep, ZeroGrad
+from penstock.server.protocol.results import (
+    Done,
+    ForwardBackwardResult,
+    OptimStepResult,
+    SampleResult,
+    ServedModel,
+    SyncWeightsResult,
+)
+from penstock.server.protocol.types import Array, LoraConfig, SampledSequence
 from penstock.server.protocol.worker_commands import (
-    Beat,
-    Close,
+    CheckpointSizes,
     Command,
-    Export,
-    Fault,
+    CommandFailure,
+    CreateModelCommand,
+    ExportCommand,
     ForwardBackwardCommand,
-    Generate,
-    Generated,
+    GenerateCommand,
+    GenerateResult,
     Hello,
-    Load,
-    Open,
-    Opened,
-    OptimStepCommand,
-    Order,
+    LoadCheckpointCommand,
     Ready,
     Reply,
-    Save,
+    SaveCheckpointCommand,
     Shutdown,
     ToWorkers,
+    UnloadModelCommand,
     WeightSyncCommand,
-    ZeroGradCommand,
+    WorkerHeartbeat,
+    WorkerOperation,
 )
 from tests.server.in_process_channel import MemoryEnd
 
 STATE_BYTES = 1000
 VOCABULARY = 100
 
-SERVED = Served(
+SERVED = ServedModel(
     base_model="tiny",
     tokenizer="bytes",
     arch="llama",
@@ -55,11 +61,11 @@ SERVED = Served(
     vocab_size=VOCABULARY,
 )
 
-Dies = Callable[[Order], str | None]
+Dies = Callable[[WorkerOperation], str | None]
 """Whether workers die over an order: `before` or `after` it is done, or not."""
 
 
-def lives(_: Order) -> None:
+def lives(_: WorkerOperation) -> None:
     return None
 
 
@@ -70,7 +76,7 @@ class Dead(Exception):  # noqa: N818 - it is no error
 class Model:
     """One that is trained."""
 
-    def __init__(self, lora: Lora | None) -> None:
+    def __init__(self, lora: LoraConfig | None) -> None:
         self.lora = lora
         self.learnt = 0
         self.gathered = 0
@@ -82,7 +88,7 @@ class StandIn:
 
     names = itertools.count(1)
 
-    def __init__(self, served: Served = SERVED, end: Any = None) -> None:
+    def __init__(self, served: ServedModel = SERVED, end: Any = None) -> None:
         """`end`: of the channel to the engine; None: one within this process."""
         self.instance = f"workers-{next(self.names)}"
         self.end: Any = end or MemoryEnd(ToWorkers, "listens")
@@ -117,7 +123,9 @@ class StandIn:
                             served=self.served,
                             models=tuple(self.models),
                             steps={name: model.step for name, model in self.models.items()},
-                            gathering=tuple(n for n, each in self.models.items() if each.gathered),
+                            models_with_gradients=tuple(
+                                n for n, each in self.models.items() if each.gathered
+                            ),
                             replicas=2,
                         )
                     )
@@ -134,11 +142,11 @@ class StandIn:
 
     async def beat(self) -> None:
         while not self.is_silent:
-            await self.end.send(Beat(instance=self.instance, running=""))
+            await self.end.send(WorkerHeartbeat(instance=self.instance, running=""))
             await asyncio.sleep(0.05)
 
     async def _command(self, command: Command) -> None:
-        order = command.order
+        order = command.operation
         self.orders.append(order)
         moment = self.dies(order)
         if moment == "before":
@@ -147,12 +155,18 @@ class StandIn:
         try:
             result = self._refuse() if self.fails(order) else self._do(order)
         except LookupError as error:
-            fault = Fault(id=command.id, error=str(error), category="user", code=self.refusal)
+            fault = CommandFailure(
+                id=command.id, error=str(error), category="user", code=self.refusal
+            )
             await self.end.send(fault)
             return
         if self.breaks(order):
-            fault = Fault(
-                id=command.id, error="broken", category="server", code="internal", ends=True
+            fault = CommandFailure(
+                id=command.id,
+                error="broken",
+                category="server",
+                code="internal",
+                needs_restart=True,
             )
             await self.end.send(fault)
             await asyncio.sleep(0.1)
@@ -164,56 +178,58 @@ class StandIn:
     def _refuse(self) -> Any:
         raise LookupError("this order is refused")
 
-    def _do(self, order: Order) -> Any:
+    def _do(self, order: WorkerOperation) -> Any:
         match order:
-            case Open():
+            case CreateModelCommand():
                 assert order.model not in self.models
                 self.models[order.model] = Model(order.lora)
-                return Opened(state_bytes=STATE_BYTES, export_bytes=STATE_BYTES // 2)
-            case Close():
+                return CheckpointSizes(state_bytes=STATE_BYTES, export_bytes=STATE_BYTES // 2)
+            case UnloadModelCommand():
                 del self.models[order.model]
                 return Done()
-            case Generate():
-                return Generated(sampled=tuple(self._drawn(order, n) for n in order.counts))
+            case GenerateCommand():
+                return GenerateResult(results=tuple(self._drawn(order, n) for n in order.counts))
             case WeightSyncCommand():
-                return Synced(
+                return SyncWeightsResult(
                     num_parameters=1, total_bytes=2, num_buckets=1, seconds=0.0, endpoints=()
                 )
         return self._with(order, self.models[order.model])
 
-    def _with(self, order: Order, model: Model) -> Any:
+    def _with(self, order: WorkerOperation, model: Model) -> Any:
         match order:
             case ForwardBackwardCommand():
                 tokens = [datum.tokens.shape[0] for datum in order.data]
                 model.gathered += 0 if order.forward_only else sum(tokens)
                 outputs = tuple({"logprobs": Array.of(np.zeros(n), "float32")} for n in tokens)
-                return Passed(outputs=outputs, metrics={"loss:sum": float(sum(tokens))})
-            case OptimStepCommand():
+                return ForwardBackwardResult(
+                    outputs=outputs, metrics={"loss:sum": float(sum(tokens))}
+                )
+            case OptimStep():
                 model.learnt, model.gathered = model.learnt + model.gathered, 0
                 model.step += 1
-                return Stepped(metrics={"step": model.step, "learnt": model.learnt})
-            case ZeroGradCommand():
+                return OptimStepResult(metrics={"step": model.step, "learnt": model.learnt})
+            case ZeroGrad():
                 model.gathered = 0
-            case Save():
+            case SaveCheckpointCommand():
                 self._write(Path(order.folder), STATE_BYTES, model)
-            case Export():
+            case ExportCommand():
                 self._write(Path(order.folder), STATE_BYTES // 2, model)
-            case Load():
+            case LoadCheckpointCommand():
                 found = json.loads((Path(order.folder) / "state.json").read_text())
                 model.learnt, model.gathered = found["learnt"], 0
                 model.step = found["step"] if order.optimizer else 0
         return Done()
 
-    def _drawn(self, order: Generate, count: int) -> Sampled:
+    def _drawn(self, order: GenerateCommand, count: int) -> SampleResult:
         learnt = 0
         if order.adapter is not None:
             learnt = json.loads((Path(order.adapter) / "state.json").read_text())["learnt"]
-        one = Sequence(
+        one = SampledSequence(
             stop_reason="length",
             tokens=Array.of([learnt], "int32"),
             logprobs=Array.of([0.0], "float32"),
         )
-        return Sampled(sequences=(one,) * count)
+        return SampleResult(sequences=(one,) * count)
 
     def _write(self, folder: Path, size: int, model: Model) -> None:
         folder.mkdir(parents=True)

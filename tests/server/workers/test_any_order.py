@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import PenstockError
-from penstock.server.protocol.worker_commands import Export, Load, Order, ZeroGradCommand
+from penstock.server.protocol.requests import ZeroGrad
+from penstock.server.protocol.worker_commands import (
+    ExportCommand,
+    LoadCheckpointCommand,
+    WorkerOperation,
+)
 from tests.ranks import on_ranks
 from tests.server.workers.orders import (
     answering,
@@ -28,11 +33,11 @@ RANKS = {"a": 1, "b": 8, "c": 16}
 ORDERS = 50
 
 
-def any_orders(seed: int, out: Path) -> list[tuple[str, Order]]:
+def any_orders(seed: int, out: Path) -> list[tuple[str, WorkerOperation]]:
     """Orders, and whose each is; nobody's are answers of the base model."""
     draw = random.Random(seed)
     saves = dict.fromkeys(RANKS, 0)
-    orders: list[tuple[str, Order]] = [
+    orders: list[tuple[str, WorkerOperation]] = [
         (name, opening(name, rank, seed=rank, alpha=draw.choice([4.0, 40.0]), train_mlp=rank != 8))
         for name, rank in RANKS.items()
     ]
@@ -40,16 +45,19 @@ def any_orders(seed: int, out: Path) -> list[tuple[str, Order]]:
         name, given = draw.choice(list(RANKS)), data(draw.randint(1, 4), seed=number)
         overflowing = data(1, seed=number, advantages=1.0, logprobs=1e4)
         folder = str(out / f"{name}{draw.randint(0, saves[name])}")
-        kinds: dict[str, tuple[int, Order]] = {
+        kinds: dict[str, tuple[int, WorkerOperation]] = {
             "pass": (8, passing(name, given)),
             "look": (2, passing(name, given, forward_only=True)),
             "overflow": (1, passing(name, overflowing, loss="importance_sampling")),
-            "refused": (1, passing(name, given, per="token")),
+            "refused": (1, passing(name, given, loss_reduction="token")),
             "step": (4, stepping(name, draw.choice([0.01, 0.05]), weight_decay=0.1)),
-            "forget": (1, ZeroGradCommand(model=name)),
+            "forget": (1, ZeroGrad(model=name)),
             "save": (2, saving(name, out / f"{name}{saves[name] + 1}")),
-            "load": (2, Load(model=name, folder=folder, optimizer=draw.random() < 0.5)),
-            "export": (1, Export(model=name, folder=str(out / f"{name} to sample from"))),
+            "load": (
+                2,
+                LoadCheckpointCommand(model=name, folder=folder, optimizer=draw.random() < 0.5),
+            ),
+            "export": (1, ExportCommand(model=name, folder=str(out / f"{name} to sample from"))),
             "answer": (1, answering()),
         }
         weights = [weight for weight, _ in kinds.values()]
@@ -66,7 +74,7 @@ def carried_out(model: Path, out: Path, seed: int, settings: dict[str, Any]) -> 
         obey(workers, [order for name, order in any_orders(seed, out / who) if name in mine])
 
 
-def obey(workers: Any, orders: Sequence[Order]) -> None:
+def obey(workers: Any, orders: Sequence[WorkerOperation]) -> None:
     for order in orders:
         try:
             workers.do(order)

@@ -10,8 +10,8 @@ from penstock.adapters.names import parse_factor
 from penstock.losses.policy import LossInputs, sequence_losses, token_losses
 from penstock.server.protocol.losses import PARAMS
 from penstock.server.protocol.types import Array
-from penstock.server.protocol.worker_commands import Export
-from penstock.server.worker.errors import RefusedError
+from penstock.server.protocol.worker_commands import ExportCommand
+from penstock.server.worker.errors import CommandError
 from tests.engine.runs import VOCAB
 from tests.ranks import on_ranks
 from tests.server.workers.orders import (
@@ -39,7 +39,7 @@ def begun(model, tmp_path_factory):
     workers = operations(model, out)
     for order in (opening("a", 8), passing("a", data(4)), stepping("a", 0.05)):
         workers.do(order)
-    workers.do(Export(model="a", folder=str(out / "sampler"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(out / "sampler"), dtype="float32"))
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     return workers, peft.PeftModel.from_pretrained(base, out / "sampler", is_trainable=True)
 
@@ -91,14 +91,14 @@ def judged(tuned, given, loss, params):
 def test_log_probabilities_losses_and_gradients_are_those_of_autograd(begun, loss):
     workers, tuned = begun
     given, params = given_for(loss), NUMBERS.get(loss, {})
-    workers.residents.get("a").zero_grad()
+    workers.models.get("a").zero_grad()
     passed = workers.do(passing("a", given, loss=loss, params=params))
     log_probs, total = judged(tuned, given, loss, params)
     assert passed.metrics["loss:sum"] == pytest.approx(total, rel=1e-4)
     for outputs, theirs in zip(passed.outputs, log_probs, strict=True):
         mine = torch.tensor(outputs["logprobs"].numpy())
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-5)
-    require_gradients_of(tuned, workers.residents.get("a"))
+    require_gradients_of(tuned, workers.models.get("a"))
 
 
 def require_gradients_of(tuned, resident):
@@ -132,7 +132,7 @@ def test_several_targets_are_learnt_as_autograd_learns_them_of_fp64_logits(begun
     workers, tuned = begun
     # Samples of one target, of four and of two share a pass, and rows.
     given = (*distilling(2, 4), *data(1, seed=4), *distilling(1, 2, seed=6), *distilling(1, 1))
-    workers.residents.get("a").zero_grad()
+    workers.models.get("a").zero_grad()
     passed = workers.do(passing("a", given))
     tuned.zero_grad()
     total = 0.0
@@ -153,7 +153,7 @@ def test_several_targets_are_learnt_as_autograd_learns_them_of_fp64_logits(begun
         for datum in given
     )
     assert passed.metrics["valid_tokens:sum"] == trained
-    require_gradients_of(tuned, workers.residents.get("a"))
+    require_gradients_of(tuned, workers.models.get("a"))
 
 
 def test_one_target_of_several_is_as_the_only_one(begun):
@@ -171,9 +171,9 @@ def test_one_target_of_several_is_as_the_only_one(begun):
     )
     found = []
     for each in (given, wide):
-        workers.residents.get("a").zero_grad()
+        workers.models.get("a").zero_grad()
         passed = workers.do(passing("a", each))
-        found.append((passed, dict(workers.residents.get("a").gradients)))
+        found.append((passed, dict(workers.models.get("a").gradients)))
     (plain, gradients), (passed, its) = found
     assert passed.metrics["loss:sum"] == plain.metrics["loss:sum"]
     assert all(torch.equal(its[name], gradient) for name, gradient in gradients.items())
@@ -281,14 +281,14 @@ def test_what_no_loss_is_computed_of_is_refused_with_the_sample_and_the_name(beg
     }
     for words, (inputs, more) in faults.items():
         flawed = type(datum)(tokens=datum.tokens, inputs=inputs)
-        with pytest.raises(RefusedError, match=words) as refused:
+        with pytest.raises(CommandError, match=words) as refused:
             workers.do(passing("a", (flawed,), **more))
         assert refused.value.code == "invalid"
 
 
 def test_gradients_of_sums_and_of_means_are_not_added_up(begun):
     workers, _ = begun
-    workers.residents.get("a").zero_grad()
+    workers.models.get("a").zero_grad()
     workers.do(passing("a", data(2)))
-    with pytest.raises(RefusedError, match="per sum"):
-        workers.do(passing("a", data(2), per="token"))
+    with pytest.raises(CommandError, match="per sum"):
+        workers.do(passing("a", data(2), loss_reduction="token"))

@@ -20,9 +20,14 @@ from penstock.engine.checkpoint.dcp_io import read_boxes, whole_box
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.multi_lora.optim_step import NotFiniteError
 from penstock.rows.collate import collate
-from penstock.server.protocol.results import Passed, Stepped
-from penstock.server.protocol.types import Optimizer
-from penstock.server.protocol.worker_commands import Close, Export, Open, ZeroGradCommand
+from penstock.server.protocol.requests import ZeroGrad
+from penstock.server.protocol.results import ForwardBackwardResult, OptimStepResult
+from penstock.server.protocol.types import OptimizerConfig
+from penstock.server.protocol.worker_commands import (
+    CreateModelCommand,
+    ExportCommand,
+    UnloadModelCommand,
+)
 from penstock.server.worker.batching import _row
 from penstock.server.worker.datums import build_samples
 from tests.ranks import on_ranks
@@ -70,13 +75,13 @@ def in_turn(one, other):
 
 def losses_of(results):
     """What passes told, also those that only looked."""
-    return [each.metrics["loss:sum"] for each in results if isinstance(each, Passed)]
+    return [each.metrics["loss:sum"] for each in results if isinstance(each, ForwardBackwardResult)]
 
 
 def check_norms(results):
     """Those of types of layers, told with the pass before a step, make up the step's."""
     for passed, stepped in pairwise(results):
-        if isinstance(stepped, Stepped):
+        if isinstance(stepped, OptimStepResult):
             parts = [norm for name, norm in passed.metrics.items() if "grad_norm/" in name]
             together = sum(part**2 for part in parts) ** 0.5
             assert len(parts) > 1
@@ -145,7 +150,7 @@ def test_what_a_smaller_adapter_leaves_of_the_base_stays_zeros_exactly(model, tm
     workers = operations(model, tmp_path)
     for order in script("a", tmp_path, rank=8, lr=0.02, seed=3):
         workers.do(order)
-    factors = {one.name: one.parameter for one in workers.residents.substrate.factors}
+    factors = {one.name: one.parameter for one in workers.models.substrate.factors}
     rests = [p[8:] if ".lora_A." in name else p[:, 8:] for name, p in factors.items()]
     assert rests
     assert not any(rest.any() for rest in rests)
@@ -158,7 +163,7 @@ def test_adapters_of_experts_may_be_smaller_than_the_base_has_room_for(tmp_path,
     orders = {
         name: script("a", tmp_path / name, rank=4, lr=0.02, seed=3) for name in ("wide", "own")
     }
-    export = Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
+    export = ExportCommand(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
     done(its, tmp_path, [*orders["wide"], export], lora=form)
     done(its, tmp_path, orders["own"], lora={"lora_rank": 4, **form})
     assert apart(saved(tmp_path / "wide" / "a"), saved(tmp_path / "own" / "a")) < 1e-5
@@ -183,21 +188,25 @@ def test_passes_and_a_step_are_a_step_of_training(model, tmp_path):
     settings = {"max_grad_norm": 1.0, "weight_decay": 0.1}
     workers = operations(model, tmp_path, **settings)
     numbers = {"eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 1.0}
-    mine = [opening("a"), passing("a", given, per="token"), stepping("a", 0.02, **numbers)]
+    mine = [
+        opening("a"),
+        passing("a", given, loss_reduction="token"),
+        stepping("a", 0.02, **numbers),
+    ]
     told = [workers.do(order) for order in mine][-1].metrics
     workers.do(saving("a", tmp_path / "mine"))
 
-    engine = operations(model, tmp_path, **settings).residents.substrate.built.engine
+    engine = operations(model, tmp_path, **settings).models.substrate.built.engine
     samples = build_samples(passing("a", given), 320)
     for sample in samples:
-        sample.targets[sample.told["factors_T"] == 0] = -100
+        sample.targets[sample.loss_inputs["factors_T"] == 0] = -100
     rows = [[_row(0, samples[:3])], [_row(1, samples[3:])]]
     step = engine.step(collate(rows, pad_to_multiple_of=16).micro_batches(), 0.02, 0)
     assert told["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
     trained = {
-        piece.tensor: piece.of(one.parameter.detach())
+        piece.tensor: piece.view(one.parameter.detach())
         for one in engine.layout.trainable
-        for piece in one.pieces
+        for piece in one.shards
     }
     assert apart(saved(tmp_path / "mine"), trained) < 1e-5
 
@@ -215,7 +224,7 @@ def peft_gradients(tuned, given):
 def test_steps_are_those_of_peft_and_torch(model, tmp_path):
     workers = operations(model, tmp_path)
     workers.do(opening("a", 8, alpha=24, seed=5))
-    workers.do(Export(model="a", folder=str(tmp_path / "start"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "start"), dtype="float32"))
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True)
     trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
@@ -231,7 +240,7 @@ def test_steps_are_those_of_peft_and_torch(model, tmp_path):
         judge.step()
         judge.zero_grad()
         assert told["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-    workers.do(Export(model="a", folder=str(tmp_path / "end"), dtype="float32"))
+    workers.do(ExportCommand(model="a", folder=str(tmp_path / "end"), dtype="float32"))
     mine = load_file(tmp_path / "end" / "adapter_model.safetensors")
     theirs = peft.get_peft_model_state_dict(tuned, save_embedding_layers=False)
     assert apart(mine, theirs) < 1e-5
@@ -257,7 +266,7 @@ def test_a_pass_that_only_looks_leaves_no_gradients_and_sees_the_same(model, tmp
     workers = operations(model, tmp_path)
     workers.do(opening("a"))
     looked = workers.do(passing("a", data(4), forward_only=True))
-    assert all(one.parameter.grad is None for one in workers.residents.substrate.trainable)
+    assert all(one.parameter.grad is None for one in workers.models.substrate.trainable)
     with pytest.raises(ConfigError, match="no gradients"):
         workers.do(stepping("a"))
     learnt = workers.do(passing("a", data(4)))
@@ -267,7 +276,7 @@ def test_a_pass_that_only_looks_leaves_no_gradients_and_sees_the_same(model, tmp
 
 def test_gradients_that_are_dropped_are_not_stepped_along(model, tmp_path):
     workers = operations(model, tmp_path)
-    for order in (opening("a"), passing("a", data(4)), ZeroGradCommand(model="a")):
+    for order in (opening("a"), passing("a", data(4)), ZeroGrad(model="a")):
         workers.do(order)
     with pytest.raises(ConfigError, match="no gradients"):
         workers.do(stepping("a"))
@@ -305,7 +314,7 @@ def everything(folder):
 
 def test_norms_of_a_whole_mixture_are_told_by_all_types_of_its_layers(tmp_path):
     its = write_model(tmp_path / "model", **MIXTURE)
-    orders = [Open(model="a", lora=None), passing("a", data(4)), stepping("a")]
+    orders = [CreateModelCommand(model="a", lora=None), passing("a", data(4)), stepping("a")]
     results = done(its, tmp_path, orders, log_grad_norm="layers", lora={"enable_lora": False})
     check_norms(results)
     found = {name for name in results[1].metrics if "grad_norm/" in name}
@@ -316,7 +325,9 @@ def test_norms_of_a_whole_mixture_are_told_by_all_types_of_its_layers(tmp_path):
 
 def test_without_eps_a_step_is_refused_only_where_it_would_be_divided_by(model, tmp_path):
     workers = operations(model, tmp_path)
-    workers.do(Open(model="sgd", lora=None, optimizer_config=Optimizer(kind="sgd")))
+    workers.do(
+        CreateModelCommand(model="sgd", lora=None, optimizer_config=OptimizerConfig(kind="sgd"))
+    )
     workers.do(opening("adam"))
     for name in ("sgd", "adam"):
         workers.do(passing(name, data(2)))
@@ -334,7 +345,7 @@ def test_nothing_is_kept_of_a_model_that_was_closed(model, tmp_path):
             workers.do(order)
     workers.do(passing("a", data(2)))
     workers.do(passing("b", data(2)))
-    there = workers.residents.get("a")
+    there = workers.models.get("a")
     assert there.weights
     kept = [there, there.optimizer, *there.weights, *there.gradients.values()]
     kept += [
@@ -346,18 +357,22 @@ def test_nothing_is_kept_of_a_model_that_was_closed(model, tmp_path):
     alive = [weakref.ref(each) for each in kept]
     assert len(alive) > 50
     del there, kept
-    workers.do(Close(model="a"))
+    workers.do(UnloadModelCommand(model="a"))
     gc.collect()
     assert not any(each() is not None for each in alive)
 
 
 def test_an_optimizer_that_cannot_be_is_refused_and_the_workers_go_on(model, tmp_path):
     workers = operations(model, tmp_path)
-    nesterov = Optimizer(kind="sgd", kwargs={"nesterov": True})
+    nesterov = OptimizerConfig(kind="sgd", kwargs={"nesterov": True})
     with pytest.raises(ConfigError, match="needs momentum above 0"):
-        workers.do(Open(model="a", lora=None, optimizer_config=nesterov))
+        workers.do(CreateModelCommand(model="a", lora=None, optimizer_config=nesterov))
     with pytest.raises(ConfigError, match="told eps with each step"):
-        workers.do(Open(model="a", lora=None, optimizer_config=Optimizer(kwargs={"eps": 0.1})))
+        workers.do(
+            CreateModelCommand(
+                model="a", lora=None, optimizer_config=OptimizerConfig(kwargs={"eps": 0.1})
+            )
+        )
     workers.do(opening("a"))
 
 

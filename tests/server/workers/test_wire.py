@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from penstock.core.errors import StageError
 from penstock.server.protocol import zmq_channel
 from penstock.server.protocol.codec import Codec, FrameError, PeerLostError
+from penstock.server.protocol.requests import ZeroGrad
 from penstock.server.protocol.results import Done
 from penstock.server.protocol.secret import new_secret
 from penstock.server.protocol.threaded_channel import ThreadedEnd
 from penstock.server.protocol.worker_commands import (
-    Beat,
-    Close,
     Command,
     FromWorkers,
     Hello,
     Reply,
     ToWorkers,
-    ZeroGradCommand,
+    UnloadModelCommand,
+    WorkerHeartbeat,
 )
 from penstock.server.protocol.zmq_channel import connecting, listening
 from tests.server.in_process_channel import memory_pair
@@ -39,7 +39,7 @@ LOSS_SECONDS = 1.0
 
 
 def command(number):
-    return Command(id=str(number), order=Close(model="m"))
+    return Command(id=str(number), operation=UnloadModelCommand(model="m"))
 
 
 @contextlib.asynccontextmanager
@@ -93,7 +93,7 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
 
 SPEAKER = """
 import asyncio, os, signal, sys
-from penstock.server.protocol.worker_commands import FromWorkers, Hello, ToWorkers, Beat
+from penstock.server.protocol.worker_commands import FromWorkers, Hello, ToWorkers, WorkerHeartbeat
 from penstock.server.protocol import zmq_channel
 from penstock.server.protocol.zmq_channel import connecting, listening
 
@@ -106,7 +106,7 @@ async def main():
         end = listening(ToWorkers, address)
         print(end.address, flush=True)
         await end.receive()
-        await end.send(Beat(instance="child", running=""))
+        await end.send(WorkerHeartbeat(instance="child", running=""))
     if len(sys.argv) > 3:
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -131,7 +131,7 @@ def test_the_end_that_listens_hears_within_a_second_that_its_peer_was_killed():
             with pytest.raises(PeerLostError):
                 await hear(workers, LOSS_SECONDS)
             # Told once; with nobody there, what is sent is dropped.
-            await workers.send(Beat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i", running=""))
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.2)
         with speaker("connects", workers.address) as child:
@@ -149,7 +149,7 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
             address = child.stdout.readline().strip()
             engine = connecting(FromWorkers, address)
             await engine.send(Hello(engine="e"))
-            assert await hear(engine) == Beat(instance="child", running="")
+            assert await hear(engine) == WorkerHeartbeat(instance="child", running="")
             child.kill()
             child.wait()
             await asyncio.sleep(0.3)
@@ -219,7 +219,7 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
             stranger.close()
             await engine.send(command("still here"))
             assert (await hear(workers)).id == "still here"
-            await workers.send(Beat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i", running=""))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -239,7 +239,7 @@ def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
             raw.close(linger=0)
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.3)
-            await workers.send(Beat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i", running=""))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -275,7 +275,7 @@ def test_frames_that_are_no_messages_are_dropped_with_a_line_each(caplog):
 def test_any_bytes_are_a_message_or_a_frame_error(frame, at, mode):
     codec = Codec(ToWorkers)
     if mode == "mutated":
-        good = codec.encode(Command(id="x", order=ZeroGradCommand(model="m")))
+        good = codec.encode(Command(id="x", operation=ZeroGrad(model="m")))
         frame = good[: at % len(good)] + frame[:3] + good[at % len(good) + len(frame[:3]) :]
     with contextlib.suppress(FrameError):
         assert isinstance(codec.decode(frame), ToWorkers)
@@ -283,7 +283,7 @@ def test_any_bytes_are_a_message_or_a_frame_error(frame, at, mode):
 
 @pytest.mark.parametrize("what", [{"id": "half \ud800 of a pair"}, {"id": 2**70}], ids=str)
 def test_what_no_frame_holds_is_a_frame_error(what):
-    message = Command(order=Close(model="m"), **what)
+    message = Command(operation=UnloadModelCommand(model="m"), **what)
     with pytest.raises(FrameError, match="cannot be sent"):
         Codec(ToWorkers).encode(message)
 
@@ -318,17 +318,17 @@ def test_ends_in_memory_hear_each_other_and_of_a_peer_that_died():
     async def scenario():
         engine, workers = memory_pair(ToWorkers, FromWorkers)
         await engine.send(Hello(engine="e"))
-        await workers.send(Beat(instance="i", running=""))
+        await workers.send(WorkerHeartbeat(instance="i", running=""))
         workers.drop()
         await engine.send(command("lost"))
-        assert await hear(engine) == Beat(instance="i", running="")
+        assert await hear(engine) == WorkerHeartbeat(instance="i", running="")
         with pytest.raises(PeerLostError):
             await hear(engine)
         await engine.send(command("kept for the next"))
         _, others = memory_pair(ToWorkers, FromWorkers)
         engine.join(others)
         with pytest.raises(FrameError):
-            await engine.send(Beat(instance="wrong way", running=""))
+            await engine.send(WorkerHeartbeat(instance="wrong way", running=""))
         with pytest.raises(PeerLostError):
             await hear(others)
         assert (await hear(others)).id == "kept for the next"
@@ -343,7 +343,7 @@ def test_a_thread_beats_and_listens_while_the_main_thread_computes():
         await engine.send(command("2"))
         beats = 0
         while not busy.is_set():
-            beats += isinstance(await hear(engine), Beat)
+            beats += isinstance(await hear(engine), WorkerHeartbeat)
             if beats == 3:
                 busy.set()
         while not isinstance(reply := await hear(engine), Reply):
@@ -359,8 +359,8 @@ def test_a_thread_beats_and_listens_while_the_main_thread_computes():
         address.append(channel.address)
         return channel
 
-    end: ThreadedEnd[Reply | Beat, Command] = ThreadedEnd(
-        begin, lambda: Beat(instance="i", running="1"), 0.05
+    end: ThreadedEnd[Reply | WorkerHeartbeat, Command] = ThreadedEnd(
+        begin, lambda: WorkerHeartbeat(instance="i", running="1"), 0.05
     )
     found = []
     engine = threading.Thread(

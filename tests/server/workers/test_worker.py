@@ -11,24 +11,24 @@ from penstock.core.errors import ArtifactError, StageError
 from penstock.engine.distributed.broadcast import ControlBroadcast
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.server.protocol.codec import Codec, PeerLostError
-from penstock.server.protocol.results import Done, Passed, Served
+from penstock.server.protocol.requests import ZeroGrad
+from penstock.server.protocol.results import Done, ForwardBackwardResult, ServedModel
 from penstock.server.protocol.types import Endpoint, Secret
 from penstock.server.protocol.worker_commands import (
-    Close,
+    CheckpointSizes,
     Command,
-    Export,
-    Fault,
+    CommandFailure,
+    ExportCommand,
     Hello,
-    Opened,
     Ready,
     Reply,
     Shutdown,
     ToWorkers,
+    UnloadModelCommand,
     WeightSyncCommand,
-    ZeroGradCommand,
 )
-from penstock.server.worker.generate import Sampling as Drawing
-from penstock.server.worker.loop import BrokenError, serve
+from penstock.server.worker.generate import GenerationHandler as Drawing
+from penstock.server.worker.loop import UnrecoverableError, serve
 from penstock.server.worker.self_test import self_test
 from penstock_kernels.op import Op
 from tests.ranks import on_ranks
@@ -67,12 +67,12 @@ class Script:
 
 
 def commands(*orders):
-    return [Command(id=str(number), order=order) for number, order in enumerate(orders)]
+    return [Command(id=str(number), operation=order) for number, order in enumerate(orders)]
 
 
 def served_by(workers, script):
     """The loop, to its end."""
-    served = Served(
+    served = ServedModel(
         base_model="tiny",
         tokenizer="tiny",
         arch="qwen3",
@@ -83,27 +83,29 @@ def served_by(workers, script):
     )
 
     def ready():
-        return Ready(instance="x", served=served, models=workers.residents.names)
+        return Ready(instance="x", served=served, models=workers.models.names)
 
-    serve(workers, ControlBroadcast(workers.residents.substrate.ranks), script, ready)
+    serve(workers, ControlBroadcast(workers.models.substrate.ranks), script, ready)
     return script.told
 
 
 def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothing(model, tmp_path):
-    orders = commands(opening("a"), stepping("b"), passing("a", data(3)), Close(model="a"))
+    orders = commands(
+        opening("a"), stepping("b"), passing("a", data(3)), UnloadModelCommand(model="a")
+    )
     told = served_by(operations(model, tmp_path), Script(Hello(engine="e"), *orders, Shutdown()))
     ready, opened, refused, passed, closed = told
     assert ready.models == ()
-    assert isinstance(opened.result, Opened)
+    assert isinstance(opened.result, CheckpointSizes)
     assert (refused.category, refused.code, refused.id) == ("user", "not_found", "1")
-    assert not refused.ends
-    assert isinstance(passed.result, Passed)
+    assert not refused.needs_restart
+    assert isinstance(passed.result, ForwardBackwardResult)
     assert closed == Reply(id="3", result=Done())
 
 
 def test_what_a_model_will_take_on_disk_is_told_and_holds(model, tmp_path):
     orders = [opening("a", 8), passing("a", data(3)), stepping("a"), saving("a", tmp_path / "kept")]
-    export = Export(model="a", folder=str(tmp_path / "sampler"))
+    export = ExportCommand(model="a", folder=str(tmp_path / "sampler"))
     opened, *_ = done(model, tmp_path, [*orders, export])
     for folder, told in (("kept", opened.state_bytes), ("sampler", opened.export_bytes)):
         size = sum(path.stat().st_size for path in (tmp_path / folder).iterdir())
@@ -124,20 +126,20 @@ def test_what_breaks_is_told_and_ends_the_workers(model, tmp_path):
         raise RuntimeError(f"{len(tokens)} tokens exploded")
 
     workers = operations(model, tmp_path)
-    flawed = replace(workers, sampling=Drawing(workers.residents, explodes))
+    flawed = replace(workers, sampling=Drawing(workers.models, explodes))
     script = Script(*commands(opening("a"), answering(stop_texts=("x",)), opening("b")), Shutdown())
-    with pytest.raises(BrokenError, match="exploded"):
+    with pytest.raises(UnrecoverableError, match="exploded"):
         served_by(flawed, script)
-    assert isinstance(script.told[-1], Fault)
+    assert isinstance(script.told[-1], CommandFailure)
     assert (script.told[-1].category, script.told[-1].code) == ("server", "internal")
-    assert script.told[-1].ends
+    assert script.told[-1].needs_restart
     assert "started again" in script.told[-1].error
 
 
 def test_the_self_test_passes_where_all_is_well_and_leaves_nothing(model, tmp_path):
     workers = operations(model, tmp_path)
     self_test(workers)
-    assert workers.residents.names == ()
+    assert workers.models.names == ()
 
 
 class Overheard(ControlBroadcast):
@@ -185,17 +187,17 @@ def test_keys_of_inference_servers_are_known_to_rank_0_alone():
     assert obeying.orders == [order]
     assert not any(b"tml-of-theirs" in frame for frame in overheard.frames)
     [told, _] = [Codec(ToWorkers).decode(frame) for frame in overheard.frames]
-    assert told.order.endpoints == order.endpoints
+    assert told.operation.endpoints == order.endpoints
 
 
 class Flawed:
     """Operations that cannot forget on this rank."""
 
     def __init__(self, workers, rank):
-        self.workers, self.rank, self.residents = workers, rank, workers.residents
+        self.workers, self.rank, self.models = workers, rank, workers.models
 
     def do(self, order):
-        if isinstance(order, ZeroGradCommand) and self.rank == 1:
+        if isinstance(order, ZeroGrad) and self.rank == 1:
             raise StageError("this rank forgets nothing")
         return self.workers.do(order)
 
@@ -208,7 +210,7 @@ def served_on_a_rank(model, out):
     flawed = Flawed(workers, ranks.rank)
     orders = commands(
         opening("a", 8),
-        ZeroGradCommand(model="a"),
+        ZeroGrad(model="a"),
         passing("a", data(3)),
         stepping("a"),
         answering(),
@@ -222,7 +224,7 @@ def served_on_a_rank(model, out):
 def test_a_fault_on_one_rank_is_the_commands_and_the_ranks_go_on_in_step(model, tmp_path):
     [told, _] = on_ranks(2, served_on_a_rank, model, tmp_path)
     kinds = [type(each) for each in told]
-    assert kinds == [Reply, Fault, Reply, Reply, Reply]
+    assert kinds == [Reply, CommandFailure, Reply, Reply, Reply]
     assert told[1].error == "this rank forgets nothing"
     assert told[3].result.metrics["step"] == 1
 
@@ -291,7 +293,7 @@ def test_norms_of_types_of_layers_are_told_with_each_pass_where_they_are_asked_f
     model, tmp_path, per
 ):
     looks = passing("a", data(1), forward_only=True)
-    passes = [passing("a", data(3, seed=number), per=per) for number in (1, 2)]
+    passes = [passing("a", data(3, seed=number), loss_reduction=per) for number in (1, 2)]
     orders = [opening("a", 8), looks, *passes, stepping("a")]
     plain, told = (
         [each.metrics for each in done(model, tmp_path, orders, log_grad_norm=asked)[1:]]
@@ -320,4 +322,4 @@ def test_new_models_start_from_the_checkpoint_that_the_file_names(model, tmp_pat
     assert all(tensor.equal(kept[name]) for name, tensor in begun.items())
     with pytest.raises(ArtifactError, match="rank 8"):
         workers.do(opening("c", 4))
-    assert workers.residents.names == ("b",)
+    assert workers.models.names == ("b",)

@@ -10,8 +10,13 @@ from penstock.core.cache.folder_digests import DIGESTS
 from penstock.core.errors import ArtifactError
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.multi_lora.model_store import SAMPLER
-from penstock.server.protocol.types import Array, Sampling
-from penstock.server.protocol.worker_commands import Export, Generate, Generated, Open
+from penstock.server.protocol.types import Array, SamplingParams
+from penstock.server.protocol.worker_commands import (
+    CreateModelCommand,
+    ExportCommand,
+    GenerateCommand,
+    GenerateResult,
+)
 from penstock.server.worker import generate
 from tests.damaging import flip_bit
 from tests.ranks import on_ranks
@@ -33,13 +38,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 def test_answers_come_from_what_was_saved_and_training_goes_on_beside(model, tmp_path):
     learnt = [opening("a"), passing("a", data(4)), stepping("a", 0.1)]
-    export = Export(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
+    export = ExportCommand(model="a", folder=str(tmp_path / "sampler"), dtype="float32")
     on = [passing("a", data(4, seed=1)), stepping("a", 0.1)]
     drawn = [answering(), answering(str(tmp_path / "sampler"))]
     prompt = [*learnt, export, *drawn, *on, answering(str(tmp_path / "sampler"))]
     results = done(model, tmp_path, [*prompt, saving("a", tmp_path / "drawn")])
     done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")])
-    before, then, again = (each for each in results if isinstance(each, Generated))
+    before, then, again = (each for each in results if isinstance(each, GenerateResult))
     assert before != then
     assert then == again
     drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")
@@ -48,12 +53,12 @@ def test_answers_come_from_what_was_saved_and_training_goes_on_beside(model, tmp
 
 def test_answers_of_an_adapter_are_foretold_as_its_model_does(model, tmp_path):
     learnt = [opening("a", 8), passing("a", data(4)), stepping("a", 0.1)]
-    export = Export(model="a", folder=str(tmp_path / "sampler"))
+    export = ExportCommand(model="a", folder=str(tmp_path / "sampler"))
     workers = operations(model, tmp_path)
     for order in (*learnt, export):
         workers.do(order)
     generated = workers.do(answering(str(tmp_path / "sampler")))
-    [sequence] = generated.sampled[0].sequences
+    [sequence] = generated.results[0].sequences
     ids = [5, 6, 7, *sequence.tokens.numpy().tolist()]
     datum = type(data(1)[0])(
         tokens=Array.of(ids[:-1], "int32"), inputs={"target_tokens": Array.of(ids[1:], "int64")}
@@ -66,8 +71,8 @@ def test_answers_end_where_the_model_ends_a_text_unless_that_is_not_wanted(tmp_p
     prompt = Array.of([5, 6, 7], "int32")
 
     def asking(**more):
-        how = Sampling(max_tokens=40, temperature=0.0, **more)
-        return Generate(prompts=(prompt,), counts=(1,), settings=(how,))
+        how = SamplingParams(max_tokens=40, temperature=0.0, **more)
+        return GenerateCommand(prompts=(prompt,), counts=(1,), settings=(how,))
 
     plain = write_model(tmp_path / "plain")
     [whole] = drawn(plain, tmp_path, [asking(ignore_eos=True)])
@@ -83,7 +88,7 @@ def test_answers_end_where_the_model_ends_a_text_unless_that_is_not_wanted(tmp_p
 def drawn(model, out, orders):
     """The first answer to each order."""
     return [
-        each.sampled[0].sequences[0].tokens.numpy().tolist() for each in done(model, out, orders)
+        each.results[0].sequences[0].tokens.numpy().tolist() for each in done(model, out, orders)
     ]
 
 
@@ -91,12 +96,16 @@ def test_the_likeliest_tokens_of_answers_and_prompts_are_told_where_they_are_ask
     model, tmp_path
 ):
     prompts = tuple(Array.of(ids, "int32") for ids in ([5, 6, 7], [9, 8]))
-    how = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
-    order = Generate(
-        prompts=prompts, counts=(2, 1), settings=(how, how), topk=(0, 2), topk_drawn=(3, 0)
+    how = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    order = GenerateCommand(
+        prompts=prompts,
+        counts=(2, 1),
+        settings=(how, how),
+        topk_prompt_logprobs=(0, 2),
+        topk_sample_logprobs=(3, 0),
     )
     [generated] = done(model, tmp_path, [order])
-    asked, other = generated.sampled
+    asked, other = generated.results
     for sequence in asked.sequences:
         assert sequence.topk_tokens.shape == sequence.topk_logprobs.shape == (4, 3)
         assert (sequence.topk_tokens.numpy()[:, 0] == sequence.tokens.numpy()).all()
@@ -117,13 +126,13 @@ ELSEWHERE = {
 
 def test_what_another_kind_of_server_saved_is_refused_and_nothing_breaks(model, tmp_path):
     folder = tmp_path / "sampler"
-    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    done(model, tmp_path, [opening("a"), ExportCommand(model="a", folder=str(folder))])
     for said, settings in ELSEWHERE.items():
         with pytest.raises(ArtifactError, match=said):
             done(model, tmp_path, [answering(str(folder))], **settings)
     whole = tmp_path / "whole"
     settings = {"lora": {"enable_lora": False}}
-    orders = [Open(model="a", lora=None), Export(model="a", folder=str(whole))]
+    orders = [CreateModelCommand(model="a", lora=None), ExportCommand(model="a", folder=str(whole))]
     done(model, tmp_path, orders, **settings)
     with pytest.raises(ArtifactError, match="is a whole model, and this server samples from adap"):
         done(model, tmp_path, [answering(str(whole))])
@@ -131,7 +140,7 @@ def test_what_another_kind_of_server_saved_is_refused_and_nothing_breaks(model, 
 
 def test_nothing_is_drawn_from_a_folder_of_which_a_file_is_damaged(model, tmp_path):
     folder = tmp_path / "sampler"
-    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    done(model, tmp_path, [opening("a"), ExportCommand(model="a", folder=str(folder))])
     for file in (*folder.glob("*.safetensors"), folder / SAMPLER, folder / DIGESTS):
         good = file.read_bytes()
         flip_bit(file)
@@ -155,7 +164,7 @@ def read_on_a_rank(model, out, folder):
 
 def test_a_folder_that_is_deleted_meanwhile_fails_on_all_ranks_alike(model, tmp_path):
     folder = tmp_path / "sampler"
-    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    done(model, tmp_path, [opening("a"), ExportCommand(model="a", folder=str(folder))])
     [one, other] = on_ranks(2, read_on_a_rank, model, tmp_path, folder)
     assert one == other
 
@@ -164,8 +173,8 @@ def read_without_memory(model, out, folder):
     """What is told of drawing where rank 1 has no memory for an adapter, and what is drawn then."""
     workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
     fault = torch.OutOfMemoryError("no memory is left")
-    is_second = workers.residents.substrate.ranks.rank == 1
-    failing = patch.object(generate.Sampling, "_read", side_effect=fault)
+    is_second = workers.models.substrate.ranks.rank == 1
+    failing = patch.object(generate.GenerationHandler, "_read", side_effect=fault)
     with failing if is_second else nullcontext(), pytest.raises(ArtifactError) as caught:
         workers.do(answering(str(folder)))
     return str(caught.value), workers.do(answering(str(folder)))
@@ -173,19 +182,19 @@ def read_without_memory(model, out, folder):
 
 def test_a_rank_without_memory_for_an_adapter_is_a_fault_of_the_draw_on_all(model, tmp_path):
     folder = tmp_path / "sampler"
-    done(model, tmp_path, [opening("a"), Export(model="a", folder=str(folder))])
+    done(model, tmp_path, [opening("a"), ExportCommand(model="a", folder=str(folder))])
     (one, drawn), (other, _) = on_ranks(2, read_without_memory, model, tmp_path, folder)
     assert one == other
     assert one.startswith("sampler cannot be sampled from, as rank 1 met OutOfMemoryError: no mem")
-    assert drawn.sampled[0].sequences
+    assert drawn.results[0].sequences
 
 
 def test_a_whole_model_is_read_once_for_all_that_is_drawn_from_it_in_a_row(model, tmp_path):
     settings = {"lora": {"enable_lora": False}}
     folder = tmp_path / "whole"
     workers = operations(model, tmp_path, **settings)
-    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.1)]
-    for order in (*learnt, Export(model="a", folder=str(folder), dtype="float32")):
+    learnt = [CreateModelCommand(model="a", lora=None), passing("a", data(4)), stepping("a", 0.1)]
+    for order in (*learnt, ExportCommand(model="a", folder=str(folder), dtype="float32")):
         workers.do(order)
     first = workers.do(answering(str(folder)))
     kept = {path: path.read_bytes() for path in folder.glob("*.safetensors")}
@@ -203,14 +212,14 @@ def test_a_whole_model_is_read_once_for_all_that_is_drawn_from_it_in_a_row(model
 
 def test_where_a_model_has_all_of_the_base_answers_are_drawn_and_it_comes_back(model, tmp_path):
     settings = {"lora": {"enable_lora": False}, "optimizer": "muon", "muon_lr": 0.01}
-    learnt = [Open(model="a", lora=None), passing("a", data(4)), stepping("a", 0.01)]
-    export = Export(model="a", folder=str(tmp_path / "whole"), dtype="float32")
+    learnt = [CreateModelCommand(model="a", lora=None), passing("a", data(4)), stepping("a", 0.01)]
+    export = ExportCommand(model="a", folder=str(tmp_path / "whole"), dtype="float32")
     on = [passing("a", data(4, seed=1)), stepping("a", 0.01)]
     drawn = [answering(), answering(str(tmp_path / "whole"))]
     orders = [answering(), *learnt, export, *drawn, *on, saving("a", tmp_path / "drawn")]
     results = done(model, tmp_path, orders, **settings)
     done(model, tmp_path, [*learnt, *on, saving("a", tmp_path / "plain")], **settings)
-    first, base, its = (each for each in results if isinstance(each, Generated))
+    first, base, its = (each for each in results if isinstance(each, GenerateResult))
     assert first == base
     assert base != its
     drawn_beside, plain = saved(tmp_path / "drawn"), saved(tmp_path / "plain")

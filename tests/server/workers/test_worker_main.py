@@ -11,17 +11,17 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.multi_lora.shared_base import build_shared_base
 from penstock.server.launch.addresses import free_port
 from penstock.server.launch.job import ServerJob
-from penstock.server.protocol.results import Passed, Stepped
+from penstock.server.protocol.results import ForwardBackwardResult, OptimStepResult
 from penstock.server.protocol.worker_commands import (
-    Beat,
+    CheckpointSizes,
     Command,
-    Export,
+    ExportCommand,
     FromWorkers,
     Hello,
-    Opened,
     Ready,
     Reply,
     Shutdown,
+    WorkerHeartbeat,
 )
 from penstock.server.protocol.zmq_channel import connecting
 from penstock.server.worker.main import run_rank
@@ -74,11 +74,11 @@ async def as_engine(job, orders):
     told, beats = [], 0
     for message in (
         Hello(engine="e"),
-        *(Command(id=str(number), order=order) for number, order in enumerate(orders)),
+        *(Command(id=str(number), operation=order) for number, order in enumerate(orders)),
         Hello(engine="another"),
     ):
         await channel.send(message)
-        while isinstance(heard := await channel.receive(), Beat):
+        while isinstance(heard := await channel.receive(), WorkerHeartbeat):
             beats += 1
         told.append(heard)
     await channel.send(Shutdown())
@@ -96,7 +96,7 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
         passing("a", data(3)),
         stepping("a"),
         passing("a", data(3)),
-        Export(model="a", folder=str(tmp_path / "sampler")),
+        ExportCommand(model="a", folder=str(tmp_path / "sampler")),
         opening("b", 9),
     ]
     found = []
@@ -108,12 +108,17 @@ def test_a_rank_tests_itself_tells_what_it_is_obeys_and_leaves(tmp_path, monkeyp
     ready, *replies, refused, again = told
     assert isinstance(ready, Ready)
     assert ready.models == ()
-    assert (again.models, again.steps, again.gathering) == (("a",), {"a": 1}, ("a",))
+    assert (again.models, again.steps, again.models_with_gradients) == (("a",), {"a": 1}, ("a",))
     served = ready.served
     assert (served.base_model, served.arch, served.trains) == ("tiny", "qwen3", "adapters")
     assert (served.max_rank, served.vocab_size, served.max_context) == (8, runs.VOCAB, 512)
     kinds = [type(each.result) for each in replies if isinstance(each, Reply)]
-    assert kinds[:4] == [Opened, Passed, Stepped, Passed]
+    assert kinds[:4] == [
+        CheckpointSizes,
+        ForwardBackwardResult,
+        OptimStepResult,
+        ForwardBackwardResult,
+    ]
     assert (tmp_path / "sampler" / "adapter_model.safetensors").is_file()
     assert (refused.code, refused.category) == ("invalid", "user")
     assert "1 to 8" in refused.error

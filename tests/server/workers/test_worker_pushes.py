@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.server.protocol.worker_commands import Export, WeightSyncCommand
+from penstock.server.protocol.worker_commands import ExportCommand, WeightSyncCommand
 from tests.ranks import on_ranks
 from tests.server.sync.receiver import receiving
 from tests.server.workers.orders import data, done, opening, passing, stepping, write_model
@@ -32,7 +32,7 @@ def pushed(model, out, endpoint):
         quantization=None,
     )
     learnt = [passing("a", data(4)), stepping("a", 0.05)]
-    export = Export(model="a", folder=str(out / "sampler"), dtype="float32")
+    export = ExportCommand(model="a", folder=str(out / "sampler"), dtype="float32")
     orders = [opening("a", 8, alpha=24), *learnt, export, opening("b", 16), push]
     return done(model, out, orders)[-1].num_parameters
 

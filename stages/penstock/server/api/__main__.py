@@ -18,11 +18,11 @@ from penstock.core.errors import ConfigError
 from penstock.core.process.rendezvous import is_loopback_host
 from penstock.server.api.app import create_app
 from penstock.server.api.context import AppState
-from penstock.server.api.http_protocol import Connection, room_for_connections
+from penstock.server.api.http_protocol import Connection, max_open_connections
 from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
 from penstock.server.launch.job import ServerJob
-from penstock.server.protocol.envelopes import FromEngine
+from penstock.server.protocol.envelopes import FromScheduler
 from penstock.server.protocol.zmq_channel import connecting
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
     asked = job.config.max_connections
-    max_connections, backlog = room_for_connections(asked)
+    max_connections, backlog = max_open_connections(asked)
     if max_connections < asked:
         LOG.warning(
             "%d connections may be open, and max_connections is %d: raise the limit of open files"
@@ -62,7 +62,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             asked,
         )
     settings = replace(read_settings(job.config, keys), max_connections=max_connections)
-    app = create_app(connecting(FromEngine, job.engine_address, env.engine_secret()), settings)
+    app = create_app(connecting(FromScheduler, job.engine_address, env.engine_secret()), settings)
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -81,8 +81,8 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     )
     _freeze_modules()
     service: AppState = app.state.service
-    ending = asyncio.create_task(_end_polls(server, service.closing))
-    warming = asyncio.create_task(service.codecs.start())
+    ending = asyncio.create_task(_end_polls(server, service.shutting_down))
+    warming = asyncio.create_task(service.codec_pool.start())
     try:
         await server.serve()
     finally:
@@ -97,11 +97,11 @@ def _freeze_modules() -> None:
     gc.freeze()
 
 
-async def _end_polls(server: uvicorn.Server, closing: asyncio.Event) -> None:
+async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> None:
     while not server.should_exit:
         await asyncio.sleep(LOOK_SECONDS)
     await asyncio.sleep(POLL_SECONDS)
-    closing.set()
+    shutting_down.set()
 
 
 def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:

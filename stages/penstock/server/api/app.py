@@ -18,13 +18,13 @@ from penstock.server.api.errors import (
 )
 from penstock.server.api.futures import Futures
 from penstock.server.api.metrics import Metrics
-from penstock.server.api.middleware.auth import Keys
-from penstock.server.api.middleware.body_limit import Bodies
+from penstock.server.api.middleware.auth import ApiKeys
+from penstock.server.api.middleware.body_limit import BodyMemory
 from penstock.server.api.middleware.concurrency_limit import (
     ConcurrencyLimit,
     ConcurrencyLimitMiddleware,
 )
-from penstock.server.api.middleware.rate_limit import Rates
+from penstock.server.api.middleware.rate_limit import RateLimit
 from penstock.server.api.openapi import document
 from penstock.server.api.routes import checkpoints, sampling, training, unsupported, weight_sync
 from penstock.server.api.routes import futures as routes_futures
@@ -34,55 +34,59 @@ from penstock.server.api.session_heartbeats import SessionHeartbeats
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.protocol.codec import Channel, Encoded
-from penstock.server.protocol.envelopes import FromEngine, ToEngine
+from penstock.server.protocol.envelopes import FromScheduler, ToScheduler
 
 SHARED_BYTES = 128 << 20
 """Bytes of concurrent request bodies in addition to one body of maximum size, so that one owner
 cannot block the others."""
 
 
-def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSettings) -> FastAPI:
+def create_app(
+    channel: Channel[ToScheduler | Encoded, FromScheduler], settings: ApiSettings
+) -> FastAPI:
     """Create the application; it uses `channel` between startup and shutdown."""
-    link = SchedulerClient(channel)
+    scheduler = SchedulerClient(channel)
     futures = Futures(
-        link,
+        scheduler,
         ttl=settings.future_ttl,
         max_pending=settings.max_pending_requests,
         max_kept_bytes=settings.max_kept_bytes,
     )
-    pulse = SessionHeartbeats(
-        link,
+    heartbeats = SessionHeartbeats(
+        scheduler,
         idle_timeout=settings.idle_session_timeout,
         answer_timeout=settings.answer_timeout,
     )
-    turns = ConcurrencyLimit()
+    concurrency = ConcurrencyLimit()
     service = AppState(
         settings=settings,
-        link=link,
+        scheduler=scheduler,
         futures=futures,
-        pulse=pulse,
-        turns=turns,
-        keys=Keys(settings.keys),
-        rates=Rates(settings.requests_per_minute),
+        heartbeats=heartbeats,
+        concurrency=concurrency,
+        keys=ApiKeys(settings.keys),
+        rate_limit=RateLimit(settings.requests_per_minute),
         metrics=Metrics(),
-        bodies=Bodies(settings.max_request_bytes + SHARED_BYTES, settings.max_request_bytes),
-        codecs=CodecPool(settings.max_request_bytes),
+        body_memory=BodyMemory(
+            settings.max_request_bytes + SHARED_BYTES, settings.max_request_bytes
+        ),
+        codec_pool=CodecPool(settings.max_request_bytes),
         connections=Connections(settings.max_connections),
         quantization={},
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        link.start()
+        scheduler.start()
         futures.start()
-        pulse.start()
+        heartbeats.start()
         service.connections.start()
         yield
         await service.connections.stop()
-        await service.codecs.stop()
-        await pulse.stop()
+        await service.codec_pool.stop()
+        await heartbeats.stop()
         await futures.stop()
-        await link.stop()
+        await scheduler.stop()
 
     # The Swagger and ReDoc pages are disabled: they load scripts from a CDN.
     app = FastAPI(
@@ -101,10 +105,10 @@ def create_app(channel: Channel[ToEngine | Encoded, FromEngine], settings: ApiSe
         sampling.router,
         checkpoints.router,
         weight_sync.router,
-        routes_service.everybody,
+        routes_service.public_router,
         unsupported.router,
     ):
         app.include_router(router)
-    app.add_middleware(ConcurrencyLimitMiddleware, turns=turns)
+    app.add_middleware(ConcurrencyLimitMiddleware, concurrency=concurrency)
     app.openapi = lambda: document(app)
     return app

@@ -10,27 +10,33 @@ from fastapi import Depends, Request
 
 from penstock.server.api.connections import Connections
 from penstock.server.api.errors import ApiError
-from penstock.server.api.futures import EncodedAsk, Futures, Kind, ResultFormat, new_future
+from penstock.server.api.futures import (
+    EncodedRequest,
+    Futures,
+    RequestKind,
+    ResultFormat,
+    new_future,
+)
 from penstock.server.api.metrics import Metrics
-from penstock.server.api.middleware.auth import Keys
-from penstock.server.api.middleware.body_limit import Bodies, BoundedRequest
+from penstock.server.api.middleware.auth import ApiKeys
+from penstock.server.api.middleware.body_limit import BodyMemory, BoundedRequest
 from penstock.server.api.middleware.concurrency_limit import ConcurrencyLimit
-from penstock.server.api.middleware.rate_limit import Rates
+from penstock.server.api.middleware.rate_limit import RateLimit
 from penstock.server.api.scheduler_client import SchedulerClient
 from penstock.server.api.session_heartbeats import SessionHeartbeats
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.api.wire.request_bodies import (
     INLINE_BYTES,
+    BodyDecoder,
     BodyJob,
-    Call,
-    Decoded,
+    DecodedBody,
     NotInlineError,
-    SampleBody,
+    SampleCall,
     to_decode_error,
 )
 from penstock.server.protocol.codec import Encoded
-from penstock.server.protocol.requests import Ordered, Pass, Sample, Work
+from penstock.server.protocol.requests import ForwardBackward, ModelOperation, Operation, Sample
 from penstock.server.protocol.results import Result
 from penstock.server.protocol.types import Quantization
 
@@ -42,19 +48,19 @@ class AppState:
     """Shared state of the API process."""
 
     settings: ApiSettings
-    link: SchedulerClient
+    scheduler: SchedulerClient
     futures: Futures
-    pulse: SessionHeartbeats
-    turns: ConcurrencyLimit
-    keys: Keys
-    rates: Rates
+    heartbeats: SessionHeartbeats
+    concurrency: ConcurrencyLimit
+    keys: ApiKeys
+    rate_limit: RateLimit
     metrics: Metrics
-    bodies: Bodies
-    codecs: CodecPool
+    body_memory: BodyMemory
+    codec_pool: CodecPool
     connections: Connections
     quantization: dict[str, Quantization | None]
     """Default weight-sync quantization by owner, for sync requests that set none."""
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    shutting_down: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on shutdown, so that polls return."""
 
 
@@ -67,14 +73,14 @@ class RequestContext:
     idempotency: str
     """The client's idempotency key, the same for a repeated request; or empty."""
 
-    async def call(self, work: Work, kind: type[R], *, by_workers: bool = False) -> R:
+    async def call(self, operation: Operation, kind: type[R], *, by_workers: bool = False) -> R:
         """Wait for a request to the scheduler and return its result, of this type.
 
         Raises ApiError: the scheduler's error, or 504 on timeout.
         """
         settings = self.service.settings
         seconds = settings.operation_timeout if by_workers else settings.answer_timeout
-        result = await self.service.link.call(self.owner, work, seconds)
+        result = await self.service.scheduler.call(self.owner, operation, seconds)
         if not isinstance(result, kind):
             raise ApiError(
                 f"the engine answered with {type(result).__name__}, not {kind.__name__}",
@@ -85,8 +91,8 @@ class RequestContext:
 
     @asynccontextmanager
     async def decoding(
-        self, request: Request, call: Call
-    ) -> AsyncGenerator[tuple[Decoded, Pass | Sample | EncodedAsk]]:
+        self, request: Request, call: SampleCall
+    ) -> AsyncGenerator[tuple[DecodedBody, ForwardBackward | Sample | EncodedRequest]]:
         """Decode a body with samples to its request. That of a large body is already encoded, and
         must be submitted inside the block.
 
@@ -100,45 +106,45 @@ class RequestContext:
             kind=request.kind,
             encoding=request.encoding,
             max_bytes=request.max_bytes,
-            ask=name,
+            request_id=name,
             owner=self.owner,
         )
         parts = await request.parts(request.max_bytes)
         if (small := self._decoded(request, job, parts)) is not None:
             yield small
             return
-        async with self.service.codecs.decoding(self.owner, job, parts) as (reply, frame):
+        async with self.service.codec_pool.decoding(self.owner, job, parts) as (reply, frame):
             parts = ()
             request.release()
             if reply.refused is not None:
-                request.parsed = reply.refused.known
+                request.parsed = reply.refused.model_and_seq
                 raise to_decode_error(reply.refused)
             assert reply.decoded is not None
-            yield reply.decoded, EncodedAsk(name, Encoded(frame))
+            yield reply.decoded, EncodedRequest(name, Encoded(frame))
 
     def _decoded(
         self, request: BoundedRequest, job: BodyJob, parts: Sequence[bytes]
-    ) -> tuple[Decoded, Pass | Sample] | None:
+    ) -> tuple[DecodedBody, ForwardBackward | Sample] | None:
         """The same for a small body; None for a large one."""
         if sum(map(len, parts)) > INLINE_BYTES:
             return None
-        body = SampleBody(job, is_inline=True)
+        body = BodyDecoder(job, is_inline=True)
         try:
             return body.decode(b"".join(parts))
         except NotInlineError:
             return None
         except Exception:
-            request.parsed = body.known
+            request.parsed = body.model_and_seq
             raise
 
     async def submit(
         self,
-        kind: Kind,
-        work: Ordered | Sample | EncodedAsk,
+        kind: RequestKind,
+        operation: ModelOperation | Sample | EncodedRequest,
         *,
         model: str | None = None,
         seq: int | None = None,
-        again: str = "",
+        retry_key: str = "",
         **shape: Any,
     ) -> dict[str, Any]:
         """Submit a request to the scheduler and return its future. `model`: for an encoded request.
@@ -146,15 +152,15 @@ class RequestContext:
         `again` is the idempotency key if the client's names identify a repeated request; `shape`
         are further fields of ResultFormat.
         """
-        model = model or getattr(work, "model", None)
-        promise = await self.service.futures.submit(
+        model = model or getattr(operation, "model", None)
+        future = await self.service.futures.submit(
             self.owner,
-            work,
+            operation,
             ResultFormat(kind, model, **shape),
             seq=seq,
-            idempotency=again or self.idempotency,
+            idempotency=retry_key or self.idempotency,
         )
-        return {"request_id": promise.id, "model_id": model}
+        return {"request_id": future.id, "model_id": model}
 
 
 async def get_context(request: Request) -> RequestContext:
@@ -167,4 +173,4 @@ async def get_context(request: Request) -> RequestContext:
     )
 
 
-AtDesk = Annotated[RequestContext, Depends(get_context)]
+Context = Annotated[RequestContext, Depends(get_context)]

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.server.api.errors import ApiError
-from penstock.server.api.scheduler_client import End, SchedulerClient
+from penstock.server.api.scheduler_client import AnyResponse, SchedulerClient
 from penstock.server.protocol.codec import Encoded
-from penstock.server.protocol.envelopes import Answer, Failure, Request
-from penstock.server.protocol.requests import Ordered, Pass, Sample
-from penstock.server.protocol.results import Passed, Sampled
+from penstock.server.protocol.envelopes import Failure, Request, Response
+from penstock.server.protocol.requests import ForwardBackward, ModelOperation, Sample
+from penstock.server.protocol.results import ForwardBackwardResult, SampleResult
 from penstock.server.protocol.types import Array
 
-Kind = Literal[
+RequestKind = Literal[
     "create_model",
     "unload_model",
     "forward",
@@ -44,19 +44,19 @@ SWEEP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class EncodedAsk:
+class EncodedRequest:
     """A request that a codec process has already encoded."""
 
     name: str
     """The name of its future: the message id."""
-    ask: Encoded
+    frame: Encoded
 
 
 @dataclass(frozen=True)
 class ResultFormat:
     """Fields of the request that determine the format of its result."""
 
-    kind: Kind
+    kind: RequestKind
     model: str | None = None
     path: str | None = None
     last_prompt_logprobs: int | None = None
@@ -69,20 +69,20 @@ class FutureRecord:
 
     id: str
     owner: str
-    shape: ResultFormat
-    end: asyncio.Future[End]
-    again: tuple[str, str, str] | None
+    result_format: ResultFormat
+    response: asyncio.Future[AnyResponse]
+    retry_key: tuple[str, str, str] | None
     """Owner, call and idempotency key of the request."""
     done_at: float | None = None
     result_size: int = 0
     """Bytes of its result's arrays."""
     size: int = 0
     """Bytes held for it: its result, and its encoded result."""
-    work_size: int = 0
+    request_size: int = 0
     """Bytes of its request."""
     payloads: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """The encoded result by format, cached on first request if it is large."""
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    encode_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a result is encoded."""
 
 
@@ -96,7 +96,7 @@ class Futures:
 
     def __init__(
         self,
-        link: SchedulerClient,
+        scheduler: SchedulerClient,
         *,
         ttl: float,
         max_pending: int,
@@ -104,20 +104,20 @@ class Futures:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ttl` in seconds after completion; `max_pending` per owner."""
-        self._link = link
+        self._scheduler = scheduler
         self._ttl, self._max_pending, self._max_kept_bytes = ttl, max_pending, max_kept_bytes
         self._clock = clock
-        self._promises: dict[str, FutureRecord] = {}
-        self._again: dict[tuple[str, str, str], str] = {}
+        self._futures: dict[str, FutureRecord] = {}
+        self._by_retry_key: dict[tuple[str, str, str], str] = {}
         self._done: dict[str, dict[str, None]] = {}
         """Completed futures by owner, oldest first."""
         self._pending: Counter[str] = Counter()
         self._pending_bytes: Counter[str] = Counter()
-        self._kept_bytes: Counter[str] = Counter()
+        self._result_bytes: Counter[str] = Counter()
         self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._promises)
+        return len(self._futures)
 
     @property
     def pending(self) -> int:
@@ -138,7 +138,7 @@ class Futures:
     async def submit(
         self,
         owner: str,
-        work: Ordered | Sample | EncodedAsk,
+        operation: ModelOperation | Sample | EncodedRequest,
         shape: ResultFormat,
         *,
         seq: int | None = None,
@@ -150,11 +150,11 @@ class Futures:
         ApiError: 429 if the owner has the maximum number of pending requests, 503 if the workers
         have failed permanently, and the errors of `SchedulerClient.ask`.
         """
-        again = (owner, shape.kind, idempotency) if idempotency else None
-        known = self._promises.get(self._again.get(again, "")) if again else None
-        if known and not _has_failed(known.end):
+        retry_key = (owner, shape.kind, idempotency) if idempotency else None
+        known = self._futures.get(self._by_retry_key.get(retry_key, "")) if retry_key else None
+        if known and not _is_retryable(known.response):
             return known
-        status = self._link.status
+        status = self._scheduler.status
         if status and status.workers == "failed":
             raise ApiError(
                 f"the workers are not started again: {status.reason}",
@@ -168,7 +168,7 @@ class Futures:
                 code="busy",
                 retry_after=1.0,
             )
-        size = _work_bytes(work)
+        size = _request_num_bytes(operation)
         if (
             self._pending_bytes[owner] + size > MAX_OWNER_PENDING_BYTES
             or self._pending_bytes.total() + size > MAX_PENDING_BYTES
@@ -179,117 +179,121 @@ class Futures:
                 code="busy",
                 retry_after=1.0,
             )
-        name = work.name if isinstance(work, EncodedAsk) else new_future()
-        promise = FutureRecord(name, owner, shape, self._link.expect(name), again, work_size=size)
+        name = operation.name if isinstance(operation, EncodedRequest) else new_future()
+        future = FutureRecord(
+            name, owner, shape, self._scheduler.expect(name), retry_key, request_size=size
+        )
         # Register and count before the first await: requests, also identical ones, may arrive
         # concurrently.
         self._pending[owner] += 1
         self._pending_bytes[owner] += size
-        self._promises[name] = promise
-        if again:
-            self._again[again] = name
-        promise.end.add_done_callback(lambda _: self._finish(promise))
-        if isinstance(work, EncodedAsk):
-            await self._link.send(work.ask, name)
+        self._futures[name] = future
+        if retry_key:
+            self._by_retry_key[retry_key] = name
+        future.response.add_done_callback(lambda _: self._finish(future))
+        if isinstance(operation, EncodedRequest):
+            await self._scheduler.send(operation.frame, name)
         else:
-            await self._link.send(Request(id=name, owner=owner, work=work, seq=seq), name)
-        return promise
+            await self._scheduler.send(
+                Request(id=name, owner=owner, operation=operation, seq=seq), name
+            )
+        return future
 
     def find(self, name: str, owner: str) -> FutureRecord:
         """The owner's future of this name. Raises ApiError (410) if there is none: it has expired,
         belongs to another owner, or was lost in a restart of the API process."""
-        promise = self._promises.get(name)
-        if promise is None or promise.owner != owner:
+        future = self._futures.get(name)
+        if future is None or future.owner != owner:
             raise ApiError(
                 f"{name[:100]!r} is no future of yours that is still kept; ask again for what it"
                 " was to bring",
                 code="gone",
             )
-        return promise
+        return future
 
-    async def pass_over(self, owner: str, model: str, seq: int) -> None:
+    async def skip_sequence_number(self, owner: str, model: str, seq: int) -> None:
         """Tell the scheduler to skip this sequence number: its request was rejected here.
 
         Requests wait for those with lower numbers, so a missing number would block the following
         ones. An empty forward pass takes its place, which the scheduler rejects.
         """
-        nothing = Pass(model=model, data=(), loss="cross_entropy", forward_only=True)
+        nothing = ForwardBackward(model=model, data=(), loss="cross_entropy", forward_only=True)
         with contextlib.suppress(ApiError):
-            await self._link.ask(
-                Request(id=secrets.token_hex(16), owner=owner, work=nothing, seq=seq)
+            await self._scheduler.submit(
+                Request(id=secrets.token_hex(16), owner=owner, operation=nothing, seq=seq)
             )
 
     async def cancel(self, name: str, owner: str) -> None:
         """Request that it is not started. Raises ApiError as `find`."""
-        promise = self.find(name, owner)
-        if not promise.end.done():
-            await self._link.cancel(promise.id)
+        future = self.find(name, owner)
+        if not future.response.done():
+            await self._scheduler.cancel(future.id)
 
-    def keep_payload(self, promise: FutureRecord, form: str, payload: bytes) -> None:
+    def cache_payload(self, future: FutureRecord, form: str, payload: bytes) -> None:
         """Cache an encoded result for repeated polls."""
-        if promise.id in self._done.get(promise.owner, {}):
-            promise.payloads[form] = payload
-            promise.size += len(payload)
-            self._kept_bytes[promise.owner] += len(payload)
-            self._drop_beyond(promise)
+        if future.id in self._done.get(future.owner, {}):
+            future.payloads[form] = payload
+            future.size += len(payload)
+            self._result_bytes[future.owner] += len(payload)
+            self._evict_over_limit(future)
 
-    def _finish(self, promise: FutureRecord) -> None:
-        self._release(promise)
-        if promise.end.cancelled():
-            self._forget(promise)
+    def _finish(self, future: FutureRecord) -> None:
+        self._stop_counting(future)
+        if future.response.cancelled():
+            self._forget(future)
             return
-        promise.done_at = self._clock()
-        promise.size = promise.result_size = _bytes_of(promise.end.result())
-        self._kept_bytes[promise.owner] += promise.size
-        self._done.setdefault(promise.owner, {})[promise.id] = None
-        self._drop_beyond(promise)
+        future.done_at = self._clock()
+        future.size = future.result_size = _result_num_bytes(future.response.result())
+        self._result_bytes[future.owner] += future.size
+        self._done.setdefault(future.owner, {})[future.id] = None
+        self._evict_over_limit(future)
 
-    def _drop_beyond(self, newest: FutureRecord) -> None:
+    def _evict_over_limit(self, newest: FutureRecord) -> None:
         """Drop the oldest results of the owner with the most, until the total is within the limit,
         so that one owner's results do not evict those of others."""
-        while self._kept_bytes.total() > self._max_kept_bytes:
-            [(owner, _)] = self._kept_bytes.most_common(1)
-            if not self._drop_oldest(owner, newest):
+        while self._result_bytes.total() > self._max_kept_bytes:
+            [(owner, _)] = self._result_bytes.most_common(1)
+            if not self._evict_oldest(owner, newest):
                 return
         while sum(map(len, self._done.values())) > MAX_KEPT:
             owner = max(self._done, key=lambda each: len(self._done[each]))
-            if not self._drop_oldest(owner, newest):
+            if not self._evict_oldest(owner, newest):
                 return
 
-    def _drop_oldest(self, owner: str, newest: FutureRecord) -> bool:
-        oldest = self._promises[next(iter(self._done[owner]))]
+    def _evict_oldest(self, owner: str, newest: FutureRecord) -> bool:
+        oldest = self._futures[next(iter(self._done[owner]))]
         if oldest is newest:
             return False
         self._forget(oldest)
         return True
 
-    def _release(self, promise: FutureRecord) -> None:
-        for counter, count in ((self._pending, 1), (self._pending_bytes, promise.work_size)):
-            counter[promise.owner] -= count
-            if not counter[promise.owner]:
-                del counter[promise.owner]
+    def _stop_counting(self, future: FutureRecord) -> None:
+        for counter, count in ((self._pending, 1), (self._pending_bytes, future.request_size)):
+            counter[future.owner] -= count
+            if not counter[future.owner]:
+                del counter[future.owner]
 
     def expire(self) -> None:
         """Drop results whose time to live is over."""
         oldest = self._clock() - self._ttl
         for owner in list(self._done):
             while owner in self._done:
-                promise = self._promises[next(iter(self._done[owner]))]
-                if promise.done_at is None or promise.done_at > oldest:
+                future = self._futures[next(iter(self._done[owner]))]
+                if future.done_at is None or future.done_at > oldest:
                     break
-                self._forget(promise)
+                self._forget(future)
 
-    def _forget(self, promise: FutureRecord) -> None:
-        self._promises.pop(promise.id, None)
-        own = self._done.get(promise.owner, {})
-        if promise.id in own:
-            del own[promise.id]
-            self._kept_bytes[promise.owner] -= promise.size
+    def _forget(self, future: FutureRecord) -> None:
+        self._futures.pop(future.id, None)
+        own = self._done.get(future.owner, {})
+        if future.id in own:
+            del own[future.id]
+            self._result_bytes[future.owner] -= future.size
             if not own:
-                del self._done[promise.owner]
-                del self._kept_bytes[promise.owner]
-        if promise.again and self._again.get(promise.again) == promise.id:
-            del self._again[promise.again]
+                del self._done[future.owner]
+                del self._result_bytes[future.owner]
+        if future.retry_key and self._by_retry_key.get(future.retry_key) == future.id:
+            del self._by_retry_key[future.retry_key]
 
     async def _sweep(self) -> None:
         while True:
@@ -297,17 +301,17 @@ class Futures:
             self.expire()
 
 
-def _has_failed(end: asyncio.Future[End]) -> bool:
+def _is_retryable(end: asyncio.Future[AnyResponse]) -> bool:
     """Whether the request failed and may be retried."""
     return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
 
 
-def _work_bytes(work: Ordered | Sample | EncodedAsk) -> int:
+def _request_num_bytes(operation: ModelOperation | Sample | EncodedRequest) -> int:
     """Approximate bytes of a request."""
-    match work:
-        case EncodedAsk():
-            return len(work.ask.frame)
-        case Pass(data=data):
+    match operation:
+        case EncodedRequest():
+            return len(operation.frame.frame)
+        case ForwardBackward(data=data):
             arrays = (array for datum in data for array in (datum.tokens, *datum.inputs.values()))
             return sum(len(array.data) for array in arrays)
         case Sample(prompt=prompt):
@@ -316,15 +320,15 @@ def _work_bytes(work: Ordered | Sample | EncodedAsk) -> int:
             return 0
 
 
-def _bytes_of(end: End) -> int:
+def _result_num_bytes(end: AnyResponse) -> int:
     """Approximate bytes of a result."""
     if isinstance(end, Failure):
         return len(end.error)
-    assert isinstance(end, Answer)
+    assert isinstance(end, Response)
     match end.result:
-        case Passed(outputs=outputs):
+        case ForwardBackwardResult(outputs=outputs):
             return sum(len(array.data) for output in outputs for array in output.values())
-        case Sampled() as sampled:
+        case SampleResult() as sampled:
             told = [sampled, *sampled.sequences]
             arrays = (getattr(one, name) for one in told for name in one.__struct_fields__)
             return sum(len(array.data) for array in arrays if isinstance(array, Array))

@@ -145,7 +145,7 @@ def get_connection(request: Request) -> Client | None:
     return request.scope.get("extensions", {}).get(EXTENSION)
 
 
-def room_for_connections(asked: int) -> tuple[int, int]:
+def max_open_connections(asked: int) -> tuple[int, int]:
     """Number of open connections that the file descriptor limit allows, at most `asked`, and the
     listen backlog. The descriptor limit is raised as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

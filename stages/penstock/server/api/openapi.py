@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from penstock.server.api.middleware.body_limit import JSON
-from penstock.server.api.schemas.requests import DrawBody, ForwardBackwardBody, ForwardBody
+from penstock.server.api.schemas.requests import AsampleBody, ForwardBackwardBody, ForwardBody
 from penstock.server.api.schemas.responses import ErrorResponse
 
 SCHEMAS = "#/components/schemas/"
@@ -55,7 +55,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         told = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = told["components"]["schemas"]
-        for model in (ErrorResponse, ForwardBackwardBody, ForwardBody, DrawBody):
+        for model in (ErrorResponse, ForwardBackwardBody, ForwardBody, AsampleBody):
             _add(schemas, model)
         told["components"]["securitySchemes"] = KEYS
         told["security"] = [{name: []} for name in KEYS]

@@ -9,16 +9,16 @@ import time
 from penstock.server.api.errors import ApiError, to_api_error
 from penstock.server.protocol.codec import Channel, Encoded, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
-    Answer,
     Cancel,
     Failure,
-    FromEngine,
+    FromScheduler,
     Hello,
     Request,
+    Response,
     Status,
-    ToEngine,
+    ToScheduler,
 )
-from penstock.server.protocol.requests import Work
+from penstock.server.protocol.requests import Operation
 from penstock.server.protocol.results import Result
 
 LOG = logging.getLogger(__name__)
@@ -28,15 +28,15 @@ HELLO_SECONDS = 1.0
 
 LOST = "the engine died while this was under way; what it had done is unknown. Ask again."
 
-End = Answer | Failure
+AnyResponse = Response | Failure
 
 
 class SchedulerClient:
     """Requests of this process that are in flight."""
 
-    def __init__(self, channel: Channel[ToEngine | Encoded, FromEngine]) -> None:
+    def __init__(self, channel: Channel[ToScheduler | Encoded, FromScheduler]) -> None:
         self._channel = channel
-        self._waiting: dict[str, asyncio.Future[End]] = {}
+        self._waiting: dict[str, asyncio.Future[AnyResponse]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._instance = secrets.token_hex(8)
         self._greeted = ""
@@ -57,14 +57,14 @@ class SchedulerClient:
         self._fail_all("the server ends; ask again once it is back")
         self._channel.close()
 
-    async def ask(self, ask: Request) -> asyncio.Future[End]:
+    async def submit(self, request: Request) -> asyncio.Future[AnyResponse]:
         """Send a request and return a future of its result. Raises ApiError as `expect` and
         `send`."""
-        end = self.expect(ask.id)
-        await self.send(ask, ask.id)
-        return end
+        response = self.expect(request.id)
+        await self.send(request, request.id)
+        return response
 
-    def expect(self, name: str) -> asyncio.Future[End]:
+    def expect(self, name: str) -> asyncio.Future[AnyResponse]:
         """Register a future of a request that is about to be sent. Raises ApiError (503) if the
         scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
@@ -74,37 +74,37 @@ class SchedulerClient:
                 category="server",
                 retry_after=1.0,
             )
-        end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self._waiting[name] = end
-        end.add_done_callback(lambda _: self._waiting.pop(name, None))
-        return end
+        response: asyncio.Future[AnyResponse] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = response
+        response.add_done_callback(lambda _: self._waiting.pop(name, None))
+        return response
 
-    async def send(self, ask: Request | Encoded, name: str) -> None:
+    async def send(self, request: Request | Encoded, name: str) -> None:
         """Send a registered request; if sending fails, its future is cancelled.
 
         Raises ApiError (413) for a message that is too large for the channel.
         """
-        end = self._waiting[name]
+        response = self._waiting[name]
         try:
-            await self._channel.send(ask)
+            await self._channel.send(request)
         except BaseException as error:
-            end.cancel()
+            response.cancel()
             if isinstance(error, FrameError):
                 raise ApiError(str(error), status=413) from error
             raise
 
-    async def call(self, owner: str, work: Work, seconds: float) -> Result:
+    async def call(self, owner: str, operation: Operation, seconds: float) -> Result:
         """Send a request and wait for its result.
 
         Raises ApiError: the scheduler's error, or 504 after `seconds`; the request is then
         cancelled unless it has started.
         """
-        ask = Request(id=secrets.token_hex(16), owner=owner, work=work)
-        end = await self.ask(ask)
+        request = Request(id=secrets.token_hex(16), owner=owner, operation=operation)
+        response = await self.submit(request)
         try:
-            found = await asyncio.wait_for(end, seconds)
+            found = await asyncio.wait_for(response, seconds)
         except TimeoutError:
-            await self.cancel(ask.id)
+            await self.cancel(request.id)
             raise ApiError(
                 f"the server has not done it within {seconds:g} s; ask again later",
                 status=504,
@@ -129,10 +129,10 @@ class SchedulerClient:
             match message:
                 case Status():
                     self._on_message(message)
-                case Answer() | Failure():
-                    end = self._waiting.get(message.id)
-                    if end and not end.done():
-                        end.set_result(message)
+                case Response() | Failure():
+                    response = self._waiting.get(message.id)
+                    if response and not response.done():
+                        response.set_result(message)
 
     def _on_message(self, status: Status) -> None:
         if self.status is None or self.status.workers != status.workers:
@@ -149,9 +149,9 @@ class SchedulerClient:
         self._fail_all(LOST)
 
     def _fail_all(self, why: str) -> None:
-        for name, end in list(self._waiting.items()):
-            if not end.done():
-                end.set_result(Failure(id=name, error=why, category="server", code="lost"))
+        for name, response in list(self._waiting.items()):
+            if not response.done():
+                response.set_result(Failure(id=name, error=why, category="server", code="lost"))
 
     async def _greet(self) -> None:
         """Send hello messages until the scheduler sends its status: it may not be running yet."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from penstock.server.api.errors import ApiError
 from penstock.server.api.scheduler_client import SchedulerClient
 from penstock.server.protocol.requests import Heartbeat
-from penstock.server.protocol.results import Gone
+from penstock.server.protocol.results import HeartbeatResult
 
 LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class SessionHeartbeats:
 
     def __init__(
         self,
-        link: SchedulerClient,
+        scheduler: SchedulerClient,
         *,
         idle_timeout: float,
         answer_timeout: float,
@@ -39,13 +39,13 @@ class SessionHeartbeats:
     ) -> None:
         """`idle_timeout`: seconds without a heartbeat after which a session ends; `answer_timeout`:
         seconds that the scheduler has to answer."""
-        self._link = link
+        self._scheduler = scheduler
         self._interval = min(LONGEST_INTERVAL, idle_timeout / 4)
         self._answer_timeout = answer_timeout
         self._clock = clock
         self._heard: dict[tuple[str, str], float] = {}
         """Time of the last heartbeat of each known session, by owner and name."""
-        self._untold: defaultdict[str, set[str]] = defaultdict(set)
+        self._unsent: defaultdict[str, set[str]] = defaultdict(set)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -65,8 +65,8 @@ class SessionHeartbeats:
         Raises ApiError: 410 if the owner has no such session, 503 if the scheduler is not
         connected.
         """
-        if (owner, session) in self._heard and self._link.status is not None:
-            self._untold[owner].add(session)
+        if (owner, session) in self._heard and self._scheduler.status is not None:
+            self._unsent[owner].add(session)
         elif await self._gone(owner, (session,)):
             # The SDK stops its heartbeats on a 410.
             raise ApiError(f"session {session[:200]!r} is not there, or has ended", code="gone")
@@ -82,26 +82,26 @@ class SessionHeartbeats:
 
     async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
         """The sessions that do not exist."""
-        told = await self._link.call(owner, Heartbeat(sessions=sessions), self._answer_timeout)
-        assert isinstance(told, Gone)
+        told = await self._scheduler.call(owner, Heartbeat(sessions=sessions), self._answer_timeout)
+        assert isinstance(told, HeartbeatResult)
         return told.sessions
 
     async def _forward(self) -> None:
         while True:
             await asyncio.sleep(self._interval)
-            untold, self._untold = self._untold, defaultdict(set)
+            untold, self._unsent = self._unsent, defaultdict(set)
             for owner, sessions in untold.items():
-                await self._tell_of(owner, sessions)
+                await self._send_heartbeats(owner, sessions)
             oldest = self._clock() - KEPT_SECONDS
             self._heard = {name: at for name, at in self._heard.items() if at > oldest}
 
-    async def _tell_of(self, owner: str, sessions: set[str]) -> None:
+    async def _send_heartbeats(self, owner: str, sessions: set[str]) -> None:
         try:
             gone = await self._gone(owner, tuple(sessions))
         except Exception as error:  # noqa: BLE001 - an error must not end the sessions
             # A scheduler that is disconnected or slow is informed the next time.
             LOG.warning("heartbeats could not be told: %s", error)
-            self._untold[owner] |= sessions
+            self._unsent[owner] |= sessions
             return
         for session in gone:
             self.forget(owner, session)

@@ -57,7 +57,7 @@ class SingleNode:
         return False
 
 
-class First:
+class FirstNode:
     """The node of rank 0, which assigns an id to each start."""
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class First:
         return (self._folder / f"{ENDED}{self._name}").exists()
 
 
-class Other:
+class OtherNode:
     """Any other node."""
 
     def __init__(self, folder: Path) -> None:

@@ -70,7 +70,7 @@ ADDRESS = re.compile(r"tcp://.+:\d{1,5}")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LaunchPlan:
     """Everything the launcher needs to start its processes."""
 
     job: ServerJob
@@ -116,7 +116,7 @@ class Prepared:
         return {"api": {**engine, **keys}, "engine": {**engine, **workers}, "workers": workers}
 
 
-def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> Prepared:
+def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> LaunchPlan:
     """Resolve the model, free ports and secrets. Writes nothing that another server reads.
 
     `worker_address`: the address of separately started workers. Raises ConfigError for invalid
@@ -161,7 +161,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         # Separately started workers do not know the keys, but must know whether there are any.
         requires_keys=bool(keys or config.api_keys_file),
     )
-    return Prepared(job, keys, new_secret(), secret)
+    return LaunchPlan(job, keys, new_secret(), secret)
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:

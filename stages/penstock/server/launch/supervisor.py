@@ -22,8 +22,8 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.server.launch.addresses import in_url, near
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import GIVEN_UP
-from penstock.server.launch.multi_node import First, MultiNode, Other, SingleNode
-from penstock.server.launch.prepare import Prepared
+from penstock.server.launch.multi_node import FirstNode, MultiNode, OtherNode, SingleNode
+from penstock.server.launch.prepare import LaunchPlan
 from penstock.server.launch.torchrun import torchrun_words, workers_environment
 
 LOOK_SECONDS = 0.1
@@ -42,7 +42,7 @@ MACHINES = "machines"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
-def managed_processes(prepared: Prepared, say: Callable[[str], None]) -> list[ManagedProcess]:
+def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[ManagedProcess]:
     """The processes that this launcher starts, in stop order."""
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
     found: list[ManagedProcess] = []
@@ -73,14 +73,14 @@ def managed_processes(prepared: Prepared, say: Callable[[str], None]) -> list[Ma
     return found
 
 
-def _together(prepared: Prepared) -> MultiNode:
+def _together(prepared: LaunchPlan) -> MultiNode:
     config, folder = prepared.job.config, prepared.job.folder / MACHINES
     if config.nnodes == 1:
         return SingleNode()
-    return Other(folder) if config.node_rank else First(folder)
+    return OtherNode(folder) if config.node_rank else FirstNode(folder)
 
 
-def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
+def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
     """Run the server until it is asked to stop.
 
     `say` is called with one line per event. Raises StageError if the workers never come up, and
@@ -96,7 +96,7 @@ def serve(prepared: Prepared, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _alone(prepared: Prepared) -> Generator[None]:
+def _alone(prepared: LaunchPlan) -> Generator[None]:
     """Lock the folder: two servers would overwrite each other's state."""
     lock = FileLock(prepared.lock)
     try:
@@ -167,7 +167,7 @@ class Launcher:
         seconds = 0.0
         if self.is_ready and any(each.name == "engine" and each.ended_well for each in serving):
             seconds = LEAVING_SECONDS
-        elif any(isinstance(child.together, Other) for child in workers):
+        elif any(isinstance(child.together, OtherNode) for child in workers):
             seconds = max(child.stop_seconds for child in workers)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and len(self._asked) < 2:

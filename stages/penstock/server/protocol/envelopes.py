@@ -3,7 +3,7 @@
 from typing import Literal
 
 from penstock.server.protocol.codec import Category, Code, Message
-from penstock.server.protocol.requests import Work
+from penstock.server.protocol.requests import Operation
 from penstock.server.protocol.results import Result
 
 
@@ -13,7 +13,7 @@ class Request(Message):
     id: str
     owner: str
     """Owner of the API key, as in `api.middleware.auth`; objects of others are not found."""
-    work: Work
+    operation: Operation
     seq: int | None = None
     """Sequence number within its model; None: after the requests that arrived before it."""
 
@@ -30,10 +30,10 @@ class Hello(Message):
     instance: str
 
 
-ToEngine = Hello | Request | Cancel
+ToScheduler = Hello | Request | Cancel
 
 
-class Answer(Message):
+class Response(Message):
     """The result of a request."""
 
     id: str
@@ -61,4 +61,4 @@ class Status(Message):
     """The id of the request that the workers are running."""
 
 
-FromEngine = Answer | Failure | Status
+FromScheduler = Response | Failure | Status

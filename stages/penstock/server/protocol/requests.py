@@ -9,16 +9,16 @@ from msgspec import field
 
 from penstock.server.protocol.codec import Message
 from penstock.server.protocol.types import (
-    Adam,
+    AdamParams,
     Array,
     Datum,
     Endpoint,
-    Lora,
+    LoraConfig,
     Loss,
-    Optimizer,
-    Per,
+    LossReduction,
+    OptimizerConfig,
     Quantization,
-    Sampling,
+    SamplingParams,
     Secret,
 )
 
@@ -50,30 +50,35 @@ class ListSessions(Message):
     """List the owner's sessions."""
 
 
-class SessionOf(Message):
+class GetSession(Message):
     """List the models and samplers of a session."""
 
     session: str
 
 
-class Capabilities(Message):
+class GetCapabilities(Message):
     """The served model and its limits."""
 
 
 # Model requests, run in the order of their sequence numbers.
 
 
-class CreateModel(Message):
+class ModelConfig(Message):
+    """What the workers need to create a model."""
+
+    model: str
+    lora: LoraConfig | None
+    """None: as in the checkpoint, or the server config."""
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class CreateModel(ModelConfig, kw_only=True):
     """Create a model, optionally from the checkpoint at `path` (with optimizer state if
     `optimizer`)."""
 
     session: str
-    model: str
     base_model: str | None
     """None: the server's, or that of the checkpoint."""
-    lora: Lora | None
-    """None: as in the checkpoint, or the server config."""
-    optimizer_config: Optimizer = Optimizer()
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     path: str | None = None
     optimizer: bool = False
@@ -86,7 +91,7 @@ class UnloadModel(Message):
     save: bool = True
 
 
-class Pass(Message):
+class ForwardBackward(Message):
     """Forward, and backward unless `forward_only`: gradients accumulate until a step."""
 
     model: str
@@ -94,19 +99,19 @@ class Pass(Message):
     loss: Loss
     params: dict[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
-    per: Per = "sum"
+    loss_reduction: LossReduction = "sum"
 
 
-class Step(Message):
+class OptimStep(Message):
     """One optimizer step with the accumulated gradients, which are then zeroed."""
 
     model: str
-    adam: Adam
+    adam: AdamParams
     sync: "SyncWeights | None" = None
     """Sync the new weights to the owner's inference servers, if there are any."""
 
 
-class DropGradients(Message):
+class ZeroGrad(Message):
     """Zero the gradients accumulated since the last step."""
 
     model: str
@@ -130,7 +135,7 @@ class LoadState(Message):
     optimizer: bool = True
 
 
-class SaveSampler(Message):
+class SaveSamplerWeights(Message):
     """Save weights for sampling: a PEFT folder, or a full model for full fine-tuning. With
     `session` and `number`, also creates a sampler. `keep` False: it is deleted with the sampler."""
 
@@ -143,8 +148,8 @@ class SaveSampler(Message):
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class SyncWeights(Message):
-    """Sync the model's weights to the endpoints of `pools` (all, if empty)."""
+class WeightSyncOptions(Message):
+    """How weights are sent to inference servers."""
 
     model: str
     master_address: str = ""
@@ -155,6 +160,11 @@ class SyncWeights(Message):
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     weight_version: str | None = None
     quantization: Quantization | None = None
+
+
+class SyncWeights(WeightSyncOptions):
+    """Sync the model's weights to the endpoints of `pools` (all, if empty)."""
+
     pools: tuple[str, ...] = ()
 
 
@@ -170,7 +180,7 @@ class CreateSampler(Message):
     path: str | None = None
 
 
-class SamplerOf(Message):
+class GetSampler(Message):
     """The model of a sampler."""
 
     sampler: str
@@ -181,7 +191,7 @@ class Sample(Message):
 
     prompt: Array
     """int32 [T]."""
-    sampling: Sampling
+    sampling: SamplingParams
     count: int = 1
     sampler: str | None = None
     path: str | None = None
@@ -193,13 +203,13 @@ class Sample(Message):
 # Checkpoint requests, answered immediately.
 
 
-class ModelOf(Message):
+class GetModel(Message):
     """Metadata of a model."""
 
     model: str
 
 
-class ListRuns(Message):
+class ListModels(Message):
     """A page of the owner's models, newest first."""
 
     limit: int = 20
@@ -219,7 +229,7 @@ class DeleteCheckpoint(Message):
     name: str
 
 
-class KeepCheckpoint(Message):
+class UpdateCheckpoint(Message):
     """Change the expiry time (None: never) or visibility of a checkpoint."""
 
     model: str
@@ -229,7 +239,7 @@ class KeepCheckpoint(Message):
     """None: unchanged, and `ttl_seconds` applies; else `ttl_seconds` is ignored."""
 
 
-class WeightsOf(Message):
+class GetCheckpoint(Message):
     """Metadata of the checkpoint at a path."""
 
     path: str
@@ -259,37 +269,37 @@ class ListEndpoints(Message):
     """List the registered inference servers."""
 
 
-Ordered = (
+ModelOperation = (
     CreateModel
     | UnloadModel
-    | Pass
-    | Step
-    | DropGradients
+    | ForwardBackward
+    | OptimStep
+    | ZeroGrad
     | SaveState
     | LoadState
-    | SaveSampler
+    | SaveSamplerWeights
     | SyncWeights
 )
 """Model requests."""
 
-Immediate = (
+ImmediateOperation = (
     CreateSession
     | Heartbeat
     | EndSession
     | ListSessions
-    | SessionOf
-    | Capabilities
+    | GetSession
+    | GetCapabilities
     | CreateSampler
-    | SamplerOf
-    | ModelOf
-    | ListRuns
+    | GetSampler
+    | GetModel
+    | ListModels
     | ListCheckpoints
     | DeleteCheckpoint
-    | KeepCheckpoint
-    | WeightsOf
+    | UpdateCheckpoint
+    | GetCheckpoint
     | RemoveEndpoint
     | ListEndpoints
 )
 """Requests that need no worker."""
 
-Work = Ordered | Immediate | Sample | AddEndpoint
+Operation = ModelOperation | ImmediateOperation | Sample | AddEndpoint

@@ -5,36 +5,43 @@ from typing import Literal
 from msgspec import field
 
 from penstock.server.protocol.codec import Message
-from penstock.server.protocol.types import Array, Checkpoint, Endpoint, Lora, Run, Sequence
+from penstock.server.protocol.types import (
+    Array,
+    Checkpoint,
+    Endpoint,
+    LoraConfig,
+    ModelInfo,
+    SampledSequence,
+)
 
 
 class Done(Message):
     """An empty result."""
 
 
-class Gone(Message):
+class HeartbeatResult(Message):
     """Result of Heartbeat: those sessions that do not exist, belong to another owner, or have
     ended."""
 
     sessions: tuple[str, ...] = ()
 
 
-class SessionMade(Message):
+class CreateSessionResult(Message):
     """Result of CreateSession."""
 
     session: str
     notice: str = ""
-    """As in Served."""
+    """As in ServedModel."""
 
 
-class Sessions(Message):
+class ListSessionsResult(Message):
     """Result of ListSessions."""
 
     sessions: tuple[str, ...]
 
 
 class SessionResult(Message):
-    """Result of SessionOf."""
+    """Result of GetSession."""
 
     session: str
     models: tuple[str, ...]
@@ -42,8 +49,8 @@ class SessionResult(Message):
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
 
-class Served(Message):
-    """The served base model and its limits."""
+class ServedModel(Message):
+    """Result of GetCapabilities: the served base model and its limits."""
 
     base_model: str
     tokenizer: str
@@ -58,22 +65,22 @@ class Served(Message):
     """Notice about the model for clients that create a session."""
 
 
-class ModelMade(Message):
-    """Result of CreateModel."""
+class CreateModelResult(Message):
+    """Result of CreateModel and LoadState."""
 
     model: str
 
 
 class ModelResult(Message):
-    """Result of ModelOf."""
+    """Result of GetModel."""
 
-    run: Run
-    served: Served
+    info: ModelInfo
+    served: ServedModel
     pending: int
     """Number of unanswered requests."""
 
 
-class Passed(Message):
+class ForwardBackwardResult(Message):
     """Outputs by name for each datum, [T] each, or [T, K] in the shape of its targets; and metrics
     over all of them."""
 
@@ -82,14 +89,14 @@ class Passed(Message):
     """May be non-finite."""
 
 
-class Stepped(Message):
-    """Result of Step: `grad_norm`, `learning_rate`, `step` and other metrics."""
+class OptimStepResult(Message):
+    """Result of OptimStep: `grad_norm`, `learning_rate`, `step` and other metrics."""
 
     metrics: dict[str, float]
 
 
-class Saved(Message):
-    """Result of SaveState and SaveSampler."""
+class SaveResult(Message):
+    """Result of SaveState and SaveSamplerWeights."""
 
     model: str
     name: str
@@ -97,25 +104,18 @@ class Saved(Message):
     sampler: str | None = None
 
 
-class Loaded(Message):
-    """Result of LoadState."""
-
-    model: str
-    name: str
-
-
 class SamplerResult(Message):
-    """Result of CreateSampler and SamplerOf."""
+    """Result of CreateSampler and GetSampler."""
 
     sampler: str
     base_model: str
     path: str | None
 
 
-class Sampled(Message):
+class SampleResult(Message):
     """Result of Sample: one sequence per requested completion."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SampledSequence, ...]
     prompt_logprobs: Array | None = None
     """float32 [T]; NaN for the first token, which has no logprob."""
     topk_prompt_tokens: Array | None = None
@@ -124,35 +124,35 @@ class Sampled(Message):
     """float32 [T, k]."""
 
 
-class Runs(Message):
-    """Result of ListRuns."""
+class ListModelsResult(Message):
+    """Result of ListModels."""
 
-    runs: tuple[Run, ...]
+    models: tuple[ModelInfo, ...]
     total: int
 
 
-class CheckpointsResult(Message):
+class ListCheckpointsResult(Message):
     """Result of ListCheckpoints."""
 
     checkpoints: tuple[Checkpoint, ...]
 
 
-class WeightsResult(Message):
-    """Result of WeightsOf."""
+class CheckpointResult(Message):
+    """Result of GetCheckpoint."""
 
     base_model: str
-    lora: Lora | None
+    lora: LoraConfig | None
     """None: full fine-tuning."""
     checkpoint: Checkpoint
 
 
-class Endpoints(Message):
+class EndpointsResult(Message):
     """Result of AddEndpoint, RemoveEndpoint and ListEndpoints."""
 
     endpoints: tuple[Endpoint, ...]
 
 
-class Synced(Message):
+class SyncWeightsResult(Message):
     """Result of SyncWeights."""
 
     num_parameters: int
@@ -164,22 +164,21 @@ class Synced(Message):
 
 Result = (
     Done
-    | Gone
-    | SessionMade
-    | Sessions
+    | HeartbeatResult
+    | CreateSessionResult
+    | ListSessionsResult
     | SessionResult
-    | Served
-    | ModelMade
+    | ServedModel
+    | CreateModelResult
     | ModelResult
-    | Passed
-    | Stepped
-    | Saved
-    | Loaded
+    | ForwardBackwardResult
+    | OptimStepResult
+    | SaveResult
     | SamplerResult
-    | Sampled
-    | Runs
-    | CheckpointsResult
-    | WeightsResult
-    | Endpoints
-    | Synced
+    | SampleResult
+    | ListModelsResult
+    | ListCheckpointsResult
+    | CheckpointResult
+    | EndpointsResult
+    | SyncWeightsResult
 )

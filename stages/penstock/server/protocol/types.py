@@ -20,7 +20,7 @@ Loss = Literal[
 ]
 """The loss of a forward-backward pass."""
 
-Per = Literal["sum", "token"]
+LossReduction = Literal["sum", "token"]
 """Gradient normalization: of the summed loss, or divided at the optimizer step by the number of
 trained tokens."""
 
@@ -60,7 +60,7 @@ class Datum(Value):
     inputs: dict[str, Array]
 
 
-class Lora(Value):
+class LoraConfig(Value):
     """LoRA config of a model."""
 
     rank: int
@@ -74,7 +74,7 @@ class Lora(Value):
     True is rejected if none of a kind has adapters."""
 
 
-class Optimizer(Value):
+class OptimizerConfig(Value):
     """Optimizer of a model; None: as in the server config."""
 
     kind: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
@@ -83,7 +83,7 @@ class Optimizer(Value):
     kwargs: dict[str, float | bool | str] = {}
 
 
-class Adam(Value):
+class AdamParams(Value):
     """Adam parameters of one step."""
 
     learning_rate: float = 1e-4
@@ -95,7 +95,7 @@ class Adam(Value):
     """0: no gradient clipping."""
 
 
-class Sampling(Value):
+class SamplingParams(Value):
     """Sampling parameters."""
 
     max_tokens: int | None = None
@@ -112,7 +112,7 @@ class Sampling(Value):
     """Whether end-of-sequence tokens do not stop generation."""
 
 
-class Sequence(Value):
+class SampledSequence(Value):
     """A completion of one prompt."""
 
     stop_reason: Literal["stop", "length"]
@@ -143,7 +143,7 @@ class Checkpoint(Value):
     user_metadata: dict[str, str] = {}
 
 
-class Run(Value):
+class ModelInfo(Value):
     """A model that is or was trained."""
 
     model: str

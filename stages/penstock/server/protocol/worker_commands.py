@@ -9,83 +9,58 @@ from typing import Literal
 from msgspec import field
 
 from penstock.server.protocol.codec import Category, Code, Message
+from penstock.server.protocol.requests import (
+    ForwardBackward,
+    ModelConfig,
+    OptimStep,
+    WeightSyncOptions,
+    ZeroGrad,
+)
 from penstock.server.protocol.results import (
     Done,
-    Loaded,
-    Passed,
-    Sampled,
-    Saved,
-    Served,
-    Stepped,
-    Synced,
+    ForwardBackwardResult,
+    OptimStepResult,
+    SampleResult,
+    ServedModel,
+    SyncWeightsResult,
 )
 from penstock.server.protocol.types import (
-    Adam,
     Array,
-    Datum,
     Endpoint,
-    Lora,
-    Loss,
-    Optimizer,
-    Quantization,
-    Sampling,
+    SamplingParams,
     Secret,
 )
 
 
-class Open(Message):
-    """Create a model. The reply is Opened."""
-
-    model: str
-    lora: Lora | None
-    optimizer_config: Optimizer = Optimizer()
+class CreateModelCommand(ModelConfig):
+    """Create a model. The result is CheckpointSizes."""
 
 
-class Close(Message):
+class UnloadModelCommand(Message):
     """Unload a model."""
 
     model: str
 
 
-class ForwardBackwardCommand(Message):
+class ForwardBackwardCommand(ForwardBackward, kw_only=True):
     """A forward-backward pass over packed samples.
 
     `rows` are the indices of the samples in each row, in order; a row has at most
     `sample_packing_sequence_len` tokens. Workers distribute rows over replicas and pad.
     """
 
-    model: str
-    data: tuple[Datum, ...]
     rows: tuple[tuple[int, ...], ...]
-    loss: Loss
-    params: dict[str, float]
-    forward_only: bool
-    per: Literal["sum", "token"]
 
 
-class OptimStepCommand(Message):
-    """One optimizer step of a model."""
-
-    model: str
-    adam: Adam
-
-
-class ZeroGradCommand(Message):
-    """Zero the accumulated gradients."""
-
-    model: str
-
-
-class Save(Message):
+class SaveCheckpointCommand(Message):
     """Save weights and optimizer state to a folder, atomically."""
 
     model: str
     folder: str
-    facts: dict[str, str | int | float | bool | None]
-    """Metadata stored with them."""
+    metadata: dict[str, str | int | float | bool | None]
 
 
-class Load(Message):
+class LoadCheckpointCommand(Message):
     """Load a checkpoint. Fails as not found or invalid if the folder does not match the model."""
 
     model: str
@@ -93,7 +68,7 @@ class Load(Message):
     optimizer: bool
 
 
-class Export(Message):
+class ExportCommand(Message):
     """Export the model for sampling: a PEFT folder, or a full model."""
 
     model: str
@@ -103,48 +78,39 @@ class Export(Message):
     models in bfloat16."""
 
 
-class Generate(Message):
+class GenerateCommand(Message):
     """Sample completions: `prompts` int32 [T] each, each `counts` times.
 
-    `adapter`: a folder written by Export; None: the base model. `settings`: one per prompt.
+    `adapter`: a folder written by ExportCommand; None: the base model. `settings`: one per prompt.
     """
 
     prompts: tuple[Array, ...]
     counts: tuple[int, ...]
-    settings: tuple[Sampling, ...]
+    settings: tuple[SamplingParams, ...]
     adapter: str | None = None
     prompt_logprobs: tuple[bool, ...] = ()
-    topk: tuple[int, ...] = ()
-    topk_drawn: tuple[int, ...] = ()
+    topk_prompt_logprobs: tuple[int, ...] = ()
+    topk_sample_logprobs: tuple[int, ...] = ()
 
 
-class WeightSyncCommand(Message):
+class WeightSyncCommand(WeightSyncOptions, kw_only=True):
     """Sync weights to inference servers."""
 
-    model: str
     endpoints: tuple[Endpoint, ...]
-    master_address: str
-    master_port: int
-    group_name: str
-    buffer_size_mb: int
-    flush_cache: bool
-    pause_mode: Literal["retract", "abort", "in_place"]
-    weight_version: str | None
-    quantization: Quantization | None
     api_keys: tuple[Secret | None, ...] = ()
     """One per endpoint, or none at all."""
 
 
-Order = (
-    Open
-    | Close
+WorkerOperation = (
+    CreateModelCommand
+    | UnloadModelCommand
     | ForwardBackwardCommand
-    | OptimStepCommand
-    | ZeroGradCommand
-    | Save
-    | Load
-    | Export
-    | Generate
+    | OptimStep
+    | ZeroGrad
+    | SaveCheckpointCommand
+    | LoadCheckpointCommand
+    | ExportCommand
+    | GenerateCommand
     | WeightSyncCommand
 )
 
@@ -153,7 +119,7 @@ class Command(Message):
     """A command and its number."""
 
     id: str
-    order: Order
+    operation: WorkerOperation
 
 
 class Hello(Message):
@@ -174,55 +140,63 @@ class Ready(Message):
 
     instance: str
     """Unique id of each start: the state of earlier instances is lost."""
-    served: Served
+    served: ServedModel
     models: tuple[str, ...]
     """Loaded models."""
     steps: dict[str, int] = field(default_factory=dict[str, int])
     """Number of optimizer steps of each loaded model."""
-    gathering: tuple[str, ...] = ()
+    models_with_gradients: tuple[str, ...] = ()
     """Loaded models with accumulated gradients."""
     replicas: int = 1
     """Number of data-parallel replicas, for balanced packing."""
 
 
-class Opened(Message):
-    """Reply to Open: the model's checkpoint sizes."""
+class CheckpointSizes(Message):
+    """Result of CreateModelCommand: the model's checkpoint sizes."""
 
     state_bytes: int
-    """Bytes of a Save, including optimizer state that is only created by the first step."""
+    """Bytes of a training checkpoint, including optimizer state that only the first step
+    creates."""
     export_bytes: int
-    """Bytes of an Export."""
+    """Bytes of sampler weights."""
 
 
-class Generated(Message):
-    """Completions, one per prompt of Generate."""
+class GenerateResult(Message):
+    """Completions, one per prompt of GenerateCommand."""
 
-    sampled: tuple[Sampled, ...]
+    results: tuple[SampleResult, ...]
 
 
 class Reply(Message):
     """A command succeeded."""
 
     id: str
-    result: Done | Opened | Passed | Stepped | Saved | Loaded | Generated | Synced
+    result: (
+        Done
+        | CheckpointSizes
+        | ForwardBackwardResult
+        | OptimStepResult
+        | GenerateResult
+        | SyncWeightsResult
+    )
 
 
-class Fault(Message):
-    """A command failed, and changed nothing except as `lost` says."""
+class CommandFailure(Message):
+    """A command failed, and changed nothing unless `needs_restart`."""
 
     id: str
     error: str
     category: Category
     code: Code
-    ends: bool = False
+    needs_restart: bool = False
     """Whether the ranks' state is undefined, so that they exit and are restarted."""
 
 
-class Beat(Message):
+class WorkerHeartbeat(Message):
     """Heartbeat of the workers. Sent every second, also while they compute."""
 
     instance: str
     running: str
 
 
-FromWorkers = Ready | Reply | Fault | Beat
+FromWorkers = Ready | Reply | CommandFailure | WorkerHeartbeat

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from penstock.core import env
 from penstock.server.launch.job import GIVEN_UP, ServerJob
-from penstock.server.protocol.envelopes import ToEngine
+from penstock.server.protocol.envelopes import ToScheduler
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.protocol.zmq_channel import connecting, listening
 from penstock.server.scheduler.scheduler import Scheduler
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 
 
 def main(job_path: Path) -> None:
@@ -23,7 +23,7 @@ def main(job_path: Path) -> None:
 async def serve(job: ServerJob) -> None:
     """Serve this job. Raises StageError if its address is in use, and RegistryError if the state of
     an earlier process cannot be read."""
-    api = listening(ToEngine, job.engine_address, env.engine_secret())
+    api = listening(ToScheduler, job.engine_address, env.engine_secret())
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:
         engine = Scheduler(read_settings(job), api, workers)
@@ -48,10 +48,10 @@ def _hear_signals(engine: Scheduler) -> None:
         loop.add_signal_handler(number, ask_to_stop)
 
 
-def read_settings(job: ServerJob) -> EngineSettings:
+def read_settings(job: ServerJob) -> SchedulerSettings:
     """The scheduler settings of a server config."""
     config = job.config
-    return EngineSettings(
+    return SchedulerSettings(
         output_dir=job.output_dir,
         base_names=config.base_names,
         storage_limit=config.storage_limit_bytes,

@@ -4,15 +4,15 @@ import math
 from collections.abc import Callable
 
 from penstock.server.protocol.envelopes import Request
-from penstock.server.protocol.requests import CreateModel, Ordered, Pass, Sample
-from penstock.server.protocol.results import ModelMade, Served
+from penstock.server.protocol.requests import CreateModel, ForwardBackward, ModelOperation, Sample
+from penstock.server.protocol.results import CreateModelResult, ServedModel
 from penstock.server.scheduler.checkpoint_names import model_name
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.pack_rows import check_lengths
-from penstock.server.scheduler.queue import Outcome, Queue, Task
-from penstock.server.scheduler.sessions import Sessions, check_metadata, check_number
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.queue import Outcome, RequestQueue, Task
+from penstock.server.scheduler.sessions import Sessions, check_limit, check_metadata
+from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.validate_request import check, check_base
 
 
@@ -21,12 +21,12 @@ class Admission:
 
     def __init__(
         self,
-        queue: Queue,
+        queue: RequestQueue,
         sessions: Sessions,
         models: Models,
-        served: Callable[[], Served | None],
+        served: Callable[[], ServedModel | None],
         base_names: Callable[[], list[str]],
-        settings: EngineSettings,
+        settings: SchedulerSettings,
     ) -> None:
         """`served`: information about the workers; None while unknown."""
         self._queue = queue
@@ -35,145 +35,155 @@ class Admission:
         self._served = served
         self._base_names = base_names
         self._settings = settings
-        self._coming: dict[str, Task] = {}
+        self._being_created: dict[str, Task] = {}
         """Models that are being created."""
         self.untouched: dict[str, CreateModel] = {}
         """Models that received no request since their creation."""
 
-    def put(self, ask: Request, work: Ordered | Sample) -> Outcome | None:
+    def admit(self, request: Request, operation: ModelOperation | Sample) -> Outcome | None:
         """Admit a request; returns its outcome if it already has one. Raises RequestError."""
-        if isinstance(work, Sample):
-            errand = Task(work, ask.owner, None, asks=[ask.id])
-            self.check(errand)
-            self._touch_sampler(work, ask.owner)
-            self._queue.put(errand)
+        if isinstance(operation, Sample):
+            task = Task(operation, request.owner, None, request_ids=[request.id])
+            self.check(task)
+            self._touch_sampler(operation, request.owner)
+            self._queue.put(task)
             return None
-        if isinstance(work, CreateModel):
-            return self._create(ask, work)
-        session = self._session_of(work.model, ask.owner)
+        if isinstance(operation, CreateModel):
+            return self._create(request, operation)
+        session = self._find_session(operation.model, request.owner)
         self._sessions.touch(session)
-        self.untouched.pop(work.model, None)
-        return self._in_order(ask, work)
+        self.untouched.pop(operation.model, None)
+        return self._queue_in_order(request, operation)
 
-    def check(self, errand: Task) -> None:
+    def check(self, task: Task) -> None:
         """Validate a request, unless already done. If the workers' limits were unknown on arrival,
         it is validated again later. Raises RequestError."""
-        work = errand.work
-        if errand.is_checked:
+        operation = task.operation
+        if task.is_checked:
             return
-        if isinstance(work, Pass):
+        if isinstance(operation, ForwardBackward):
             # Shapes are validated next.
-            lengths = (math.prod(datum.tokens.shape) for datum in work.data)
+            lengths = (math.prod(datum.tokens.shape) for datum in operation.data)
             check_lengths(lengths, self._settings.sample_packing_sequence_len)
         served = self._served()
         if served is None:
             return
-        check(work, served)
-        if isinstance(work, CreateModel):
-            check_base(work.base_model, self._base_names())
-        errand.is_checked = True
+        check(operation, served)
+        if isinstance(operation, CreateModel):
+            check_base(operation.base_model, self._base_names())
+        task.is_checked = True
 
-    def ended(self, errand: Task) -> None:
+    def on_task_end(self, task: Task) -> None:
         """The request has ended in any way."""
-        work = errand.work
-        if isinstance(work, CreateModel):
-            self._coming.pop(work.model, None)
-            if self._models.is_open(work.model) and not self._queue.pending(work.model):
-                self.untouched[work.model] = work
-        if errand.model is None:
+        operation = task.operation
+        if isinstance(operation, CreateModel):
+            self._being_created.pop(operation.model, None)
+            if self._models.is_open(operation.model) and not self._queue.pending(operation.model):
+                self.untouched[operation.model] = operation
+        if task.model is None:
             return
-        record = self._models.known(errand.model)
+        record = self._models.get(task.model)
         if record is None or not record.is_open:
-            self.untouched.pop(errand.model, None)
-            self._queue.forget(errand.model)
-        elif not errand.is_ours:
+            self.untouched.pop(task.model, None)
+            self._queue.forget(task.model)
+        elif not task.is_internal:
             # A session does not expire because a request takes long.
             self._sessions.touch(record.session)
 
-    def _in_order(self, ask: Request, work: Ordered) -> Outcome | None:
-        errand = Task(work, ask.owner, work.model, ask.seq, [ask.id])
-        if ask.seq is None:
-            self.check(errand)
-            self._queue.put(errand)
+    def _queue_in_order(self, request: Request, operation: ModelOperation) -> Outcome | None:
+        task = Task(operation, request.owner, operation.model, request.seq, [request.id])
+        if request.seq is None:
+            self.check(task)
+            self._queue.put(task)
             return None
         # A known sequence number may already have an outcome; otherwise it is used up, whatever the
         # request is.
-        found = self._queue.put(errand)
+        found = self._queue.put(task)
         if not isinstance(found, Task):
             return found
-        if found is errand:
+        if found is task:
             try:
-                self.check(errand)
+                self.check(task)
             except RequestError as error:
-                self._queue.refuse(errand, error)
+                self._queue.reject(task, error)
                 return error
         return None
 
-    def _create(self, ask: Request, work: CreateModel) -> Outcome | None:
-        model_name(work.model)
-        coming = self._coming.get(work.model)
-        if coming is not None and coming.owner == ask.owner and coming.work == work:
-            coming.asks.append(ask.id)
+    def _create(self, request: Request, operation: CreateModel) -> Outcome | None:
+        model_name(operation.model)
+        creating = self._being_created.get(operation.model)
+        if (
+            creating is not None
+            and creating.owner == request.owner
+            and creating.operation == operation
+        ):
+            creating.request_ids.append(request.id)
             return None
-        self._sessions.find(work.session, ask.owner)
-        self._sessions.touch(work.session)
-        if self._is_there(work, ask.owner):
-            return ModelMade(model=work.model)
-        errand = Task(work, ask.owner, work.model, None, [ask.id])
-        self.check(errand)
-        check_metadata((), work.user_metadata)
-        self._check_room(work, ask.owner)
-        if self._queue.pending(work.model):
+        self._sessions.find(operation.session, request.owner)
+        self._sessions.touch(operation.session)
+        if self._exists(operation, request.owner):
+            return CreateModelResult(model=operation.model)
+        task = Task(operation, request.owner, operation.model, None, [request.id])
+        self.check(task)
+        check_metadata((), operation.user_metadata)
+        self._check_model_limits(operation, request.owner)
+        if self._queue.pending(operation.model):
             raise RequestError(
-                "busy", f"works of the model that was called {work.model} are still to end"
+                "busy", f"works of the model that was called {operation.model} are still to end"
             )
-        self._queue.restart_sequence(work.model)
-        self._queue.put(errand)
-        self._coming[work.model] = errand
+        self._queue.restart_sequence(operation.model)
+        self._queue.put(task)
+        self._being_created[operation.model] = task
         return None
 
-    def _is_there(self, work: CreateModel, owner: str) -> bool:
+    def _exists(self, operation: CreateModel, owner: str) -> bool:
         """Whether this very model exists and has received no request. Raises RequestError if
         another owner has the name."""
-        record = self._models.known(work.model)
+        record = self._models.get(operation.model)
         taken = record is not None and (record.owner != owner or record.is_open)
-        if not taken and work.model not in self._coming:
+        if not taken and operation.model not in self._being_created:
             return False
-        is_same = self.untouched.get(work.model) == work
+        is_same = self.untouched.get(operation.model) == operation
         if record is not None and record.owner == owner and record.is_open and is_same:
             return True
         raise RequestError(
             "exists",
-            f"there is a model {work.model}.\n  Unload it, or choose another name.",
+            f"there is a model {operation.model}.\n  Unload it, or choose another name.",
         )
 
-    def _check_room(self, work: CreateModel, owner: str) -> None:
+    def _check_model_limits(self, operation: CreateModel, owner: str) -> None:
         """Raises RequestError if no further model may be created. With full fine-tuning there is
         one model."""
-        coming = {model: errand.owner for model, errand in self._coming.items()}
-        owners = list((coming | {each.model: each.owner for each in self._models.open()}).values())
+        creating = {model: task.owner for model, task in self._being_created.items()}
+        owners = list(
+            (creating | {each.model: each.owner for each in self._models.open()}).values()
+        )
         served, settings = self._served(), self._settings
         if owners and served is not None and served.trains == "all weights":
             raise RequestError(
                 "busy",
                 f"all weights are trained here, of one model at a time, and there is one.\n"
-                f"  Have it unloaded before {work.model} is created.",
+                f"  Have it unloaded before {operation.model} is created.",
             )
-        check_number("max_models", settings.max_models, len(owners), "models are open")
-        check_number(
+        check_limit("max_models", settings.max_models, len(owners), "models are open")
+        check_limit(
             "max_owner_models",
             settings.max_owner_models,
             owners.count(owner),
             "models of yours are open",
         )
 
-    def _session_of(self, model: str, owner: str) -> str:
-        coming = self._coming.get(model)
-        if coming is not None and coming.owner == owner and isinstance(coming.work, CreateModel):
-            return coming.work.session
+    def _find_session(self, model: str, owner: str) -> str:
+        creating = self._being_created.get(model)
+        if (
+            creating is not None
+            and creating.owner == owner
+            and isinstance(creating.operation, CreateModel)
+        ):
+            return creating.operation.session
         return self._models.find_open(model, owner).session
 
-    def _touch_sampler(self, work: Sample, owner: str) -> None:
-        if work.sampler is not None:
-            self._sessions.sampler(work.sampler, owner)
-            self._sessions.touch_sampler(work.sampler)
+    def _touch_sampler(self, operation: Sample, owner: str) -> None:
+        if operation.sampler is not None:
+            self._sessions.sampler(operation.sampler, owner)
+            self._sessions.touch_sampler(operation.sampler)

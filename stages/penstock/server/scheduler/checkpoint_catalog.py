@@ -10,114 +10,134 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.server.protocol.types import Checkpoint, Run
-from penstock.server.scheduler.checkpoint_names import CheckpointRef, parse_checkpoint_path, spot_in
+from penstock.server.protocol.types import Checkpoint, ModelInfo
+from penstock.server.scheduler.checkpoint_names import (
+    CheckpointRef,
+    parse_checkpoint_name,
+    parse_checkpoint_path,
+)
 from penstock.server.scheduler.errors import RequestError, not_found
-from penstock.server.scheduler.state_store import CheckpointRecord, ModelRecord, Registry, Start
+from penstock.server.scheduler.state_store import (
+    CheckpointRecord,
+    ModelRecord,
+    ResumePoint,
+    StateStore,
+)
 from penstock.server.scheduler.storage import Storage
 
 LOG = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointCatalog:
     """The checkpoints of all models."""
 
-    def __init__(self, registry: Registry, storage: Storage) -> None:
+    def __init__(self, store: StateStore, storage: Storage) -> None:
         """Reconcile the records with the files on disk."""
-        self._registry = registry
+        self._store = store
         self._storage = storage
-        storage.tidy()
+        storage.finish_interrupted()
         self._agree()
 
     def read(self, path: str, owner: str) -> tuple[CheckpointRef, CheckpointRecord]:
         """The checkpoint at a path, if this owner may read it. Raises RequestError."""
-        spot = parse_checkpoint_path(path)
-        record = self._registry.models.get(spot.model)
-        kept = record.checkpoints.get(spot.within) if record else None
-        if record is None or kept is None or not (kept.public or record.owner == owner):
-            raise not_found(f"checkpoint {spot}")
-        if not self._storage.holds(spot):
-            raise RequestError("not_found", f"checkpoint {spot} is not in output_dir any more")
-        return spot, kept
+        ref = parse_checkpoint_path(path)
+        record = self._store.models.get(ref.model)
+        checkpoint = record.checkpoints.get(ref.relative_name) if record else None
+        if record is None or checkpoint is None or not (checkpoint.public or record.owner == owner):
+            raise not_found(f"checkpoint {ref}")
+        if not self._storage.exists(ref):
+            raise RequestError("not_found", f"checkpoint {ref} is not in output_dir any more")
+        return ref, checkpoint
 
-    def folder(self, spot: CheckpointRef) -> Path:
+    def folder(self, ref: CheckpointRef) -> Path:
         """Its folder. Raises RequestError if a symbolic link points outside."""
-        return self._storage.folder(spot)
+        return self._storage.folder(ref)
 
-    def holds(self, start: Start) -> bool:
+    def exists(self, start: ResumePoint) -> bool:
         """Whether the checkpoint that a model resumes from exists and was not replaced."""
-        spot = parse_checkpoint_path(start.path)
-        record = self._registry.models.get(spot.model)
-        kept = record.checkpoints.get(spot.within) if record else None
-        is_another = start.time is not None and (kept is None or kept.time != start.time)
-        return not is_another and self._is_there(spot)
+        ref = parse_checkpoint_path(start.path)
+        record = self._store.models.get(ref.model)
+        checkpoint = record.checkpoints.get(ref.relative_name) if record else None
+        is_another = start.time is not None and (
+            checkpoint is None or checkpoint.time != start.time
+        )
+        return not is_another and self._exists(ref)
 
-    def newest(self, record: ModelRecord) -> Start | None:
+    def newest(self, record: ModelRecord) -> ResumePoint | None:
         """The newest checkpoint of a model's current configuration."""
         found = [
-            (kept.time, name)
-            for name, kept in record.checkpoints.items()
-            if name.startswith("weights/") and kept.lora == record.lora
-            if self._is_there(spot_in(record.model, name))
+            (checkpoint.time, name)
+            for name, checkpoint in record.checkpoints.items()
+            if name.startswith("weights/") and checkpoint.lora == record.lora
+            if self._exists(parse_checkpoint_name(record.model, name))
         ]
         if not found:
             return None
         saved, name = max(found)
-        return Start(path=f"{record.model}/{name}", optimizer=True, time=saved)
+        return ResumePoint(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
-    def _is_there(self, spot: CheckpointRef) -> bool:
+    def _exists(self, ref: CheckpointRef) -> bool:
         """A symbolic link that points outside is not a checkpoint."""
         try:
-            return self._storage.holds(spot)
+            return self._storage.exists(ref)
         except RequestError:
             return False
 
-    def of_model(self, record: ModelRecord) -> list[Checkpoint]:
+    def list_for_model(self, record: ModelRecord) -> list[Checkpoint]:
         """All checkpoints of one model, by time."""
-        found = [told(record.model, name, kept) for name, kept in record.checkpoints.items()]
+        found = [
+            to_checkpoint_info(record.model, name, checkpoint)
+            for name, checkpoint in record.checkpoints.items()
+        ]
         return sorted(found, key=lambda checkpoint: checkpoint.time)
 
-    def delete(self, record: ModelRecord, within: str) -> Path:
+    def delete(self, record: ModelRecord, relative_name: str) -> Path:
         """Remove a checkpoint from the catalog; returns its new path, to be deleted.
 
         Raises RequestError.
         """
-        spot = self._own(record, within)
-        gone = self._storage.take_out(spot)
-        self._drop(record, spot)
-        return gone or self._storage.folder(spot)
+        ref = self._find_own(record, relative_name)
+        gone = self._storage.move_to_trash(ref)
+        self._drop(record, ref)
+        return gone or self._storage.folder(ref)
 
     def keep(
-        self, record: ModelRecord, within: str, ttl_seconds: float | None, public: bool | None
+        self,
+        record: ModelRecord,
+        relative_name: str,
+        ttl_seconds: float | None,
+        public: bool | None,
     ) -> None:
-        """Change expiry or visibility; see KeepCheckpoint. Raises RequestError."""
-        spot = self._own(record, within)
-        kept = record.checkpoints[spot.within]
+        """Change expiry or visibility; see UpdateCheckpoint. Raises RequestError."""
+        ref = self._find_own(record, relative_name)
+        checkpoint = record.checkpoints[ref.relative_name]
         if public is not None:
-            changed = structs.replace(kept, public=public)
+            changed = structs.replace(checkpoint, public=public)
         else:
             expires = None if ttl_seconds is None else time.time() + ttl_seconds
-            changed = structs.replace(kept, expires=expires)
-        record.checkpoints[spot.within] = changed
-        self._registry.keep_model(record)
+            changed = structs.replace(checkpoint, expires=expires)
+        record.checkpoints[ref.relative_name] = changed
+        self._store.save_model(record)
 
     def expire(self, now: float) -> list[Path]:
         """Remove checkpoints that are expired at `now`, in seconds since the epoch; returns the
         folders to delete."""
-        return self._delete_where(lambda kept: kept.expires is not None and kept.expires <= now)
-
-    def drop_samplers(self, is_there: Callable[[str], bool]) -> list[Path]:
-        """Remove checkpoints of samplers that no longer exist; returns the folders to delete."""
         return self._delete_where(
-            lambda kept: kept.sampler is not None and not is_there(kept.sampler)
+            lambda checkpoint: checkpoint.expires is not None and checkpoint.expires <= now
         )
 
-    def run(self, record: ModelRecord) -> Run:
+    def delete_unused_sampler_weights(self, is_there: Callable[[str], bool]) -> list[Path]:
+        """Remove checkpoints of samplers that no longer exist; returns the folders to delete."""
+        return self._delete_where(
+            lambda checkpoint: checkpoint.sampler is not None and not is_there(checkpoint.sampler)
+        )
+
+    def model_info(self, record: ModelRecord) -> ModelInfo:
         """A model as reported to clients."""
-        found = self.of_model(record)
+        found = self.list_for_model(record)
         of_training = [each for each in found if each.kind == "training"]
         of_samplers = [each for each in found if each.kind == "sampler"]
-        return Run(
+        return ModelInfo(
             model=record.model,
             session=record.session,
             base_model=record.base_model,
@@ -132,58 +152,61 @@ class Checkpoints:
 
     def _delete_where(self, is_over: Callable[[CheckpointRecord], bool]) -> list[Path]:
         gone: list[Path] = []
-        for record in list(self._registry.models.values()):
-            for within, kept in list(record.checkpoints.items()):
-                if not is_over(kept):
+        for record in list(self._store.models.values()):
+            for relative_name, checkpoint in list(record.checkpoints.items()):
+                if not is_over(checkpoint):
                     continue
                 try:
-                    gone.append(self.delete(record, within))
+                    gone.append(self.delete(record, relative_name))
                 except RequestError as error:
                     # Another process replaced it with a symbolic link.
-                    LOG.warning("%s of model %s stays: %s", within, record.model, error)
+                    LOG.warning("%s of model %s stays: %s", relative_name, record.model, error)
         return gone
 
-    def _own(self, record: ModelRecord, within: str) -> CheckpointRef:
-        spot = spot_in(record.model, within)
-        if spot.within not in record.checkpoints:
-            raise not_found(f"checkpoint {spot}")
-        return spot
+    def _find_own(self, record: ModelRecord, relative_name: str) -> CheckpointRef:
+        ref = parse_checkpoint_name(record.model, relative_name)
+        if ref.relative_name not in record.checkpoints:
+            raise not_found(f"checkpoint {ref}")
+        return ref
 
-    def _drop(self, record: ModelRecord, spot: CheckpointRef) -> None:
-        del record.checkpoints[spot.within]
-        self._registry.keep_model(record)
-        for other in self._registry.models.values():
-            if other.start is not None and other.start.path == str(spot) and not other.is_unsaved:
+    def _drop(self, record: ModelRecord, ref: CheckpointRef) -> None:
+        del record.checkpoints[ref.relative_name]
+        self._store.save_model(record)
+        for other in self._store.models.values():
+            if other.start is not None and other.start.path == str(ref) and not other.is_unsaved:
                 # Its state now only exists in the workers.
                 other.is_unsaved = True
-                self._registry.keep_model(other)
+                self._store.save_model(other)
 
     def _agree(self) -> None:
         """Add checkpoints that a dead process has saved; drop records of deleted ones."""
-        there = set(self._storage.spots())
-        for record in list(self._registry.models.values()):
-            known = {spot_in(record.model, within) for within in record.checkpoints}
-            for spot in known - there:
-                self._drop(record, spot)
-            for spot in sorted(spot for spot in there - known if spot.model == record.model):
-                record.checkpoints[spot.within] = CheckpointRecord(
-                    time=self._storage.folder(spot).stat().st_mtime,
-                    size=self._storage.size(spot),
+        there = set(self._storage.list_checkpoints())
+        for record in list(self._store.models.values()):
+            known = {
+                parse_checkpoint_name(record.model, relative_name)
+                for relative_name in record.checkpoints
+            }
+            for ref in known - there:
+                self._drop(record, ref)
+            for ref in sorted(ref for ref in there - known if ref.model == record.model):
+                record.checkpoints[ref.relative_name] = CheckpointRecord(
+                    time=self._storage.folder(ref).stat().st_mtime,
+                    size=self._storage.size(ref),
                     base_model=record.base_model,
                     lora=record.lora,
                 )
-                self._registry.keep_model(record)
+                self._store.save_model(record)
 
 
-def told(model: str, within: str, kept: CheckpointRecord) -> Checkpoint:
+def to_checkpoint_info(model: str, relative_name: str, checkpoint: CheckpointRecord) -> Checkpoint:
     """A checkpoint as reported to clients."""
     return Checkpoint(
-        name=within,
+        name=relative_name,
         model=model,
-        kind="training" if within.startswith("weights/") else "sampler",
-        time=kept.time,
-        size=kept.size,
-        expires=kept.expires,
-        public=kept.public,
-        user_metadata=kept.user_metadata,
+        kind="training" if relative_name.startswith("weights/") else "sampler",
+        time=checkpoint.time,
+        size=checkpoint.size,
+        expires=checkpoint.expires,
+        public=checkpoint.public,
+        user_metadata=checkpoint.user_metadata,
     )

@@ -12,7 +12,7 @@ from penstock.server.scheduler.errors import RequestError
 MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
-Room = Literal["weights", "sampler_weights"]
+Subfolder = Literal["weights", "sampler_weights"]
 """Folders of training checkpoints and of sampler weights."""
 
 INITIAL = "000000"
@@ -27,16 +27,16 @@ class CheckpointRef:
     """A checkpoint of a model."""
 
     model: str
-    room: Room
+    subfolder: Subfolder
     name: str
 
     def __str__(self) -> str:
-        return f"{self.model}/{self.room}/{self.name}"
+        return f"{self.model}/{self.subfolder}/{self.name}"
 
     @property
-    def within(self) -> str:
+    def relative_name(self) -> str:
         """Its name relative to its model."""
-        return f"{self.room}/{self.name}"
+        return f"{self.subfolder}/{self.name}"
 
 
 def model_name(name: str) -> str:
@@ -54,21 +54,21 @@ def parse_checkpoint_path(path: str) -> CheckpointRef:
 
     Raises RequestError for anything else.
     """
-    model, _, within = path.partition("/")
-    return spot_in(model, within)
+    model, _, relative_name = path.partition("/")
+    return parse_checkpoint_name(model, relative_name)
 
 
-def spot_in(model: str, within: str) -> CheckpointRef:
+def parse_checkpoint_name(model: str, relative_name: str) -> CheckpointRef:
     """Parse `weights/<name>` or `sampler_weights/<name>` of a model. Raises RequestError."""
-    room, _, name = within.partition("/")
-    if room != "weights" and room != "sampler_weights":
-        written = f"{model}/{within}"[:200]
+    subfolder, _, name = relative_name.partition("/")
+    if subfolder != "weights" and subfolder != "sampler_weights":
+        written = f"{model}/{relative_name}"[:200]
         raise RequestError(
             "invalid",
             f"{written!r} is no path of a checkpoint: it is <model>/weights/<name> or"
             " <model>/sampler_weights/<name>",
         )
-    return CheckpointRef(model_name(model), room, checkpoint_name(name))
+    return CheckpointRef(model_name(model), subfolder, checkpoint_name(name))
 
 
 def sampler_name(session: str, number: int) -> str:

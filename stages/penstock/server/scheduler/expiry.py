@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.server.protocol.requests import UnloadModel
-from penstock.server.scheduler.checkpoint_catalog import Checkpoints
+from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Queue, Task
+from penstock.server.scheduler.queue import RequestQueue, Task
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
 
 LONGEST_INTERVAL = 30.0
 """Maximum seconds between checks."""
-TOLD_SECONDS = 24 * 3600.0
+ENDED_SESSION_SECONDS = 24 * 3600.0
 """Seconds during which a client is told that and why its session has ended; later the session is
 unknown."""
 RETRY_SECONDS = 60.0
@@ -29,11 +29,11 @@ class Expiry:
 
     def __init__(
         self,
-        settings: EngineSettings,
-        queue: Queue,
+        settings: SchedulerSettings,
+        queue: RequestQueue,
         sessions: Sessions,
         models: Models,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointCatalog,
         discard: Callable[[list[Path]], None],
     ) -> None:
         """`discard` deletes folders in the background."""
@@ -43,7 +43,7 @@ class Expiry:
         self._models = models
         self._checkpoints = checkpoints
         self._discard = discard
-        self._tried: dict[str, float] = {}
+        self._last_attempts: dict[str, float] = {}
         self.interval = min(LONGEST_INTERVAL, self._timeout / 10)
         """Seconds between checks."""
 
@@ -52,60 +52,62 @@ class Expiry:
         for session in self._sessions.open():
             if self._is_idle(session) and not self._open_models(session):
                 self.end(session, f"nothing was heard of its client for {self._timeout:g} s")
-        self._unload_unwanted()
+        self._unload_expired()
         now = time.time()
-        self._sessions.forget(now - TOLD_SECONDS)
+        self._sessions.forget(now - ENDED_SESSION_SECONDS)
         self._discard(self._checkpoints.expire(now))
         # A session may have ended while one of its samplers was being saved.
-        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
+        self._discard(self._checkpoints.delete_unused_sampler_weights(self._sessions.has_sampler))
 
     def end(self, session: SessionRecord, why: str) -> None:
         """End a session; its models are unloaded in the background, and its sampler-only
         checkpoints are deleted."""
         self._sessions.end(session, why)
-        self._discard(self._checkpoints.drop_samplers(self._sessions.has_sampler))
-        self._unload_unwanted()
+        self._discard(self._checkpoints.delete_unused_sampler_weights(self._sessions.has_sampler))
+        self._unload_expired()
 
-    def is_to_go(self, model: str) -> bool:
+    def is_expired(self, model: str) -> bool:
         """Whether a loaded model is to be unloaded because its session has ended."""
-        record = self._models.known(model)
+        record = self._models.get(model)
         if record is None or not record.is_open:
             return False
-        session = self._sessions.known(record.session)
+        session = self._sessions.get(record.session)
         return session is None or session.has_ended or self._is_idle(session)
 
-    def why(self, model: str) -> str:
+    def unload_reason(self, model: str) -> str:
         """Why it is unloaded."""
-        record = self._models.known(model)
-        session = self._sessions.known(record.session) if record else None
+        record = self._models.get(model)
+        session = self._sessions.get(record.session) if record else None
         if session is not None and session.has_ended:
             return f"its session has ended: {session.ending}"
         return f"nothing was heard of its client for {self._timeout:g} s"
 
     def _is_idle(self, session: SessionRecord) -> bool:
-        return self._sessions.idle_for(session.session) >= self._timeout and not any(
-            self._queue.pending_of_clients(record.model)
+        return self._sessions.idle_seconds(session.session) >= self._timeout and not any(
+            self._queue.pending_from_clients(record.model)
             for record in self._sessions.models(session.session)
         )
 
     def _open_models(self, session: SessionRecord) -> list[ModelRecord]:
         return [each for each in self._sessions.models(session.session) if each.is_open]
 
-    def _unload_unwanted(self) -> None:
-        unwanted = [record for record in self._models.open() if self.is_to_go(record.model)]
-        names = {record.model for record in unwanted}
-        self._tried = {name: when for name, when in self._tried.items() if name in names}
-        for record in unwanted:
-            if not self._is_leaving(record.model):
+    def _unload_expired(self) -> None:
+        expired = [record for record in self._models.open() if self.is_expired(record.model)]
+        names = {record.model for record in expired}
+        self._last_attempts = {
+            name: when for name, when in self._last_attempts.items() if name in names
+        }
+        for record in expired:
+            if not self._is_unloading(record.model):
                 self._unload(record)
 
-    def _is_leaving(self, model: str) -> bool:
-        return self._queue.pending(model) > self._queue.pending_of_clients(model)
+    def _is_unloading(self, model: str) -> bool:
+        return self._queue.pending(model) > self._queue.pending_from_clients(model)
 
     def _unload(self, record: ModelRecord) -> None:
         now = time.monotonic()
-        if now - self._tried.get(record.model, -RETRY_SECONDS) < RETRY_SECONDS:
+        if now - self._last_attempts.get(record.model, -RETRY_SECONDS) < RETRY_SECONDS:
             return
-        self._tried[record.model] = now
-        work = UnloadModel(model=record.model)
-        self._queue.put(Task(work, record.owner, record.model, is_ours=True))
+        self._last_attempts[record.model] = now
+        operation = UnloadModel(model=record.model)
+        self._queue.put(Task(operation, record.owner, record.model, is_internal=True))

@@ -8,46 +8,46 @@ from pathlib import Path
 
 from penstock.server.protocol.requests import (
     AddEndpoint,
-    Capabilities,
     CreateSampler,
     CreateSession,
     DeleteCheckpoint,
     EndSession,
+    GetCapabilities,
+    GetCheckpoint,
+    GetModel,
+    GetSampler,
+    GetSession,
     Heartbeat,
-    Immediate,
-    KeepCheckpoint,
+    ImmediateOperation,
     ListCheckpoints,
     ListEndpoints,
-    ListRuns,
+    ListModels,
     ListSessions,
-    ModelOf,
     RemoveEndpoint,
-    SamplerOf,
-    SessionOf,
-    WeightsOf,
+    UpdateCheckpoint,
 )
 from penstock.server.protocol.results import (
-    CheckpointsResult,
+    CheckpointResult,
+    CreateSessionResult,
     Done,
-    Gone,
+    HeartbeatResult,
+    ListCheckpointsResult,
+    ListModelsResult,
+    ListSessionsResult,
     ModelResult,
     Result,
-    Runs,
     SamplerResult,
-    Served,
-    SessionMade,
+    ServedModel,
     SessionResult,
-    WeightsResult,
 )
-from penstock.server.protocol.results import Sessions as SessionsTold
-from penstock.server.scheduler.checkpoint_catalog import Checkpoints, told
+from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog, to_checkpoint_info
 from penstock.server.scheduler.checkpoint_names import sampler_name
 from penstock.server.scheduler.errors import RequestError
-from penstock.server.scheduler.inference_endpoints import Destinations
+from penstock.server.scheduler.inference_endpoints import InferenceEndpoints
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.state_store import Registry, SamplerRecord, SessionRecord
+from penstock.server.scheduler.state_store import SamplerRecord, SessionRecord, StateStore
 from penstock.server.scheduler.validate_request import check_base, check_ttl
 
 MAX_PAGE = 1000
@@ -59,12 +59,12 @@ class ImmediateRequests:
 
     def __init__(
         self,
-        registry: Registry,
+        store: StateStore,
         sessions: Sessions,
         models: Models,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointCatalog,
         *,
-        served: Callable[[], Served],
+        served: Callable[[], ServedModel],
         base_names: Callable[[], list[str]],
         pending: Callable[[str], int],
         discard: Callable[[list[Path]], None],
@@ -74,7 +74,7 @@ class ImmediateRequests:
         """`served` raises RequestError while the workers are unknown; `pending` counts the requests
         of a model; `discard` deletes folders in the background; `end` ends a session for a reason;
         `allowed_hosts`: allowed inference servers."""
-        self._registry = registry
+        self._store = store
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
@@ -83,28 +83,28 @@ class ImmediateRequests:
         self._pending = pending
         self._discard = discard
         self._end = end
-        self._destinations = Destinations(registry, allowed_hosts)
+        self._endpoints_file = InferenceEndpoints(store, allowed_hosts)
 
-    def do(self, work: Immediate, owner: str) -> Result:
+    def run(self, operation: ImmediateOperation, owner: str) -> Result:
         """Handle a request. Raises RequestError."""
-        match work:
-            case CreateSession() | Heartbeat() | EndSession() | ListSessions() | SessionOf():
-                return self._session(work, owner)
-            case CreateSampler() | SamplerOf():
-                return self._sampler(work, owner)
-            case Capabilities():
+        match operation:
+            case CreateSession() | Heartbeat() | EndSession() | ListSessions() | GetSession():
+                return self._session(operation, owner)
+            case CreateSampler() | GetSampler():
+                return self._sampler(operation, owner)
+            case GetCapabilities():
                 return self._served()
-            case ModelOf() | ListRuns():
-                return self._model(work, owner)
-            case ListCheckpoints() | DeleteCheckpoint() | KeepCheckpoint() | WeightsOf():
-                return self._checkpoint(work, owner)
+            case GetModel() | ListModels():
+                return self._model(operation, owner)
+            case ListCheckpoints() | DeleteCheckpoint() | UpdateCheckpoint() | GetCheckpoint():
+                return self._checkpoint(operation, owner)
             case RemoveEndpoint() | ListEndpoints():
-                return self._destinations.do(work, owner)
+                return self._endpoints_file.run(operation, owner)
 
-    def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+    def add(self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         """Add an endpoint: the only immediate request that waits for another server; `end` receives
         its outcome."""
-        self._destinations.add(work, owner, end)
+        self._endpoints_file.add(operation, owner, end)
 
     def _notice(self) -> str:
         try:
@@ -114,24 +114,26 @@ class ImmediateRequests:
 
     def _session(
         self,
-        work: CreateSession | Heartbeat | EndSession | ListSessions | SessionOf,
+        operation: CreateSession | Heartbeat | EndSession | ListSessions | GetSession,
         owner: str,
     ) -> Result:
-        match work:
+        match operation:
             case CreateSession():
-                made = self._sessions.create(work, owner)
-                return SessionMade(session=made.session, notice=self._notice())
+                made = self._sessions.create(operation, owner)
+                return CreateSessionResult(session=made.session, notice=self._notice())
             case Heartbeat():
-                return Gone(sessions=self._sessions.beat(work.sessions, owner))
+                return HeartbeatResult(
+                    sessions=self._sessions.record_heartbeats(operation.sessions, owner)
+                )
             case EndSession():
-                record = self._sessions.find(work.session, owner)
+                record = self._sessions.find(operation.session, owner)
                 self._end(record, "its client has ended it")
                 return Done()
             case ListSessions():
-                own = self._sessions.of_owner(owner)
-                return SessionsTold(sessions=tuple(record.session for record in own))
-            case SessionOf():
-                record = self._sessions.find(work.session, owner)
+                own = self._sessions.list_for_owner(owner)
+                return ListSessionsResult(sessions=tuple(record.session for record in own))
+            case GetSession():
+                record = self._sessions.find(operation.session, owner)
                 samplers = sorted(record.samplers, key=int)
                 return SessionResult(
                     session=record.session,
@@ -146,76 +148,84 @@ class ImmediateRequests:
                     user_metadata=record.user_metadata,
                 )
 
-    def _sampler(self, work: CreateSampler | SamplerOf, owner: str) -> Result:
-        if isinstance(work, SamplerOf):
-            found = self._sessions.sampler(work.sampler, owner)
-            return SamplerResult(sampler=work.sampler, base_model=found.base_model, path=found.path)
-        session = self._sessions.find(work.session, owner)
-        self._sessions.touch(work.session)
+    def _sampler(self, operation: CreateSampler | GetSampler, owner: str) -> Result:
+        if isinstance(operation, GetSampler):
+            found = self._sessions.sampler(operation.sampler, owner)
+            return SamplerResult(
+                sampler=operation.sampler, base_model=found.base_model, path=found.path
+            )
+        session = self._sessions.find(operation.session, owner)
+        self._sessions.touch(operation.session)
         names = self._base_names()
-        check_base(work.base_model, names)
-        base_model, path = names[0], work.path
+        check_base(operation.base_model, names)
+        base_model, path = names[0], operation.path
         if path is not None:
-            spot, kept = self._checkpoints.read(path, owner)
-            if spot.room != "sampler_weights":
+            ref, checkpoint = self._checkpoints.read(path, owner)
+            if ref.subfolder != "sampler_weights":
                 raise RequestError(
                     "invalid",
-                    f"{spot} is what training goes on from.\n  Save it for sampling, and sample"
+                    f"{ref} is what training goes on from.\n  Save it for sampling, and sample"
                     " from <model>/sampler_weights/<name>.",
                 )
-            if kept.base_model != base_model:
+            if checkpoint.base_model != base_model:
                 raise RequestError(
-                    "invalid", f"{spot} is of {kept.base_model}, and here is {base_model}"
+                    "invalid", f"{ref} is of {checkpoint.base_model}, and here is {base_model}"
                 )
-            path = str(spot)
+            path = str(ref)
         sampler = SamplerRecord(base_model=base_model, path=path)
-        name = self._sessions.add_sampler(session, work.number, sampler)
+        name = self._sessions.add_sampler(session, operation.number, sampler)
         return SamplerResult(sampler=name, base_model=base_model, path=path)
 
-    def _model(self, work: ModelOf | ListRuns, owner: str) -> Result:
-        if isinstance(work, ModelOf):
-            record = self._models.find(work.model, owner)
+    def _model(self, operation: GetModel | ListModels, owner: str) -> Result:
+        if isinstance(operation, GetModel):
+            record = self._models.find(operation.model, owner)
             return ModelResult(
-                run=self._checkpoints.run(record),
+                info=self._checkpoints.model_info(record),
                 served=self._served(),
                 pending=self._pending(record.model),
             )
-        if work.limit < 1 or work.offset < 0:
+        if operation.limit < 1 or operation.offset < 0:
             raise RequestError(
                 "invalid",
-                f"limit is {work.limit} and offset {work.offset}; they are 1 and 0 at least",
+                f"limit is {operation.limit}, offset {operation.offset}; at least 1 and 0",
             )
-        own = self._models.of_owner(owner)
-        page = own[work.offset : work.offset + min(work.limit, MAX_PAGE)]
-        return Runs(runs=tuple(self._checkpoints.run(each) for each in page), total=len(own))
+        own = self._models.list_for_owner(owner)
+        page = own[operation.offset : operation.offset + min(operation.limit, MAX_PAGE)]
+        return ListModelsResult(
+            models=tuple(self._checkpoints.model_info(each) for each in page), total=len(own)
+        )
 
     def _checkpoint(
         self,
-        work: ListCheckpoints | DeleteCheckpoint | KeepCheckpoint | WeightsOf,
+        operation: ListCheckpoints | DeleteCheckpoint | UpdateCheckpoint | GetCheckpoint,
         owner: str,
     ) -> Result:
-        match work:
+        match operation:
             case ListCheckpoints():
-                if work.model is not None:
-                    records = [self._models.find(work.model, owner)]
+                if operation.model is not None:
+                    records = [self._models.find(operation.model, owner)]
                 else:
-                    records = self._models.of_owner(owner)
-                found = [each for record in records for each in self._checkpoints.of_model(record)]
+                    records = self._models.list_for_owner(owner)
+                found = [
+                    each for record in records for each in self._checkpoints.list_for_model(record)
+                ]
                 found.sort(key=lambda checkpoint: checkpoint.time)
-                return CheckpointsResult(checkpoints=tuple(found))
+                return ListCheckpointsResult(checkpoints=tuple(found))
             case DeleteCheckpoint():
-                record = self._models.find(work.model, owner)
-                self._discard([self._checkpoints.delete(record, work.name)])
+                record = self._models.find(operation.model, owner)
+                self._discard([self._checkpoints.delete(record, operation.name)])
                 return Done()
-            case KeepCheckpoint():
-                record = self._models.find(work.model, owner)
-                check_ttl(work.ttl_seconds)
-                self._checkpoints.keep(record, work.name, work.ttl_seconds, work.public)
+            case UpdateCheckpoint():
+                record = self._models.find(operation.model, owner)
+                check_ttl(operation.ttl_seconds)
+                self._checkpoints.keep(
+                    record, operation.name, operation.ttl_seconds, operation.public
+                )
                 return Done()
-            case WeightsOf():
-                spot, kept = self._checkpoints.read(work.path, owner)
-                return WeightsResult(
-                    base_model=kept.base_model,
-                    lora=kept.lora,
-                    checkpoint=told(spot.model, spot.within, kept),
+            case GetCheckpoint():
+                ref, checkpoint = self._checkpoints.read(operation.path, owner)
+                return CheckpointResult(
+                    base_model=checkpoint.base_model,
+                    lora=checkpoint.lora,
+                    checkpoint=to_checkpoint_info(ref.model, ref.relative_name, checkpoint),
                 )

@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from functools import partial
 
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
-from penstock.server.protocol.results import Endpoints
+from penstock.server.protocol.results import EndpointsResult
 from penstock.server.protocol.types import Endpoint, Secret
 from penstock.server.scheduler.errors import RequestError, internal_error, not_found
 from penstock.server.scheduler.queue import Outcome
-from penstock.server.scheduler.state_store import DestinationRecord, Registry
+from penstock.server.scheduler.state_store import EndpointRecord, StateStore
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
 from penstock.server.weight_sync.background_thread import run_in_background
 from penstock.server.weight_sync.errors import SyncError, named
@@ -20,7 +20,7 @@ from penstock.server.weight_sync.sglang_client import (
     EngineParallelism,
     InferenceServer,
     Limits,
-    words_to_go_on,
+    recovery_requests,
 )
 
 LOG = logging.getLogger(__name__)
@@ -29,26 +29,26 @@ HEADER = re.compile(r"[!-~]+")
 """Characters allowed in a key."""
 MAX_OWNER_ENDPOINTS = 64
 """Maximum endpoints per owner, including those being added."""
-ASK_SECONDS = 3.0
+PARALLELISM_SECONDS = 3.0
 """Seconds for a new server to report its parallelism; it may not be running yet."""
 
 
-class Destinations:
+class InferenceEndpoints:
     """The endpoints of all owners, with their keys."""
 
-    def __init__(self, registry: Registry, allowed_hosts: Collection[str]) -> None:
+    def __init__(self, store: StateStore, allowed_hosts: Collection[str]) -> None:
         """`allowed_hosts`: the hosts that endpoints may have."""
-        self._registry = registry
+        self._store = store
         self._allowed_hosts = allowed_hosts
         self._adding: dict[asyncio.Task[None], str] = {}
         """Owners of the endpoints that are being added."""
 
-    def add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+    def add(self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         """Register an endpoint, replacing one at the same address; `end` receives the outcome,
         because the server is first asked whether weights can be sent to it. Raises RequestError if
         the owner has the maximum number."""
-        self._require_room(work.endpoint, owner)
-        task = asyncio.create_task(self._add(work, owner, end))
+        self._require_room(operation.endpoint, owner)
+        task = asyncio.create_task(self._add(operation, owner, end))
         self._adding[task] = owner
         task.add_done_callback(self._adding.pop)
 
@@ -62,76 +62,78 @@ class Destinations:
                 " be.\n  Remove one that is not needed.",
             )
 
-    async def _add(self, work: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+    async def _add(
+        self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]
+    ) -> None:
         try:
-            end(await self._added(work, owner))
+            end(await self._added(operation, owner))
         except RequestError as error:
             end(error)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
             end(internal_error(error))
 
-    async def _added(self, work: AddEndpoint, owner: str) -> Endpoints:
-        new = work.endpoint
+    async def _added(self, operation: AddEndpoint, owner: str) -> EndpointsResult:
+        new = operation.endpoint
         if not 0 < new.port < 65536 or new.world_size < 1 or not new.host:
             raise RequestError(
                 "invalid",
                 f"{new.host[:200]}:{new.port} of {new.world_size} ranks is no inference server",
             )
-        if work.api_key and not HEADER.fullmatch(work.api_key.text):
+        if operation.api_key and not HEADER.fullmatch(operation.api_key.text):
             raise RequestError("invalid", "the api_key holds what no header of HTTP may")
         fault = why_not_allowed(new, self._allowed_hosts)
         if fault is not None:
             raise RequestError("invalid", fault)
-        sizes = await _sizes(InferenceServer(new, work.api_key))
-        world_size = new.world_size if work.is_sized or sizes is None else sizes.tensor
+        sizes = await _sizes(InferenceServer(new, operation.api_key))
+        world_size = new.world_size if operation.is_sized or sizes is None else sizes.tensor
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
             raise RequestError("invalid", f"{named(new)}: {fault}")
-        record = DestinationRecord(
+        record = EndpointRecord(
             owner=owner,
             host=new.host,
             port=new.port,
             world_size=world_size,
             pool=new.pool,
-            api_key=work.api_key.text if work.api_key else None,
+            api_key=operation.api_key.text if operation.api_key else None,
         )
-        self._registry.keep_destinations((*self._others(owner, new.host, new.port), record))
+        self._store.save_endpoints((*self._others(owner, new.host, new.port), record))
         return self._all(owner)
 
-    def do(self, work: RemoveEndpoint | ListEndpoints, owner: str) -> Endpoints:
+    def run(self, operation: RemoveEndpoint | ListEndpoints, owner: str) -> EndpointsResult:
         """The remaining or registered endpoints. Raises RequestError for an unknown one."""
-        if isinstance(work, RemoveEndpoint):
-            others = self._others(owner, work.host, work.port)
-            if len(others) == len(self._registry.destinations):
-                raise not_found(f"inference endpoint {work.host[:200]}:{work.port}")
-            self._registry.keep_destinations(others)
+        if isinstance(operation, RemoveEndpoint):
+            others = self._others(owner, operation.host, operation.port)
+            if len(others) == len(self._store.endpoints):
+                raise not_found(f"inference endpoint {operation.host[:200]}:{operation.port}")
+            self._store.save_endpoints(others)
         return self._all(owner)
 
-    def _all(self, owner: str) -> Endpoints:
-        own = (each for each in self._registry.destinations if each.owner == owner)
-        return Endpoints(endpoints=tuple(map(_endpoint, own)))
+    def _all(self, owner: str) -> EndpointsResult:
+        own = (each for each in self._store.endpoints if each.owner == owner)
+        return EndpointsResult(endpoints=tuple(map(_endpoint, own)))
 
-    def _others(self, owner: str, host: str, port: int) -> tuple[DestinationRecord, ...]:
-        one, known = (owner, host, port), self._registry.destinations
+    def _others(self, owner: str, host: str, port: int) -> tuple[EndpointRecord, ...]:
+        one, known = (owner, host, port), self._store.endpoints
         return tuple(each for each in known if (each.owner, each.host, each.port) != one)
 
 
 def list_endpoints(
-    registry: Registry, owner: str, pools: Collection[str]
+    store: StateStore, owner: str, pools: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
     """The owner's endpoints in these pools, or all of them, with their keys."""
     return tuple(
         (_endpoint(record), Secret(text=record.api_key) if record.api_key else None)
-        for record in registry.destinations
+        for record in store.endpoints
         if record.owner == owner and (not pools or record.pool in pools)
     )
 
 
 def target_endpoints(
-    registry: Registry, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
+    store: StateStore, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
     """The same. Raises RequestError if there are none, or if one is no longer allowed."""
-    found = list_endpoints(registry, owner, pools)
+    found = list_endpoints(store, owner, pools)
     if not found:
         where = f" in {', '.join(pools)[:200]}" if pools else ""
         raise RequestError("invalid", f"there are no inference endpoints{where}; add one first")
@@ -147,18 +149,18 @@ def resume_inference_servers(
     """Resume generation on servers that dead workers may have left paused. Runs in the
     background."""
     for endpoint, key in sent:
-        run_in_background(partial(_let_go_on, InferenceServer(endpoint, key), group_name))
+        run_in_background(partial(_resume_server, InferenceServer(endpoint, key), group_name))
 
 
-def _let_go_on(server: InferenceServer, group_name: str) -> None:
-    for step, path, body in words_to_go_on(group_name):
+def _resume_server(server: InferenceServer, group_name: str) -> None:
+    for step, path, body in recovery_requests(group_name):
         try:
             server.post(path, body, step=step, seconds=Limits.late)
         except SyncError as error:
             LOG.warning("after a sync that was lost: %s", error)
 
 
-def _endpoint(record: DestinationRecord) -> Endpoint:
+def _endpoint(record: EndpointRecord) -> Endpoint:
     return Endpoint(
         host=record.host, port=record.port, world_size=record.world_size, pool=record.pool
     )
@@ -166,9 +168,11 @@ def _endpoint(record: DestinationRecord) -> Endpoint:
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:
     """The server's parallelism, if it responds within ASK_SECONDS."""
-    asked: Future[EngineParallelism | None] = run_in_background(lambda: server.sizes(ASK_SECONDS))
+    asked: Future[EngineParallelism | None] = run_in_background(
+        lambda: server.sizes(PARALLELISM_SECONDS)
+    )
     try:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(PARALLELISM_SECONDS):
             return await asyncio.wrap_future(asked)
     except TimeoutError:
         return None

@@ -5,9 +5,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from penstock.server.protocol.worker_commands import Opened
+from penstock.server.protocol.worker_commands import CheckpointSizes
 from penstock.server.scheduler.errors import RequestError, not_found
-from penstock.server.scheduler.state_store import ModelRecord, Registry, Start
+from penstock.server.scheduler.state_store import ModelRecord, ResumePoint, StateStore
 
 
 @dataclass
@@ -25,14 +25,14 @@ class LoadedModelState:
 class Models:
     """All models by name."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._live: dict[str, LoadedModelState] = {}
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._states: dict[str, LoadedModelState] = {}
 
     def find(self, model: str, owner: str) -> ModelRecord:
         """The owner's model. Raises RequestError if it does not exist or belongs to another
         owner."""
-        record = self._registry.models.get(model)
+        record = self._store.models.get(model)
         if record is None or record.owner != owner:
             raise not_found(f"model {model[:200]!r}")
         return record
@@ -47,90 +47,92 @@ class Models:
             )
         return record
 
-    def known(self, model: str) -> ModelRecord | None:
+    def get(self, model: str) -> ModelRecord | None:
         """The model of any owner."""
-        return self._registry.models.get(model)
+        return self._store.models.get(model)
 
     def is_open(self, model: str) -> bool:
         """Whether it is or will be loaded in the workers."""
-        record = self.known(model)
+        record = self.get(model)
         return record is not None and record.is_open
 
     def open(self) -> list[ModelRecord]:
         """Models that are or will be loaded, most recently requested first."""
-        found = [record for record in self._registry.models.values() if record.is_open]
+        found = [record for record in self._store.models.values() if record.is_open]
         return sorted(found, key=lambda record: -record.last_request)
 
-    def live(self, record: ModelRecord) -> LoadedModelState:
+    def get_state(self, record: ModelRecord) -> LoadedModelState:
         """The in-memory state of a model."""
-        return self._live.setdefault(record.model, LoadedModelState(step=record.step))
+        return self._states.setdefault(record.model, LoadedModelState(step=record.step))
 
-    def found(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
+    def adopt(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
         """Restore the state of a model in workers that outlived the previous scheduler."""
-        self._live[record.model] = LoadedModelState(step, has_gradients)
+        self._states[record.model] = LoadedModelState(step, has_gradients)
 
-    def of_owner(self, owner: str) -> list[ModelRecord]:
+    def list_for_owner(self, owner: str) -> list[ModelRecord]:
         """The owner's models, newest first."""
-        found = [record for record in self._registry.models.values() if record.owner == owner]
+        found = [record for record in self._store.models.values() if record.owner == owner]
         return sorted(found, key=lambda record: -record.created)
 
-    def check_known(self, record: ModelRecord) -> None:
+    def check_not_corrupted(self, record: ModelRecord) -> None:
         """Raises RequestError, once, if state that the client has seen was lost."""
         if record.corrupted:
             record.corrupted = False
-            self._registry.keep_model(record)
+            self._store.save_model(record)
             raise RequestError(
                 "lost",
                 f"the workers were lost, and with them what model {record.model} had learned since"
-                f" {_where(record)}, to which it was put back.\n  Go on from there.",
+                f" {_describe_position(record)}, to which it was put back.\n  Go on from there.",
             )
 
     def check_gradients(self, record: ModelRecord) -> None:
         """Raises RequestError if a step would use lost gradients."""
-        if self.live(record).lost_gradients:
+        if self.get_state(record).lost_gradients:
             raise RequestError(
                 "lost",
                 f"the gradients of this step were lost with the workers; model {record.model} was"
-                f" put back to {_where(record)}.\n  Send their passes again.",
+                f" put back to {_describe_position(record)}.\n  Send their passes again.",
             )
 
     @contextmanager
-    def changing(self, record: ModelRecord) -> Generator[None]:
+    def modifying(self, record: ModelRecord) -> Generator[None]:
         """Context manager for a change by the workers. If they die, the model is restored; the
         client learns that from the error of its request."""
-        self._registry.begin(record.model)
+        self._store.begin(record.model)
         try:
             yield
         except RequestError as error:
             # A rejected request changed nothing. After other errors the state is unknown.
             if error.code not in ("lost", "internal"):
-                self._registry.end()
+                self._store.end()
             raise
         if not record.is_unsaved:
             record.is_unsaved = True
-            self._registry.keep_model(record)
-        self._registry.end()
+            self._store.save_model(record)
+        self._store.end()
 
-    def goes_on_from(self, record: ModelRecord, start: Start | None, *, step: int) -> None:
+    def set_resume_point(
+        self, record: ModelRecord, start: ResumePoint | None, *, step: int
+    ) -> None:
         """The model's state is now that of `start` (None: initial), except for accumulated
         gradients."""
         record.start, record.step = start, step
-        record.is_unsaved = self.live(record).has_gradients
+        record.is_unsaved = self.get_state(record).has_gradients
         record.last_request = time.time()
-        self._registry.keep_model(record)
+        self._store.save_model(record)
 
-    def opened(self, record: ModelRecord, instance: str, sizes: Opened) -> None:
+    def mark_loaded(self, record: ModelRecord, instance: str, sizes: CheckpointSizes) -> None:
         """The workers have loaded it, without gradients."""
         record.is_open, record.instance, record.closing = True, instance, ""
         record.state_bytes, record.export_bytes = sizes.state_bytes, sizes.export_bytes
-        self._live[record.model] = LoadedModelState(record.step)
-        self._registry.keep_model(record)
+        self._states[record.model] = LoadedModelState(record.step)
+        self._store.save_model(record)
 
-    def restored(
+    def mark_restored(
         self,
         record: ModelRecord,
         instance: str,
-        sizes: Opened,
+        sizes: CheckpointSizes,
         *,
         was_changing: bool,
     ) -> None:
@@ -138,17 +140,17 @@ class Models:
         workers died."""
         record.corrupted = record.corrupted or record.is_unsaved
         record.is_unsaved = False
-        self.opened(record, instance, sizes)
-        self._live[record.model].lost_gradients = record.corrupted or was_changing
+        self.mark_loaded(record, instance, sizes)
+        self._states[record.model].lost_gradients = record.corrupted or was_changing
 
-    def closed(self, record: ModelRecord, why: str) -> None:
+    def mark_unloaded(self, record: ModelRecord, why: str) -> None:
         """It is unloaded and will not be restored."""
         record.is_open, record.is_unsaved, record.corrupted = False, False, False
         record.closing = why
-        self._live.pop(record.model, None)
-        self._registry.keep_model(record)
+        self._states.pop(record.model, None)
+        self._store.save_model(record)
 
 
-def _where(record: ModelRecord) -> str:
+def _describe_position(record: ModelRecord) -> str:
     at = record.start.path if record.start else "its beginning"
     return f"step {record.step} ({at})"

@@ -9,25 +9,25 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from penstock.rows.bin_plan import Indices, alone, sequential
-from penstock.rows.packing.best_of import tightest
+from penstock.rows.bin_plan import Indices, one_per_row, sequential
+from penstock.rows.packing.best_of import search_best
 from penstock.rows.packing.lower_bound import fewest_rows
-from penstock.rows.packing.rows import planned
+from penstock.rows.packing.rows import build_rows
 from penstock.rows.packing.sorting import count_values
 from penstock.server.scheduler.errors import RequestError
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 
 Rows = tuple[tuple[int, ...], ...]
 
 
-def pack(lengths: list[int], settings: EngineSettings, replicas: int) -> Rows:
+def pack(lengths: list[int], settings: SchedulerSettings, replicas: int) -> Rows:
     """The sample indices of each row. Every sample is in exactly one row.
 
     All lengths must fit (see `check_lengths`).
     """
     capacity = settings.sample_packing_sequence_len
     if not settings.enable_packing:
-        return _rows(alone(len(lengths)).tolist())
+        return _rows(one_per_row(len(lengths)).tolist())
     return _PACKED[settings.sample_packing_strategy](
         np.array(lengths, np.int64), capacity, replicas
     )
@@ -53,9 +53,9 @@ def _sequential(lengths: Indices, capacity: int, replicas: int) -> Rows:
 def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
     del replicas
     counts = count_values(lengths, capacity)
-    plan = tightest(counts, capacity, fewest_rows(counts, capacity))
-    rows = planned(lengths, np.arange(len(lengths)), plan, capacity)
-    held = [rows.held(np.array([row])).tolist() for row in range(rows.num_rows)]
+    plan = search_best(counts, capacity, fewest_rows(counts, capacity))
+    rows = build_rows(lengths, np.arange(len(lengths)), plan, capacity)
+    held = [rows.samples_in(np.array([row])).tolist() for row in range(rows.num_rows)]
     return _rows(sorted(sorted(row) for row in held))
 
 

@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import get_args
 
-from penstock.server.protocol.envelopes import Answer, Failure
-from penstock.server.protocol.requests import Ordered, Sample
-from penstock.server.protocol.results import Passed, Result
+from penstock.server.protocol.envelopes import Failure, Response
+from penstock.server.protocol.requests import ModelOperation, Sample
+from penstock.server.protocol.results import ForwardBackwardResult, Result
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 
 FIRST = 1
 """Sequence number of the first request of a model."""
 
-KEPT = 64
+MAX_OUTCOMES = 64
 """Outcomes kept per model for repeated requests."""
 
-KEPT_BYTES = 16 << 20
+MAX_OUTCOME_BYTES = 16 << 20
 """Maximum bytes of outcomes; the oldest are dropped beyond it."""
 
-SETTLING = 1.0
+SETTLE_SECONDS = 1.0
 """Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
 as the next, if the next number is unknown."""
 
-LEFT_BYTES = 128 << 20
+MAX_SHUTDOWN_STATE_BYTES = 128 << 20
 """Bytes of outcomes left to the next process, shared equally between models; at least the last one
 of each."""
 
@@ -42,33 +42,33 @@ Outcome = Result | RequestError
 class Task:
     """A waiting or running task."""
 
-    work: Ordered | Sample
+    operation: ModelOperation | Sample
     owner: str
     model: str | None
     """The model whose queue it is in; None: sampling, which belongs to no model."""
     seq: int | None = None
     """Sequence number; None: after the requests that arrived before it."""
-    asks: list[str] = field(default_factory=list[str])
+    request_ids: list[str] = field(default_factory=list[str])
     """The ids of the requests that receive the outcome."""
-    is_ours: bool = False
+    is_internal: bool = False
     """Whether the scheduler created it, so that it runs even if all clients are gone."""
     is_checked: bool = False
     """Whether it has been validated."""
-    arrived: int = 0
+    arrival: int = 0
     """Arrival number over all tasks."""
     outcome: RequestError | None = None
     """The error of a task that was rejected or cancelled while waiting; its sequence number is
     skipped."""
 
 
-def told(ask: str, outcome: Outcome) -> Answer | Failure:
+def to_response(request_id: str, outcome: Outcome) -> Response | Failure:
     """The reply for the request of this id."""
     if isinstance(outcome, RequestError):
-        return outcome.failure(ask)
-    return Answer(id=ask, result=outcome)
+        return outcome.failure(request_id)
+    return Response(id=request_id, result=outcome)
 
 
-def to_outcome(end: Answer | Failure) -> Outcome:
+def to_outcome(end: Response | Failure) -> Outcome:
     """The outcome in a reply."""
     if isinstance(end, Failure):
         return RequestError(end.code, end.error, end.category)
@@ -77,16 +77,16 @@ def to_outcome(end: Answer | Failure) -> Outcome:
 
 def outcome_num_bytes(outcome: Outcome) -> int:
     """Approximate bytes of an outcome."""
-    if not isinstance(outcome, Passed):
+    if not isinstance(outcome, ForwardBackwardResult):
         return 1024
     return 1024 + sum(len(array.data) for outputs in outcome.outputs for array in outputs.values())
 
 
-_KINDS = {kind.__name__: kind for kind in get_args(Ordered)}
+_KINDS = {kind.__name__: kind for kind in get_args(ModelOperation)}
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _StoredOutcome:
     kind: type
     outcome: Outcome
     bytes: int
@@ -101,103 +101,103 @@ class ModelQueue:
         self.stalled_since: float | None = None
         """Since when requests wait for a missing sequence number."""
         self._next = FIRST
-        self._is_sure = True
+        self._is_next_known = True
         """Whether the next number must be `_next`; otherwise requests with lower numbers may have
         been lost with the API process."""
         self._numbered: dict[int, Task] = {}
-        self._others: deque[Task] = deque()
-        self._kept: OrderedDict[int, _Kept] = OrderedDict()
-        self._kept_bytes = 0
+        self._unnumbered: deque[Task] = deque()
+        self._outcomes: OrderedDict[int, _StoredOutcome] = OrderedDict()
+        self._outcome_bytes = 0
 
     def __len__(self) -> int:
         """Number of waiting requests that are still to run."""
-        return sum(1 for errand in self.waiting() if errand.outcome is None)
+        return sum(1 for task in self.waiting() if task.outcome is None)
 
     def waiting(self) -> list[Task]:
         """All requests that have not started."""
-        return [*self._numbered.values(), *self._others]
+        return [*self._numbered.values(), *self._unnumbered]
 
-    def put(self, errand: Task) -> Task | Outcome:
+    def put(self, task: Task) -> Task | Outcome:
         """Add a request. Returns its task, which is an existing one if the sequence number is
         known; or the outcome of that.
 
         Raises RequestError if the number belongs to another request, or its outcome was dropped.
         """
-        seq = errand.seq
+        seq = task.seq
         if seq is None:
-            self._others.append(errand)
-            return errand
-        if seq in self._kept:
-            self._check_kind(errand, self._kept[seq].kind)
-            return self._kept[seq].outcome
+            self._unnumbered.append(task)
+            return task
+        if seq in self._outcomes:
+            self._check_type(task, self._outcomes[seq].kind)
+            return self._outcomes[seq].outcome
         known = self._numbered.get(seq)
         if known is None and self.running is not None and self.running.seq == seq:
             known = self.running
         if known is not None:
-            self._check_kind(errand, type(known.work))
+            self._check_type(task, type(known.operation))
             if known.outcome is not None:
                 return known.outcome
-            known.asks += errand.asks
+            known.request_ids += task.request_ids
             return known
-        if seq < self._next and (self._kept or self._next > FIRST):
+        if seq < self._next and (self._outcomes or self._next > FIRST):
             raise RequestError(
                 "gone",
                 f"number {seq} of model {self.model} is past, and how it ended is not kept any"
                 f" more; the next is {self._next}.\n  Go on with higher numbers.",
             )
-        self._numbered[seq] = errand
-        return errand
+        self._numbered[seq] = task
+        return task
 
     def candidate(self) -> Task | None:
         """The next request, if it may start now."""
         if self.running is not None:
             return None
-        if self._others:
-            first = self._others[0]
-            if all(errand.arrived > first.arrived for errand in self._numbered.values()):
+        if self._unnumbered:
+            first = self._unnumbered[0]
+            if all(task.arrival > first.arrival for task in self._numbered.values()):
                 return first
         if not self._numbered:
             return None
         lowest = min(self._numbered)
         return self._numbered[lowest] if lowest <= self._next else None
 
-    def begin(self, errand: Task) -> None:
+    def begin(self, task: Task) -> None:
         """The candidate has started."""
-        self._remove(errand)
-        self.running = errand
+        self._remove(task)
+        self.running = task
 
     def end(self, outcome: Outcome) -> None:
         """The running request has ended. If it was lost, it may be submitted again with its
         number."""
-        errand, self.running = self.running, None
-        assert errand is not None
-        if errand.seq is None:
+        task, self.running = self.running, None
+        assert task is not None
+        if task.seq is None:
             return
         if isinstance(outcome, RequestError) and outcome.code in ("lost", "unavailable"):
-            self._next = errand.seq
-            self._is_sure = False
+            self._next = task.seq
+            self._is_next_known = False
         else:
-            self._pass(errand, outcome)
+            self._complete(task, outcome)
 
     def skip(self) -> list[Task]:
         """Skip requests that were already rejected, and return them."""
         skipped: list[Task] = []
-        while (errand := self.candidate()) is not None and errand.outcome is not None:
-            self._remove(errand)
-            if errand.seq is not None:
-                self._pass(errand, errand.outcome)
-            skipped.append(errand)
+        while (task := self.candidate()) is not None and task.outcome is not None:
+            self._remove(task)
+            if task.seq is not None:
+                self._complete(task, task.outcome)
+            skipped.append(task)
         return skipped
 
-    def withdraw(self, errand: Task) -> None:
+    def remove(self, task: Task) -> None:
         """Drop a request that has not started, as if it had not arrived."""
-        self._remove(errand)
+        self._remove(task)
 
-    def unsettle(self) -> None:
+    def accept_any_next(self) -> None:
         """Accept any next sequence number: those in between may be lost."""
-        self._is_sure = False
+        self._is_next_known = False
 
-    def overdue(self, now: float, gap: float) -> Task | None:
+    def pop_overdue(self, now: float, gap: float) -> Task | None:
         """The request that has waited `gap` seconds for a missing lower number, which fails.
 
         If the next number is unknown, the lowest present one runs instead.
@@ -209,30 +209,34 @@ class ModelQueue:
             self.stalled_since = now
         waited = now - self.stalled_since
         lowest = min(self._numbered)
-        if not self._is_sure and waited >= min(SETTLING, gap):
-            self._next, self._is_sure = lowest, True
+        if not self._is_next_known and waited >= min(SETTLE_SECONDS, gap):
+            self._next, self._is_next_known = lowest, True
             self.stalled_since = None
             return None
         if waited < gap:
             return None
-        errand = self._numbered[lowest]
-        errand.outcome = errand.outcome or RequestError(
+        task = self._numbered[lowest]
+        task.outcome = task.outcome or RequestError(
             "invalid",
             f"number {lowest} of model {self.model} waited {gap:g} s for number {self._next}, which"
             " did not come.\n  Number the works of a model one by one.",
         )
-        self._remove(errand)
-        self._pass(errand, errand.outcome)
-        return errand
+        self._remove(task)
+        self._complete(task, task.outcome)
+        return task
 
-    def left(self, room: int) -> QueueState:
+    def left(self, subfolder: int) -> QueueState:
         """State for the next process: the last outcomes, of up to `room` bytes, and at least the
         last one."""
-        total = itertools.accumulate(kept.bytes for kept in reversed(self._kept.values()))
-        count = max(1, sum(size <= room for size in total))
+        total = itertools.accumulate(
+            checkpoint.bytes for checkpoint in reversed(self._outcomes.values())
+        )
+        count = max(1, sum(size <= subfolder for size in total))
         ended = [
-            CompletedRequest(seq=seq, kind=kept.kind.__name__, end=told("", kept.outcome))
-            for seq, kept in list(self._kept.items())[-count:]
+            CompletedRequest(
+                seq=seq, kind=checkpoint.kind.__name__, end=to_response("", checkpoint.outcome)
+            )
+            for seq, checkpoint in list(self._outcomes.items())[-count:]
         ]
         return QueueState(next=self._next, ended=tuple(ended))
 
@@ -241,51 +245,53 @@ class ModelQueue:
         for each in left.ended:
             # Another version may have had other request types.
             if each.kind in _KINDS:
-                self._keep(each.seq, _KINDS[each.kind], to_outcome(each.end))
-        self._next, self._is_sure = left.next, False
+                self._store_outcome(each.seq, _KINDS[each.kind], to_outcome(each.end))
+        self._next, self._is_next_known = left.next, False
 
-    def _remove(self, errand: Task) -> None:
+    def _remove(self, task: Task) -> None:
         self.stalled_since = None
-        if errand.seq is None:
-            self._others.remove(errand)
+        if task.seq is None:
+            self._unnumbered.remove(task)
         else:
-            del self._numbered[errand.seq]
+            del self._numbered[task.seq]
 
-    def _pass(self, errand: Task, outcome: Outcome) -> None:
+    def _complete(self, task: Task, outcome: Outcome) -> None:
         """Record the outcome of a sequence number and advance."""
-        assert errand.seq is not None
-        self._keep(errand.seq, type(errand.work), outcome)
-        self._next, self._is_sure = errand.seq + 1, True
+        assert task.seq is not None
+        self._store_outcome(task.seq, type(task.operation), outcome)
+        self._next, self._is_next_known = task.seq + 1, True
 
-    def _keep(self, seq: int, kind: type, outcome: Outcome) -> None:
-        kept = self._kept[seq] = _Kept(kind, outcome, outcome_num_bytes(outcome))
-        self._kept_bytes += kept.bytes
-        while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
-            self._kept_bytes -= self._kept.popitem(last=False)[1].bytes
+    def _store_outcome(self, seq: int, kind: type, outcome: Outcome) -> None:
+        checkpoint = self._outcomes[seq] = _StoredOutcome(kind, outcome, outcome_num_bytes(outcome))
+        self._outcome_bytes += checkpoint.bytes
+        while len(self._outcomes) > MAX_OUTCOMES or (
+            self._outcome_bytes > MAX_OUTCOME_BYTES and len(self._outcomes) > 1
+        ):
+            self._outcome_bytes -= self._outcomes.popitem(last=False)[1].bytes
 
-    def _check_kind(self, errand: Task, kind: type) -> None:
-        if type(errand.work) is not kind:
+    def _check_type(self, task: Task, kind: type) -> None:
+        if type(task.operation) is not kind:
             raise RequestError(
                 "invalid",
-                f"number {errand.seq} of model {self.model} is a {kind.__name__} already; this is"
-                f" a {type(errand.work).__name__}.\n  Give each work a number of its own.",
+                f"number {task.seq} of model {self.model} is a {kind.__name__} already; this is"
+                f" a {type(task.operation).__name__}.\n  Give each work a number of its own.",
             )
 
 
-class Queue:
+class RequestQueue:
     """Tasks that have not ended. One runs at a time, or several sampling tasks."""
 
     def __init__(self, gap: float) -> None:
         """`gap`: seconds that a request waits for a missing lower sequence number."""
         self._gap = gap
-        self._lanes: dict[str, ModelQueue] = {}
-        self._drawing: list[Task] = []
+        self._model_queues: dict[str, ModelQueue] = {}
+        self._sampling_tasks: list[Task] = []
         self._running: list[Task] = []
-        self._arrived = 0
+        self._num_arrivals = 0
 
     def __len__(self) -> int:
         """Number of waiting requests."""
-        return len(self._drawing) + sum(len(lane) for lane in self._lanes.values())
+        return len(self._sampling_tasks) + sum(len(lane) for lane in self._model_queues.values())
 
     @property
     def running(self) -> list[Task]:
@@ -294,148 +300,150 @@ class Queue:
 
     def waiting(self) -> list[Task]:
         """Tasks that have not started, without those that were rejected while waiting."""
-        held = [errand for lane in self._lanes.values() for errand in lane.waiting()]
-        return [errand for errand in [*held, *self._drawing] if errand.outcome is None]
+        held = [task for lane in self._model_queues.values() for task in lane.waiting()]
+        return [task for task in [*held, *self._sampling_tasks] if task.outcome is None]
 
-    def awaits(self, model: str, kind: type) -> bool:
+    def has_waiting(self, model: str, kind: type) -> bool:
         """Whether a request of this type waits in this model's queue."""
-        lane = self._lanes.get(model)
+        lane = self._model_queues.get(model)
         return lane is not None and any(
-            errand.outcome is None and isinstance(errand.work, kind) for errand in lane.waiting()
+            task.outcome is None and isinstance(task.operation, kind) for task in lane.waiting()
         )
 
     def pending(self, model: str) -> int:
         """Number of unfinished requests of this model."""
-        lane = self._lanes.get(model)
+        lane = self._model_queues.get(model)
         return len(lane) + (lane.running is not None) if lane else 0
 
-    def pending_of_clients(self, model: str) -> int:
+    def pending_from_clients(self, model: str) -> int:
         """The same, without the scheduler's own requests."""
-        lane = self._lanes.get(model)
+        lane = self._model_queues.get(model)
         if lane is None:
             return 0
-        under_way = [lane.running] if lane.running else []
+        running = [lane.running] if lane.running else []
         return sum(
-            not each.is_ours and each.outcome is None for each in [*lane.waiting(), *under_way]
+            not each.is_internal and each.outcome is None for each in [*lane.waiting(), *running]
         )
 
-    def put(self, errand: Task) -> Task | Outcome:
+    def put(self, task: Task) -> Task | Outcome:
         """Enqueue a request. Returns its task, which is an existing one if the sequence number is
         known; or the outcome of that.
 
         Raises RequestError if its number is invalid.
         """
-        self._arrived += 1
-        errand.arrived = self._arrived
-        if errand.model is None:
-            self._drawing.append(errand)
-            return errand
-        return self._lane(errand.model).put(errand)
+        self._num_arrivals += 1
+        task.arrival = self._num_arrivals
+        if task.model is None:
+            self._sampling_tasks.append(task)
+            return task
+        return self._model_queue(task.model).put(task)
 
     def take(self, may: Callable[[Task], bool] = lambda _: True) -> Task | None:
         """Start the next request that `may` accepts."""
-        for lane in self._lanes.values():
+        for lane in self._model_queues.values():
             lane.skip()
-        ready = [found for lane in self._lanes.values() if (found := lane.candidate())]
-        ready += self._drawing[:1]
-        first = min(filter(may, ready), key=lambda errand: errand.arrived, default=None)
+        ready = [found for lane in self._model_queues.values() if (found := lane.candidate())]
+        ready += self._sampling_tasks[:1]
+        first = min(filter(may, ready), key=lambda task: task.arrival, default=None)
         if first is not None:
             self._begin(first)
         return first
 
-    def take_alike(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
+    def take_batch(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
         """Start up to `most` more sampling requests that can be batched with the running one.
 
         Only if no other request has waited longer.
         """
-        others = [found.arrived for lane in self._lanes.values() if (found := lane.candidate())]
-        before = min(others, default=self._arrived + 1)
-        early = (errand for errand in self._drawing if errand.arrived < before)
+        others = [
+            found.arrival for lane in self._model_queues.values() if (found := lane.candidate())
+        ]
+        before = min(others, default=self._num_arrivals + 1)
+        early = (task for task in self._sampling_tasks if task.arrival < before)
         alike = list(itertools.islice(filter(is_alike, early), most))
-        for errand in alike:
-            self._begin(errand)
+        for task in alike:
+            self._begin(task)
         return alike
 
-    def end(self, errand: Task, outcome: Outcome) -> None:
+    def end(self, task: Task, outcome: Outcome) -> None:
         """A running task has ended."""
-        self._running.remove(errand)
-        if errand.model is not None:
-            self._lane(errand.model).end(outcome)
+        self._running.remove(task)
+        if task.model is not None:
+            self._model_queue(task.model).end(outcome)
 
-    def refuse(self, errand: Task, outcome: RequestError) -> None:
+    def reject(self, task: Task, outcome: RequestError) -> None:
         """Reject a waiting request; its sequence number is skipped in its turn."""
-        if errand.model is None:
-            self._drawing.remove(errand)
-        elif errand.seq is None:
-            self._lane(errand.model).withdraw(errand)
-        errand.outcome = outcome
-        errand.asks = []
+        if task.model is None:
+            self._sampling_tasks.remove(task)
+        elif task.seq is None:
+            self._model_queue(task.model).remove(task)
+        task.outcome = outcome
+        task.request_ids = []
 
-    def is_waited_for(self, ask: str) -> bool:
+    def is_waiting(self, request_id: str) -> bool:
         """Whether a client waits for a request of this id that has not started."""
-        return any(ask in errand.asks for errand in self.waiting())
+        return any(request_id in task.request_ids for task in self.waiting())
 
-    def cancel(self, ask: str, outcome: RequestError) -> Task | None:
+    def cancel(self, request_id: str, outcome: RequestError) -> Task | None:
         """Cancel the request of this id. Returns its task, if it has not started and no other
         client waits for it."""
-        for errand in self.waiting():
-            if ask in errand.asks:
-                errand.asks.remove(ask)
-                if not errand.asks:
-                    self.refuse(errand, outcome)
-                    return errand
+        for task in self.waiting():
+            if request_id in task.request_ids:
+                task.request_ids.remove(request_id)
+                if not task.request_ids:
+                    self.reject(task, outcome)
+                    return task
         return None
 
-    def abandon(self) -> list[Task]:
+    def drop_waiting(self) -> list[Task]:
         """Drop waiting requests, except the scheduler's own.
 
         They may be submitted again, in any order.
         """
-        dropped = [errand for errand in self.waiting() if not errand.is_ours]
-        for errand in dropped:
-            if errand.model is None:
-                self._drawing.remove(errand)
+        dropped = [task for task in self.waiting() if not task.is_internal]
+        for task in dropped:
+            if task.model is None:
+                self._sampling_tasks.remove(task)
             else:
-                self._lane(errand.model).withdraw(errand)
-        for lane in self._lanes.values():
-            lane.unsettle()
+                self._model_queue(task.model).remove(task)
+        for lane in self._model_queues.values():
+            lane.accept_any_next()
         return dropped
 
-    def overdue(self, now: float) -> Iterator[Task]:
+    def pop_overdue(self, now: float) -> Iterator[Task]:
         """Requests whose predecessors did not arrive in time; they have failed."""
-        for lane in self._lanes.values():
-            if (errand := lane.overdue(now, self._gap)) is not None:
-                yield errand
+        for lane in self._model_queues.values():
+            if (task := lane.pop_overdue(now, self._gap)) is not None:
+                yield task
 
     def restart_sequence(self, model: str) -> None:
         """Restart the sequence numbers of this model. None of its requests may be waiting."""
         assert not self.pending(model)
-        self._lanes[model] = ModelQueue(model)
+        self._model_queues[model] = ModelQueue(model)
 
-    def unsettle(self, model: str) -> None:
+    def accept_any_next(self, model: str) -> None:
         """Accept any next sequence number of this model."""
-        self._lane(model).unsettle()
+        self._model_queue(model).accept_any_next()
 
     def left(self) -> dict[str, QueueState]:
         """State of each model's queue for the next process."""
-        room = LEFT_BYTES // max(1, len(self._lanes))
-        return {model: its.left(room) for model, its in self._lanes.items()}
+        subfolder = MAX_SHUTDOWN_STATE_BYTES // max(1, len(self._model_queues))
+        return {model: its.left(subfolder) for model, its in self._model_queues.items()}
 
     def restore(self, model: str, left: QueueState) -> None:
         """Restore the state of this model's queue."""
-        self._lane(model).restore(left)
+        self._model_queue(model).restore(left)
 
     def forget(self, model: str) -> None:
         """Drop this model's queue once its requests have ended."""
         if not self.pending(model):
-            self._lanes.pop(model, None)
+            self._model_queues.pop(model, None)
 
-    def _begin(self, errand: Task) -> None:
-        self._running.append(errand)
-        if errand.model is None:
-            self._drawing.remove(errand)
+    def _begin(self, task: Task) -> None:
+        self._running.append(task)
+        if task.model is None:
+            self._sampling_tasks.remove(task)
         else:
-            self._lane(errand.model).begin(errand)
+            self._model_queue(task.model).begin(task)
 
-    def _lane(self, model: str) -> ModelQueue:
-        return self._lanes.setdefault(model, ModelQueue(model))
+    def _model_queue(self, model: str) -> ModelQueue:
+        return self._model_queues.setdefault(model, ModelQueue(model))

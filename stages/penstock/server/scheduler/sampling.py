@@ -1,89 +1,103 @@
 """Sampling: resolves the model to sample from, and batches requests for the same one."""
 
 from penstock.server.protocol.requests import Sample
-from penstock.server.protocol.results import Sampled
-from penstock.server.protocol.worker_commands import Generate, Generated
-from penstock.server.scheduler.checkpoint_catalog import Checkpoints
+from penstock.server.protocol.results import SampleResult
+from penstock.server.protocol.worker_commands import GenerateCommand, GenerateResult
+from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.storage import Storage
-from penstock.server.scheduler.worker_client import Workers
+from penstock.server.scheduler.worker_client import WorkerClient
 
-Drawn = Sampled | RequestError
+SampleOutcome = SampleResult | RequestError
 """The outcome of one request."""
 
 
-class Sampling:
+class SamplingRequests:
     """Runs sampling requests."""
 
     def __init__(
-        self, workers: Workers, storage: Storage, sessions: Sessions, checkpoints: Checkpoints
+        self,
+        workers: WorkerClient,
+        storage: Storage,
+        sessions: Sessions,
+        checkpoints: CheckpointCatalog,
     ) -> None:
         self._workers = workers
         self._storage = storage
         self._sessions = sessions
         self._checkpoints = checkpoints
 
-    def path(self, work: Sample, owner: str) -> str | None:
+    def resolve_path(self, operation: Sample, owner: str) -> str | None:
         """The checkpoint path to sample from; None: the base model. Raises RequestError."""
-        if work.sampler is None:
-            return work.path
-        return self._sessions.sampler(work.sampler, owner).path
+        if operation.sampler is None:
+            return operation.path
+        return self._sessions.sampler(operation.sampler, owner).path
 
-    def source(self, work: Sample, owner: str) -> str | None:
+    def resolve_folder(self, operation: Sample, owner: str) -> str | None:
         """The folder to sample from; None: the base model. Raises RequestError."""
-        path = self.path(work, owner)
+        path = self.resolve_path(operation, owner)
         if path is None:
             return None
-        spot, _ = self._checkpoints.read(path, owner)
-        if spot.room != "sampler_weights":
+        ref, _ = self._checkpoints.read(path, owner)
+        if ref.subfolder != "sampler_weights":
             raise RequestError(
                 "invalid",
-                f"{spot} is what training goes on from; what is sampled from is"
+                f"{ref} is what training goes on from; what is sampled from is"
                 " <model>/sampler_weights/<name>",
             )
-        return str(self._storage.folder(spot))
+        return str(self._storage.folder(ref))
 
-    async def draw(self, works: list[tuple[Sample, str]]) -> list[Drawn]:
+    async def sample(self, operations: list[tuple[Sample, str]]) -> list[SampleOutcome]:
         """The outcome of each request, batched where possible.
 
         Raises WorkersLostError. An error of one request does not affect the others in the batch.
         """
-        ended: list[Drawn | None] = [None] * len(works)
+        ended: list[SampleOutcome | None] = [None] * len(operations)
         groups: dict[str | None, list[int]] = {}
-        for index, (work, owner) in enumerate(works):
+        for index, (operation, owner) in enumerate(operations):
             try:
-                groups.setdefault(self.source(work, owner), []).append(index)
+                groups.setdefault(self.resolve_folder(operation, owner), []).append(index)
             except RequestError as error:
                 ended[index] = error
         for adapter, members in groups.items():
-            found = await self._generate([works[index][0] for index in members], adapter)
+            found = await self._generate([operations[index][0] for index in members], adapter)
             for index, drawn in zip(members, found, strict=True):
                 ended[index] = drawn
         return [drawn for drawn in ended if drawn is not None]
 
-    async def _generate(self, works: list[Sample], adapter: str | None) -> list[Drawn]:
+    async def _generate(self, operations: list[Sample], adapter: str | None) -> list[SampleOutcome]:
         try:
-            return await self._together(works, adapter)
+            return await self._sample_batch(operations, adapter)
         except WorkersLostError:
             raise
         except RequestError as error:
-            if len(works) == 1:
+            if len(operations) == 1:
                 return [error]
-        return [drawn for work in works for drawn in await self._generate([work], adapter)]
+        return [
+            drawn
+            for operation in operations
+            for drawn in await self._generate([operation], adapter)
+        ]
 
-    async def _together(self, works: list[Sample], adapter: str | None) -> list[Drawn]:
-        generated = await self._workers.command(
-            Generate(
-                prompts=tuple(work.prompt for work in works),
-                counts=tuple(work.count for work in works),
-                settings=tuple(work.sampling for work in works),
+    async def _sample_batch(
+        self, operations: list[Sample], adapter: str | None
+    ) -> list[SampleOutcome]:
+        generated = await self._workers.run(
+            GenerateCommand(
+                prompts=tuple(operation.prompt for operation in operations),
+                counts=tuple(operation.count for operation in operations),
+                settings=tuple(operation.sampling for operation in operations),
                 adapter=adapter,
-                prompt_logprobs=tuple(work.prompt_logprobs for work in works),
-                topk=tuple(work.topk_prompt_logprobs for work in works),
-                topk_drawn=tuple(work.topk_sample_logprobs for work in works),
+                prompt_logprobs=tuple(operation.prompt_logprobs for operation in operations),
+                topk_prompt_logprobs=tuple(
+                    operation.topk_prompt_logprobs for operation in operations
+                ),
+                topk_sample_logprobs=tuple(
+                    operation.topk_sample_logprobs for operation in operations
+                ),
             )
         )
-        if not isinstance(generated, Generated) or len(generated.sampled) != len(works):
+        if not isinstance(generated, GenerateResult) or len(generated.results) != len(operations):
             raise RequestError("internal", "the workers answered a drawing with something else")
-        return list(generated.sampled)
+        return list(generated.results)

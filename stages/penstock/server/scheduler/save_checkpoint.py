@@ -9,33 +9,38 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.server.protocol.worker_commands import Export, Save
-from penstock.server.scheduler.checkpoint_names import CheckpointRef, Room
+from penstock.server.protocol.worker_commands import ExportCommand, SaveCheckpointCommand
+from penstock.server.scheduler.checkpoint_names import CheckpointRef, Subfolder
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.state_store import CheckpointRecord, ModelRecord, Registry, Start
+from penstock.server.scheduler.state_store import (
+    CheckpointRecord,
+    ModelRecord,
+    ResumePoint,
+    StateStore,
+)
 from penstock.server.scheduler.storage import Storage, TrashCollector, discard
-from penstock.server.scheduler.worker_client import Workers
+from penstock.server.scheduler.worker_client import WorkerClient
 
 NOTHING: Mapping[str, str] = {}
 
 
-class Saving:
+class CheckpointSaver:
     """Saves checkpoints of all models."""
 
     def __init__(
         self,
-        workers: Workers,
-        registry: Registry,
+        workers: WorkerClient,
+        store: StateStore,
         storage: Storage,
         models: Models,
-        discarding: TrashCollector,
+        trash: TrashCollector,
     ) -> None:
         self._workers = workers
-        self._registry = registry
+        self._store = store
         self._storage = storage
         self._models = models
-        self._discarding = discarding
+        self._trash = trash
 
     async def training(
         self,
@@ -48,21 +53,25 @@ class Saving:
     ) -> CheckpointRef:
         """Save a training checkpoint, from which the model is restored if the workers die. Raises
         RequestError."""
-        live = self._models.live(record)
-        spot = self._spot(record, "weights", name, overwrite)
+        live = self._models.get_state(record)
+        ref = self._new_ref(record, "weights", name, overwrite)
         step = live.step
-        facts: dict[str, str | int | float | bool | None] = {
+        metadata: dict[str, str | int | float | bool | None] = {
             "model": record.model,
             "base_model": record.base_model,
             "rank": record.lora.rank if record.lora else None,
             "step": step,
         }
-        aside = await self._aside(spot, record.state_bytes, f"a checkpoint of {spot.model}")
-        await self._workers.command(Save(model=record.model, folder=str(aside), facts=facts))
-        kept = await self._publish(record, spot, ttl_seconds, user_metadata, step, None)
-        start = Start(path=str(spot), optimizer=True, time=kept.time)
-        self._models.goes_on_from(record, start, step=step)
-        return spot
+        temp_folder = await self._prepare_temp_folder(
+            ref, record.state_bytes, f"a checkpoint of {ref.model}"
+        )
+        await self._workers.run(
+            SaveCheckpointCommand(model=record.model, folder=str(temp_folder), metadata=metadata)
+        )
+        checkpoint = await self._publish(record, ref, ttl_seconds, user_metadata, step, None)
+        start = ResumePoint(path=str(ref), optimizer=True, time=checkpoint.time)
+        self._models.set_resume_point(record, start, step=step)
+        return ref
 
     async def sampler(
         self,
@@ -77,62 +86,64 @@ class Saving:
 
         Raises RequestError.
         """
-        live = self._models.live(record)
-        spot = self._spot(record, "sampler_weights", name, overwrite=False)
-        aside = await self._aside(spot, record.export_bytes, f"an export of {spot.model}")
-        await self._workers.command(Export(model=record.model, folder=str(aside)))
-        await self._publish(record, spot, ttl_seconds, user_metadata, live.step, only_for)
-        return spot
+        live = self._models.get_state(record)
+        ref = self._new_ref(record, "sampler_weights", name, overwrite=False)
+        temp_folder = await self._prepare_temp_folder(
+            ref, record.export_bytes, f"an export of {ref.model}"
+        )
+        await self._workers.run(ExportCommand(model=record.model, folder=str(temp_folder)))
+        await self._publish(record, ref, ttl_seconds, user_metadata, live.step, only_for)
+        return ref
 
-    def _spot(
-        self, record: ModelRecord, room: Room, name: str | None, overwrite: bool
+    def _new_ref(
+        self, record: ModelRecord, subfolder: Subfolder, name: str | None, overwrite: bool
     ) -> CheckpointRef:
         if name is not None:
-            spot = CheckpointRef(record.model, room, name)
-            if not overwrite and self._is_taken(record, spot):
+            ref = CheckpointRef(record.model, subfolder, name)
+            if not overwrite and self._is_taken(record, ref):
                 raise RequestError(
                     "exists",
-                    f"{spot} is there already.\n  Choose another name, or have it overwritten.",
+                    f"{ref} is there already.\n  Choose another name, or have it overwritten.",
                 )
-            return spot
+            return ref
         now = datetime.now(UTC)
         stamp = f"checkpoint-{now:%Y%m%dT%H%M%S}"
         names = [stamp, *(f"{stamp}-{number}" for number in range(2, 10_000))]
-        spots = (CheckpointRef(record.model, room, each) for each in names)
-        return next(spot for spot in spots if not self._is_taken(record, spot))
+        refs = (CheckpointRef(record.model, subfolder, each) for each in names)
+        return next(ref for ref in refs if not self._is_taken(record, ref))
 
-    async def _aside(self, spot: CheckpointRef, needed: int, what: str) -> Path:
+    async def _prepare_temp_folder(self, ref: CheckpointRef, needed: int, what: str) -> Path:
         """A new temporary folder for `needed` bytes. Raises StorageLimitError."""
         # Folders being deleted still use space.
-        await self._discarding.done()
-        await asyncio.to_thread(self._storage.check_room, needed, what)
-        aside = self._storage.aside(spot)
-        await asyncio.to_thread(discard, aside)
-        return aside
+        await self._trash.done()
+        await asyncio.to_thread(self._storage.check_space, needed, what)
+        temp_folder = self._storage.temp_folder(ref)
+        await asyncio.to_thread(discard, temp_folder)
+        return temp_folder
 
-    def _is_taken(self, record: ModelRecord, spot: CheckpointRef) -> bool:
-        return spot.within in record.checkpoints or self._storage.folder(spot).exists()
+    def _is_taken(self, record: ModelRecord, ref: CheckpointRef) -> bool:
+        return ref.relative_name in record.checkpoints or self._storage.folder(ref).exists()
 
     async def _publish(
         self,
         record: ModelRecord,
-        spot: CheckpointRef,
+        ref: CheckpointRef,
         ttl_seconds: float | None,
         user_metadata: Mapping[str, str],
         step: int,
         only_for: str | None,
     ) -> CheckpointRecord:
-        if not self._storage.aside(spot).is_dir():
+        if not self._storage.temp_folder(ref).is_dir():
             raise RequestError(
                 "internal",
-                f"the workers saved {spot}, and it is not in output_dir.\n"
+                f"the workers saved {ref}, and it is not in output_dir.\n"
                 "  Have output_dir on a file system that all processes share.",
             )
-        await asyncio.to_thread(self._storage.publish, spot)
+        await asyncio.to_thread(self._storage.publish, ref)
         now = time.time()
-        kept = record.checkpoints[spot.within] = CheckpointRecord(
+        checkpoint = record.checkpoints[ref.relative_name] = CheckpointRecord(
             time=now,
-            size=await asyncio.to_thread(self._storage.size, spot),
+            size=await asyncio.to_thread(self._storage.size, ref),
             base_model=record.base_model,
             lora=record.lora,
             step=step,
@@ -140,5 +151,5 @@ class Saving:
             sampler=only_for,
             user_metadata=dict(user_metadata),
         )
-        self._registry.keep_model(record)
-        return kept
+        self._store.save_model(record)
+        return checkpoint

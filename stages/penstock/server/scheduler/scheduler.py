@@ -14,20 +14,26 @@ from typing import Any, cast
 
 from penstock.server.protocol.codec import Channel, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
-    Answer,
     Cancel,
     Failure,
-    FromEngine,
+    FromScheduler,
     Hello,
     Request,
+    Response,
     Status,
-    ToEngine,
+    ToScheduler,
 )
-from penstock.server.protocol.requests import AddEndpoint, CreateModel, Immediate, Ordered, Sample
-from penstock.server.protocol.results import Result, Served
+from penstock.server.protocol.requests import (
+    AddEndpoint,
+    CreateModel,
+    ImmediateOperation,
+    ModelOperation,
+    Sample,
+)
+from penstock.server.protocol.results import Result, ServedModel
 from penstock.server.protocol.worker_commands import FromWorkers, Ready, ToWorkers
 from penstock.server.scheduler.admission import Admission
-from penstock.server.scheduler.checkpoint_catalog import Checkpoints
+from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.errors import (
     OperationTimeoutError,
     RequestError,
@@ -37,30 +43,30 @@ from penstock.server.scheduler.errors import (
 from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.immediate_requests import ImmediateRequests
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Outcome, Queue, Task, told
+from penstock.server.scheduler.queue import Outcome, RequestQueue, Task, to_response
 from penstock.server.scheduler.recovery import Recovery
-from penstock.server.scheduler.sampling import Sampling
-from penstock.server.scheduler.save_checkpoint import Saving
+from penstock.server.scheduler.sampling import SamplingRequests
+from penstock.server.scheduler.save_checkpoint import CheckpointSaver
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.settings import EngineSettings
-from penstock.server.scheduler.shutdown import Stopping
+from penstock.server.scheduler.settings import SchedulerSettings
+from penstock.server.scheduler.shutdown import GracefulShutdown
 from penstock.server.scheduler.state_store import (
     QueueState,
-    Registry,
     ShutdownState,
+    StateStore,
     build_model_record,
 )
 from penstock.server.scheduler.storage import Storage, TrashCollector
-from penstock.server.scheduler.training import Trained, Training
-from penstock.server.scheduler.worker_client import State, Workers
+from penstock.server.scheduler.training import TrainingOperation, TrainingRequests
+from penstock.server.scheduler.worker_client import WorkerClient, WorkersState
 from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 
 LOG = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.1
+CHECK_SECONDS = 0.1
 """Seconds between checks for requests that wait for a missing sequence number."""
 
-NEWS_SECONDS = 0.05
+MIN_STATUS_SECONDS = 0.05
 """Minimum seconds between status messages."""
 
 
@@ -69,43 +75,43 @@ class Scheduler:
 
     def __init__(
         self,
-        settings: EngineSettings,
-        api: Channel[FromEngine, ToEngine],
+        settings: SchedulerSettings,
+        api: Channel[FromScheduler, ToScheduler],
         workers: Channel[ToWorkers, FromWorkers],
     ) -> None:
         """Restore the state of an earlier process. Raises RegistryError if it cannot be read."""
         self._settings = settings
         self._api = api
         self._wake = asyncio.Event()
-        self._outbox: asyncio.Queue[FromEngine] = asyncio.Queue()
-        self._news = asyncio.Event()
-        self._said: State | None = None
+        self._outbox: asyncio.Queue[FromScheduler] = asyncio.Queue()
+        self._status_changed = asyncio.Event()
+        self._reported_state: WorkersState | None = None
         """The last reported state of the workers."""
         self._api_instance: str | None = None
-        self._agreed: Ready | None = None
+        self._restored_workers: Ready | None = None
         """The workers whose models are restored."""
         hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
-        storage, discarding = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
-        registry = Registry(storage.root)
-        self._registry = registry
-        self._queue = Queue(settings.sequence_gap_timeout)
-        self._workers = Workers(workers, settings, self._changed)
-        self._sessions = Sessions(registry, settings)
-        self._models = Models(registry)
-        checkpoints = Checkpoints(registry, storage)
-        self._recovery = Recovery(self._workers, registry, self._models, checkpoints)
-        saving = Saving(self._workers, registry, storage, self._models, discarding)
-        self._training = Training(
+        storage, trash = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
+        store = StateStore(storage.root)
+        self._store = store
+        self._queue = RequestQueue(settings.sequence_gap_timeout)
+        self._workers = WorkerClient(workers, settings, self._on_change)
+        self._sessions = Sessions(store, settings)
+        self._models = Models(store)
+        checkpoints = CheckpointCatalog(store, storage)
+        self._recovery = Recovery(self._workers, store, self._models, checkpoints)
+        saver = CheckpointSaver(self._workers, store, storage, self._models, trash)
+        self._training = TrainingRequests(
             settings,
             self._workers,
-            registry,
+            store,
             self._sessions,
             self._models,
             checkpoints,
-            saving,
+            saver,
             hosts,
         )
-        self._sampling = Sampling(self._workers, storage, self._sessions, checkpoints)
+        self._sampling = SamplingRequests(self._workers, storage, self._sessions, checkpoints)
         self._admission = Admission(
             self._queue,
             self._sessions,
@@ -114,330 +120,337 @@ class Scheduler:
             self._base_names,
             settings,
         )
-        self._retiring = Expiry(
-            settings, self._queue, self._sessions, self._models, checkpoints, discarding.discard
+        self._expiry = Expiry(
+            settings, self._queue, self._sessions, self._models, checkpoints, trash.discard
         )
-        self._told = ImmediateRequests(
-            registry,
+        self._immediate = ImmediateRequests(
+            store,
             self._sessions,
             self._models,
             checkpoints,
             served=self._served_now,
             base_names=self._base_names,
             pending=self._queue.pending,
-            discard=discarding.discard,
-            end=self._retiring.end,
+            discard=trash.discard,
+            end=self._expiry.end,
             allowed_hosts=hosts,
         )
-        self._stopping = Stopping(
+        self._shutdown = GracefulShutdown(
             settings, self._queue, self._workers, self._models, self._training
         )
-        self._go_on()
+        self._resume()
 
     async def run(self) -> None:
         """Serve until cancelled, or until stopped and everything is saved that could be."""
         serving: tuple[Coroutine[Any, Any, None], ...] = (
-            self._hear(),
-            self._speak(),
-            self._workers.hear(),
-            self._workers.speak(),
-            self._workers.greet(),
-            self._look(),
-            self._tell(),
+            self._receive(),
+            self._send(),
+            self._workers.receive_loop(),
+            self._workers.send_loop(),
+            self._workers.liveness_loop(),
+            self._check_periodically(),
+            self._send_status_periodically(),
         )
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(each) for each in serving]
-            await self._stopping.end(tasks.create_task(self._work()), self._leave)
-            for each in begun:
+            running = [tasks.create_task(each) for each in serving]
+            await self._shutdown.run(
+                tasks.create_task(self._run_tasks()), self._save_shutdown_state
+            )
+            for each in running:
                 each.cancel()
 
     def stop(self) -> None:
         """Request an orderly end of `run`."""
-        self._stopping.ask()
+        self._shutdown.request_stop()
         self._wake.set()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Continue from where the previous process stopped or died."""
-        left = self._registry.take_left()
+        left = self._store.take_shutdown_state()
         self._admission.untouched.update(left.untouched)
         for record in self._models.open():
             self._queue.restore(record.model, left.lanes.get(record.model, QueueState()))
 
-    def _leave(self) -> None:
+    def _save_shutdown_state(self) -> None:
         left = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
         try:
-            self._registry.leave(left)
+            self._store.write_shutdown_state(left)
         except OSError as error:
             LOG.warning("what was done cannot be told to the next process: %s", error)
 
     # Messages from and to the API.
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         while True:
             try:
                 message = await self._api.receive()
             except PeerLostError:
-                self._stopping.lose_api()
+                self._shutdown.on_api_lost()
                 continue
             match message:
                 case Hello():
-                    self._stopping.find_api()
-                    self._greeted(message)
+                    self._shutdown.on_api_connected()
+                    self._on_hello(message)
                 case Request():
-                    self._asked(message)
+                    self._on_request(message)
                 case Cancel():
-                    self._cancelled(message)
+                    self._on_cancel(message)
 
-    async def _speak(self) -> None:
+    async def _send(self) -> None:
         while True:
             message = await self._outbox.get()
             try:
                 await self._api.send(message)
             except FrameError as error:
-                if isinstance(message, Answer | Failure):
+                if isinstance(message, Response | Failure):
                     failure = RequestError("internal", f"the answer cannot be sent: {error}")
                     await self._api.send(failure.failure(message.id))
 
-    def _greeted(self, hello: Hello) -> None:
+    def _on_hello(self, hello: Hello) -> None:
         if self._api_instance not in (None, hello.instance):
-            dropped = self._queue.abandon()
-            for errand in dropped:
-                self._admission.ended(errand)
+            dropped = self._queue.drop_waiting()
+            for task in dropped:
+                self._admission.on_task_end(task)
             LOG.info("another API process; %d works are not begun any more", len(dropped))
         self._api_instance = hello.instance
-        self._say()
+        self._send_status()
 
-    def _asked(self, ask: Request) -> None:
+    def _on_request(self, request: Request) -> None:
         try:
-            if isinstance(ask.work, Ordered | Sample):
-                self._put(ask, ask.work)
-            elif isinstance(ask.work, AddEndpoint):
-                self._told.add(ask.work, ask.owner, partial(self._end_ask, ask.id))
+            if isinstance(request.operation, ModelOperation | Sample):
+                self._submit(request, request.operation)
+            elif isinstance(request.operation, AddEndpoint):
+                self._immediate.add(
+                    request.operation, request.owner, partial(self._respond, request.id)
+                )
             else:
-                self._end_ask(ask.id, self._told.do(cast(Immediate, ask.work), ask.owner))
+                self._respond(
+                    request.id,
+                    self._immediate.run(cast(ImmediateOperation, request.operation), request.owner),
+                )
         except RequestError as error:
-            self._end_ask(ask.id, error)
+            self._respond(request.id, error)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            self._end_ask(ask.id, internal_error(error))
+            self._respond(request.id, internal_error(error))
 
-    def _put(self, ask: Request, work: Ordered | Sample) -> None:
+    def _submit(self, request: Request, operation: ModelOperation | Sample) -> None:
         if self._workers.state == "failed":
             raise RequestError("unavailable", self._workers.reason)
-        outcome = self._admission.put(ask, work)
+        outcome = self._admission.admit(request, operation)
         if outcome is not None:
-            self._end_ask(ask.id, outcome)
-        self._changed()
+            self._respond(request.id, outcome)
+        self._on_change()
 
-    def _cancelled(self, cancel: Cancel) -> None:
+    def _on_cancel(self, cancel: Cancel) -> None:
         outcome = RequestError("cancelled", "it was cancelled before it began")
-        if self._queue.is_waited_for(cancel.id):
-            errand = self._queue.cancel(cancel.id, outcome)
-            if errand is not None:
-                self._admission.ended(errand)
-            self._end_ask(cancel.id, outcome)
-            self._changed()
+        if self._queue.is_waiting(cancel.id):
+            task = self._queue.cancel(cancel.id, outcome)
+            if task is not None:
+                self._admission.on_task_end(task)
+            self._respond(cancel.id, outcome)
+            self._on_change()
 
-    def _end_ask(self, ask: str, outcome: Outcome) -> None:
-        self._outbox.put_nowait(told(ask, outcome))
+    def _respond(self, request_id: str, outcome: Outcome) -> None:
+        self._outbox.put_nowait(to_response(request_id, outcome))
 
     # The request loop.
 
-    async def _work(self) -> None:
+    async def _run_tasks(self) -> None:
         """Run requests until stopped and none may start any more."""
         while True:
             ready = self._workers.ready
-            if ready is not None and ready is not self._agreed:
-                await self._agree(ready)
+            if ready is not None and ready is not self._restored_workers:
+                await self._restore_models(ready)
                 continue
-            errand = self._stopping.next() if ready is not None else None
-            if errand is not None:
-                await self._do(errand)
-            elif self._stopping.is_time:
+            task = self._shutdown.next_task() if ready is not None else None
+            if task is not None:
+                await self._run_task(task)
+            elif self._shutdown.is_drained:
                 return
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
-    async def _agree(self, ready: Ready) -> None:
+    async def _restore_models(self, ready: Ready) -> None:
         with suppress(WorkersLostError):
             await self._put_back(ready)
-            self._agreed = ready
+            self._restored_workers = ready
 
     async def _put_back(self, ready: Ready) -> None:
-        for model in await self._recovery.agree(ready):
-            self._queue.unsettle(model)
+        for model in await self._recovery.restore(ready):
+            self._queue.accept_any_next(model)
         if self._workers.ready is ready:
             self._workers.serve()
 
-    def _draws_from(self, path: str | None, errand: Task) -> bool:
-        assert isinstance(errand.work, Sample)
+    def _samples_from(self, path: str | None, task: Task) -> bool:
+        assert isinstance(task.operation, Sample)
         try:
-            return self._sampling.path(errand.work, errand.owner) == path
+            return self._sampling.resolve_path(task.operation, task.owner) == path
         except RequestError:
             return False
 
-    async def _do(self, errand: Task) -> None:
+    async def _run_task(self, task: Task) -> None:
         """Run a task; retry if the workers died and the model is then as before."""
-        self._changed()
+        self._on_change()
         retries = self._settings.worker_max_retries
-        errands, outcomes = await self._tried(errand, [errand])
-        while retries and self._may_retry(errand, outcomes) and await self._workers_are_back():
-            LOG.warning("%s is tried again: %s", type(errand.work).__name__, outcomes[0])
+        tasks, outcomes = await self._try_tasks(task, [task])
+        while retries and self._can_retry(task, outcomes) and await self._wait_for_workers():
+            LOG.warning("%s is tried again: %s", type(task.operation).__name__, outcomes[0])
             retries -= 1
-            errands, outcomes = await self._tried(errand, errands)
-        for each, outcome in zip(errands, outcomes, strict=True):
-            self._end(each, outcome)
+            tasks, outcomes = await self._try_tasks(task, tasks)
+        for each, outcome in zip(tasks, outcomes, strict=True):
+            self._finish(each, outcome)
         if not all(isinstance(outcome, RequestError) for outcome in outcomes):
-            self._workers.losses = 0
-        self._changed()
+            self._workers.consecutive_losses = 0
+        self._on_change()
 
-    def _may_retry(self, errand: Task, outcomes: list[Outcome]) -> bool:
+    def _can_retry(self, task: Task, outcomes: list[Outcome]) -> bool:
         """Whether it was lost with the workers and can be retried safely."""
         lost = all(isinstance(outcome, WorkersLostError) for outcome in outcomes)
         if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
             return False
         return lost and (
-            isinstance(errand.work, Sample)
-            or self._training.is_repeatable(cast(Trained | CreateModel, errand.work))
+            isinstance(task.operation, Sample)
+            or self._training.is_repeatable(cast(TrainingOperation | CreateModel, task.operation))
         )
 
-    async def _workers_are_back(self) -> bool:
+    async def _wait_for_workers(self) -> bool:
         """Wait for restored workers; returns whether they came back."""
-        while not self._stopping.is_asked and self._workers.state != "failed":
+        while not self._shutdown.is_requested and self._workers.state != "failed":
             ready = self._workers.ready
             if ready is None:
                 self._wake.clear()
                 await self._wake.wait()
-            elif ready is self._agreed:
+            elif ready is self._restored_workers:
                 return True
             else:
-                await self._agree(ready)
+                await self._restore_models(ready)
         return False
 
-    async def _tried(self, errand: Task, errands: list[Task]) -> tuple[list[Task], list[Outcome]]:
+    async def _try_tasks(self, task: Task, tasks: list[Task]) -> tuple[list[Task], list[Outcome]]:
         """Run a task and those batched with it; returns the outcomes."""
         outcomes: list[Outcome]
         try:
-            if isinstance(errand.work, Sample):
-                path = self._sampling.path(errand.work, errand.owner)
-                most = self._settings.max_joined_samples - len(errands)
-                errands = errands + self._queue.take_alike(most, partial(self._draws_from, path))
-                outcomes = await self._draw(errands)
+            if isinstance(task.operation, Sample):
+                path = self._sampling.resolve_path(task.operation, task.owner)
+                most = self._settings.max_joined_samples - len(tasks)
+                tasks = tasks + self._queue.take_batch(most, partial(self._samples_from, path))
+                outcomes = await self._sample(tasks)
             else:
-                outcomes = [await self._result(errand)]
+                outcomes = [await self._run_operation(task)]
         except RequestError as error:
-            outcomes = [error] * len(errands)
+            outcomes = [error] * len(tasks)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            outcomes = [internal_error(error)] * len(errands)
-        return errands, outcomes
+            outcomes = [internal_error(error)] * len(tasks)
+        return tasks, outcomes
 
-    async def _draw(self, errands: list[Task]) -> list[Outcome]:
+    async def _sample(self, tasks: list[Task]) -> list[Outcome]:
         refused: dict[int, RequestError] = {}
-        for index, errand in enumerate(errands):
+        for index, task in enumerate(tasks):
             try:
-                self._admission.check(errand)
+                self._admission.check(task)
             except RequestError as error:
                 refused[index] = error
-        works = [
-            (cast(Sample, errand.work), errand.owner)
-            for index, errand in enumerate(errands)
+        operations = [
+            (cast(Sample, task.operation), task.owner)
+            for index, task in enumerate(tasks)
             if index not in refused
         ]
-        drawn = iter(await self._sampling.draw(works))
-        return [refused.get(index) or next(drawn) for index in range(len(errands))]
+        drawn = iter(await self._sampling.sample(operations))
+        return [refused.get(index) or next(drawn) for index in range(len(tasks))]
 
-    async def _result(self, errand: Task) -> Result:
-        self._admission.check(errand)
-        if isinstance(errand.work, CreateModel):
-            record = build_model_record(errand.work, errand.owner)
-            return await self._training.create(errand.work, record, errand.owner)
-        work = cast(Trained, errand.work)
-        if errand.is_ours and not self._retiring.is_to_go(work.model):
+    async def _run_operation(self, task: Task) -> Result:
+        self._admission.check(task)
+        if isinstance(task.operation, CreateModel):
+            record = build_model_record(task.operation, task.owner)
+            return await self._training.create(task.operation, record, task.owner)
+        operation = cast(TrainingOperation, task.operation)
+        if task.is_internal and not self._expiry.is_expired(operation.model):
             raise RequestError("cancelled", "its client is there again")
-        why = self._retiring.why(work.model) if errand.is_ours else "it was unloaded"
-        return await self._training.do(work, errand.owner, why)
+        why = self._expiry.unload_reason(operation.model) if task.is_internal else "it was unloaded"
+        return await self._training.run(operation, task.owner, why)
 
-    def _end(self, errand: Task, outcome: Outcome) -> None:
-        self._queue.end(errand, outcome)
-        self._admission.ended(errand)
-        if errand.is_ours and isinstance(outcome, RequestError):
-            LOG.warning("model %s was not unloaded: %s", errand.model, outcome)
-        for ask in errand.asks:
-            self._end_ask(ask, outcome)
+    def _finish(self, task: Task, outcome: Outcome) -> None:
+        self._queue.end(task, outcome)
+        self._admission.on_task_end(task)
+        if task.is_internal and isinstance(outcome, RequestError):
+            LOG.warning("model %s was not unloaded: %s", task.model, outcome)
+        for request_id in task.request_ids:
+            self._respond(request_id, outcome)
 
     # Periodic tasks.
 
-    async def _look(self) -> None:
+    async def _check_periodically(self) -> None:
         next_retiring = 0.0
         while True:
             now = time.monotonic()
-            for errand in self._queue.overdue(now):
-                assert errand.outcome is not None
-                self._admission.ended(errand)
-                for ask in errand.asks:
-                    self._end_ask(ask, errand.outcome)
+            for task in self._queue.pop_overdue(now):
+                assert task.outcome is not None
+                self._admission.on_task_end(task)
+                for request_id in task.request_ids:
+                    self._respond(request_id, task.outcome)
             if now >= next_retiring:
-                self._retire()
-                next_retiring = now + self._retiring.interval
+                self._expire()
+                next_retiring = now + self._expiry.interval
             self._wake.set()
-            await asyncio.sleep(min(LOOK_SECONDS, self._settings.sequence_gap_timeout / 4))
+            await asyncio.sleep(min(CHECK_SECONDS, self._settings.sequence_gap_timeout / 4))
 
-    def _retire(self) -> None:
+    def _expire(self) -> None:
         try:
-            self._retiring.sweep()
+            self._expiry.sweep()
         except Exception:
             # For example a full disk or a replaced folder: continue to serve.
             LOG.exception("what is over could not be looked for")
-        self._changed()
+        self._on_change()
 
-    async def _tell(self) -> None:
+    async def _send_status_periodically(self) -> None:
         interval = self._settings.status_interval
         while True:
             # Skip the status if the API is behind.
             if self._outbox.empty():
-                self._say()
+                self._send_status()
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):
-                    await self._news.wait()
-            self._news.clear()
-            await asyncio.sleep(min(NEWS_SECONDS, interval))
+                    await self._status_changed.wait()
+            self._status_changed.clear()
+            await asyncio.sleep(min(MIN_STATUS_SECONDS, interval))
 
-    def _changed(self) -> None:
-        if self._workers.state != self._said:
-            self._say()
+    def _on_change(self) -> None:
+        if self._workers.state != self._reported_state:
+            self._send_status()
         if self._workers.state == "failed":
-            self._give_up()
-        self._news.set()
+            self._fail_waiting()
+        self._status_changed.set()
         self._wake.set()
 
-    def _say(self) -> None:
-        self._said = self._workers.state
+    def _send_status(self) -> None:
+        self._reported_state = self._workers.state
         self._outbox.put_nowait(self._status())
 
-    def _give_up(self) -> None:
+    def _fail_waiting(self) -> None:
         """The workers have failed permanently: fail all waiting requests."""
         error = RequestError("unavailable", self._workers.reason)
-        for errand in self._queue.abandon():
-            self._admission.ended(errand)
-            for ask in errand.asks:
-                self._end_ask(ask, error)
+        for task in self._queue.drop_waiting():
+            self._admission.on_task_end(task)
+            for request_id in task.request_ids:
+                self._respond(request_id, error)
 
     def _status(self) -> Status:
         running = self._queue.running
-        asks = running[0].asks if running else []
+        request_ids = running[0].request_ids if running else []
         return Status(
             workers=self._workers.state,
             reason=self._workers.reason,
             queued=len(self._queue),
-            running=asks[0] if asks else "",
+            running=request_ids[0] if request_ids else "",
         )
 
     # Worker state.
 
-    def _served(self) -> Served | None:
+    def _served(self) -> ServedModel | None:
         return self._workers.last.served if self._workers.last else None
 
-    def _served_now(self) -> Served:
+    def _served_now(self) -> ServedModel:
         served = self._served()
         if served is None:
             raise RequestError(

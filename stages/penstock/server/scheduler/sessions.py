@@ -9,12 +9,12 @@ import uuid
 from penstock.server.protocol.requests import CreateSession
 from penstock.server.scheduler.checkpoint_names import SAMPLER, model_name, sampler_name
 from penstock.server.scheduler.errors import RequestError, not_found
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.state_store import (
     ModelRecord,
-    Registry,
     SamplerRecord,
     SessionRecord,
+    StateStore,
 )
 
 MAX_METADATA = 64 << 10
@@ -24,29 +24,29 @@ MAX_METADATA = 64 << 10
 class Sessions:
     """Known sessions and the times of their last heartbeats."""
 
-    def __init__(self, registry: Registry, settings: EngineSettings) -> None:
-        self._registry = registry
-        self._most, self._most_of_owner = settings.max_sessions, settings.max_owner_sessions
+    def __init__(self, store: StateStore, settings: SchedulerSettings) -> None:
+        self._store = store
+        self._max_open, self._max_open_of_owner = settings.max_sessions, settings.max_owner_sessions
         # No heartbeats were received during the restart, so all idle times start at zero.
-        self._heard = dict.fromkeys(registry.sessions, time.monotonic())
+        self._heard = dict.fromkeys(store.sessions, time.monotonic())
 
-    def create(self, work: CreateSession, owner: str) -> SessionRecord:
+    def create(self, operation: CreateSession, owner: str) -> SessionRecord:
         """Create a session; or return the one of that name, if it belongs to the owner and has not
         ended.
 
         Raises RequestError.
         """
-        name = model_name(work.session) if work.session is not None else uuid.uuid4().hex
-        known = self._registry.sessions.get(name)
+        name = model_name(operation.session) if operation.session is not None else uuid.uuid4().hex
+        known = self._store.sessions.get(name)
         if known is not None and known.owner != owner:
             raise RequestError("exists", f"the name {name} is taken; choose another")
         if known is None or known.has_ended:
-            check_metadata(work.tags, work.user_metadata)
+            check_metadata(operation.tags, operation.user_metadata)
             owners = [record.owner for record in self.open()]
-            check_number("max_sessions", self._most, len(owners), "sessions are open")
-            check_number(
+            check_limit("max_sessions", self._max_open, len(owners), "sessions are open")
+            check_limit(
                 "max_owner_sessions",
-                self._most_of_owner,
+                self._max_open_of_owner,
                 owners.count(owner),
                 "sessions of yours are open",
             )
@@ -54,31 +54,31 @@ class Sessions:
                 session=name,
                 owner=owner,
                 created=time.time(),
-                tags=work.tags,
-                user_metadata=work.user_metadata,
+                tags=operation.tags,
+                user_metadata=operation.user_metadata,
             )
-            self._registry.keep_session(known)
+            self._store.save_session(known)
         self.touch(name)
         return known
 
     def find(self, session: str, owner: str) -> SessionRecord:
         """The owner's session. Raises RequestError if it does not exist, belongs to another owner,
         or has ended."""
-        record = self._registry.sessions.get(session)
+        record = self._store.sessions.get(session)
         if record is None or record.owner != owner:
             raise not_found(f"session {session[:200]!r}")
-        _check_goes_on(record)
+        _check_not_ended(record)
         return record
 
-    def known(self, session: str) -> SessionRecord | None:
+    def get(self, session: str) -> SessionRecord | None:
         """The session of any owner, whether or not it has ended."""
-        return self._registry.sessions.get(session)
+        return self._store.sessions.get(session)
 
     def touch(self, session: str) -> None:
         """Record activity of the client."""
         self._heard[session] = time.monotonic()
 
-    def beat(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
+    def record_heartbeats(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
         """Record heartbeats of these sessions. Returns those that the owner does not have."""
         gone: list[str] = []
         for session in sessions:
@@ -88,43 +88,43 @@ class Sessions:
                 gone.append(session)
         return tuple(gone)
 
-    def idle_for(self, session: str) -> float:
+    def idle_seconds(self, session: str) -> float:
         """Seconds since the last activity of its client."""
         return time.monotonic() - self._heard.get(session, 0.0)
 
-    def of_owner(self, owner: str) -> list[SessionRecord]:
+    def list_for_owner(self, owner: str) -> list[SessionRecord]:
         """The owner's sessions that have not ended, oldest first."""
         own = [
             record
-            for record in self._registry.sessions.values()
+            for record in self._store.sessions.values()
             if record.owner == owner and not record.has_ended
         ]
         return sorted(own, key=lambda record: record.created)
 
     def open(self) -> list[SessionRecord]:
         """All sessions that have not ended."""
-        return [record for record in self._registry.sessions.values() if not record.has_ended]
+        return [record for record in self._store.sessions.values() if not record.has_ended]
 
     def models(self, session: str) -> list[ModelRecord]:
         """The models of a session, in creation order."""
-        own = [record for record in self._registry.models.values() if record.session == session]
+        own = [record for record in self._store.models.values() if record.session == session]
         return sorted(own, key=lambda record: record.created)
 
     def end(self, record: SessionRecord, why: str) -> None:
         """End a session; it accepts no further requests."""
         record.has_ended, record.ending, record.ended = True, why, time.time()
         record.samplers = {}
-        self._registry.keep_session(record)
+        self._store.save_session(record)
         self._heard.pop(record.session, None)
 
     def forget(self, ended_before: float) -> None:
         """Drop sessions that ended before a time, in seconds since the epoch."""
-        held = {model.session for model in self._registry.models.values() if model.is_open}
-        for name, record in list(self._registry.sessions.items()):
+        held = {model.session for model in self._store.models.values() if model.is_open}
+        for name, record in list(self._store.sessions.items()):
             if record.has_ended and record.ended < ended_before and name not in held:
-                self._registry.drop_session(name)
+                self._store.delete_session(name)
 
-    def free_sampler(self, record: SessionRecord, number: int) -> str:
+    def new_sampler_name(self, record: SessionRecord, number: int) -> str:
         """The name of a new sampler. Raises RequestError if it exists."""
         name = sampler_name(record.session, number)
         if str(number) in record.samplers:
@@ -135,13 +135,13 @@ class Sessions:
         """Add a sampler; returns its name. Adding the same one twice is allowed. Raises
         RequestError for a different one of this name, and if the session has ended."""
         name = sampler_name(record.session, number)
-        _check_goes_on(record)
+        _check_not_ended(record)
         known = record.samplers.get(str(number))
         if known is not None and known != sampler:
             raise RequestError("exists", f"sampler {name} is there, of {known.path or 'the base'}")
         if known is None:
             record.samplers[str(number)] = sampler
-            self._registry.keep_session(record)
+            self._store.save_session(record)
         return name
 
     def touch_sampler(self, name: str) -> None:
@@ -151,7 +151,7 @@ class Sessions:
     def has_sampler(self, name: str) -> bool:
         """Whether a sampler of this name exists, for any owner."""
         session, _, number = name.rpartition(SAMPLER)
-        record = self._registry.sessions.get(session)
+        record = self._store.sessions.get(session)
         return record is not None and number in record.samplers
 
     def sampler(self, name: str, owner: str) -> SamplerRecord:
@@ -163,14 +163,14 @@ class Sessions:
         return found
 
 
-def _check_goes_on(record: SessionRecord) -> None:
+def _check_not_ended(record: SessionRecord) -> None:
     if record.has_ended:
         raise RequestError(
             "gone", f"session {record.session} has ended: {record.ending}.\n  Begin another."
         )
 
 
-def check_number(field: str, most: int, there: int, are_open: str) -> None:
+def check_limit(field: str, most: int, there: int, are_open: str) -> None:
     """Raises RequestError if `most`, the server setting `field`, is reached."""
     if there >= most:
         raise RequestError(

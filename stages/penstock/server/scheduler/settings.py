@@ -10,7 +10,7 @@ Strategy = Literal["sequential", "best_fit", "balanced_dp"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class SchedulerSettings:
     """Settings of the scheduler process, named as in the server config."""
 
     output_dir: Path

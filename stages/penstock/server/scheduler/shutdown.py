@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable
 
-from penstock.server.protocol.requests import Step
+from penstock.server.protocol.requests import OptimStep
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Queue, Task
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.queue import RequestQueue, Task
+from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.state_store import ModelRecord
-from penstock.server.scheduler.training import Training
-from penstock.server.scheduler.worker_client import Workers
+from penstock.server.scheduler.training import TrainingRequests
+from penstock.server.scheduler.worker_client import WorkerClient
 
 LOG = logging.getLogger(__name__)
 
@@ -24,20 +24,20 @@ API_SECONDS = 8.0
 """Seconds for the API to exit after a stop request; an API that stays longer is not being
 stopped."""
 
-COMING_SECONDS = 0.5
+STEP_WAIT_SECONDS = 0.5
 """Seconds to wait for the optimizer step of passes that were complete at the stop request."""
 
 
-class Stopping:
+class GracefulShutdown:
     """The shutdown state and procedure."""
 
     def __init__(
         self,
-        settings: EngineSettings,
-        queue: Queue,
-        workers: Workers,
+        settings: SchedulerSettings,
+        queue: RequestQueue,
+        workers: WorkerClient,
         models: Models,
-        training: Training,
+        training: TrainingRequests,
     ) -> None:
         self._seconds = settings.stop_timeout
         self._ends_workers = settings.ends_workers
@@ -45,65 +45,67 @@ class Stopping:
         self._workers = workers
         self._models = models
         self._training = training
-        self._asked = asyncio.Event()
-        self._asked_at = 0.0
-        self._alone = asyncio.Event()
+        self._requested = asyncio.Event()
+        self._requested_at = 0.0
+        self._no_api = asyncio.Event()
         """Set while no API is connected."""
-        self._alone.set()
+        self._no_api.set()
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a stop was requested."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     @property
-    def is_time(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether all requests that must still run have ended."""
-        late = time.monotonic() - self._asked_at > COMING_SECONDS
-        return self._asked.is_set() and (late or not any(map(self._gathers, self._models.open())))
+        late = time.monotonic() - self._requested_at > STEP_WAIT_SECONDS
+        return self._requested.is_set() and (
+            late or not any(map(self._has_gradients, self._models.open()))
+        )
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Request a stop."""
-        if not self._asked.is_set():
+        if not self._requested.is_set():
             LOG.info("asked to stop: work under way is ended, and all that is unsaved is saved")
-            self._asked_at = time.monotonic()
-            self._asked.set()
+            self._requested_at = time.monotonic()
+            self._requested.set()
 
-    def find_api(self) -> None:
+    def on_api_connected(self) -> None:
         """An API has connected."""
-        self._alone.clear()
+        self._no_api.clear()
 
-    def lose_api(self) -> None:
+    def on_api_lost(self) -> None:
         """The API has disconnected."""
-        self._alone.set()
-        if not self._asked.is_set():
+        self._no_api.set()
+        if not self._requested.is_set():
             LOG.warning("the API process is gone; what it asked for and is under way goes on")
 
-    def next(self) -> Task | None:
+    def next_task(self) -> Task | None:
         """The next request to run; during shutdown only those that must still run.
 
         The rest is not rejected: clients submit it again to the next process, and an error would
         end them.
         """
-        is_asked = self._asked.is_set()
-        return self._queue.take(self._goes_before) if is_asked else self._queue.take()
+        is_requested = self._requested.is_set()
+        return self._queue.take(self._must_still_run) if is_requested else self._queue.take()
 
-    def _goes_before(self, errand: Task) -> bool:
-        record = self._models.known(errand.model) if errand.model else None
+    def _must_still_run(self, task: Task) -> bool:
+        record = self._models.get(task.model) if task.model else None
         return (
             record is not None
             and record.is_open
-            and self._gathers(record)
-            and self._queue.awaits(record.model, Step)
+            and self._has_gradients(record)
+            and self._queue.has_waiting(record.model, OptimStep)
         )
 
-    def _gathers(self, record: ModelRecord) -> bool:
-        return self._models.live(record).has_gradients
+    def _has_gradients(self, record: ModelRecord) -> bool:
+        return self._models.get_state(record).has_gradients
 
-    async def end(self, working: "asyncio.Task[None]", leave: Callable[[], None]) -> None:
+    async def run(self, working: "asyncio.Task[None]", leave: Callable[[], None]) -> None:
         """Wait for a stop request, then shut down. `working` ends when no request may start;
         `leave` writes the state for the next process."""
-        await self._asked.wait()
+        await self._requested.wait()
         loop = asyncio.get_running_loop()
         api_ends_by = loop.time() + API_SECONDS
         ended: dict[str, str] = {}
@@ -125,11 +127,11 @@ class Stopping:
         leave()
         try:
             async with asyncio.timeout_at(api_ends_by):
-                await self._alone.wait()
+                await self._no_api.wait()
         except TimeoutError:
             return
         if self._ends_workers:
-            await self._workers.dismiss()
+            await self._workers.shut_down()
 
     async def _save(self, ended: dict[str, str]) -> None:
         """Save all unsaved models; `ended` receives the reason for each that could not be saved, or
@@ -139,7 +141,7 @@ class Stopping:
         """
         for record in self._training.unsaved():
             try:
-                spot = await self._training.save(record)
+                ref = await self._training.save(record)
             except WorkersLostError:
                 raise
             except (RequestError, OSError) as error:
@@ -147,4 +149,4 @@ class Stopping:
             else:
                 ended[record.model] = ""
                 lost = "; gradients since then are not" if record.is_unsaved else ""
-                LOG.info("model %s is saved at step %d: %s%s", spot.model, record.step, spot, lost)
+                LOG.info("model %s is saved at step %d: %s%s", ref.model, record.step, ref, lost)

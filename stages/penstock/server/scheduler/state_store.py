@@ -19,10 +19,10 @@ import msgspec
 import xxhash
 
 from penstock.core.files import atomic_write, remove
-from penstock.server.protocol.envelopes import Answer, Failure
+from penstock.server.protocol.envelopes import Failure, Response
 from penstock.server.protocol.requests import CreateModel
 from penstock.server.protocol.secret import write_secret
-from penstock.server.protocol.types import Lora, Optimizer
+from penstock.server.protocol.types import LoraConfig, OptimizerConfig
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     size: int
     base_model: str
-    lora: Lora | None = None
+    lora: LoraConfig | None = None
     """The model's LoRA config at that time; None: full fine-tuning."""
     step: int = 0
     """Number of optimizer steps."""
@@ -43,7 +43,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, str] = {}
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint from which a model is restored if the workers die."""
 
     path: str
@@ -59,8 +59,8 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     session: str
     owner: str
     base_model: str
-    lora: Lora | None
-    optimizer_config: Optimizer
+    lora: LoraConfig | None
+    optimizer_config: OptimizerConfig
     user_metadata: dict[str, str]
     created: float
     last_request: float
@@ -68,7 +68,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     """Whether the workers hold it, or are to hold it again."""
     instance: str = ""
     """The workers instance that holds it."""
-    start: Start | None = None
+    start: ResumePoint | None = None
     """None: restored from its initial state."""
     is_unsaved: bool = False
     """Whether it has changed since `start`."""
@@ -85,7 +85,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     """By `weights/<name>` or `sampler_weights/<name>`."""
 
 
-class DestinationRecord(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An inference server of an owner."""
 
     owner: str = ""
@@ -97,7 +97,7 @@ class DestinationRecord(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
 
     def __repr__(self) -> str:
-        return f"DestinationRecord({self.host}:{self.port})"
+        return f"EndpointRecord({self.host}:{self.port})"
 
 
 class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ class CompletedRequest(msgspec.Struct, frozen=True, kw_only=True):
     seq: int
     kind: str
     """The name of its type."""
-    end: Answer | Failure
+    end: Response | Failure
     """The reply; its request id is unused."""
 
 
@@ -151,17 +151,17 @@ class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
     """Creation requests of models that received no request since."""
 
 
-def build_model_record(work: CreateModel, owner: str) -> ModelRecord:
+def build_model_record(operation: CreateModel, owner: str) -> ModelRecord:
     """The record of a model to be created."""
     now = time.time()
     return ModelRecord(
-        model=work.model,
-        session=work.session,
+        model=operation.model,
+        session=operation.session,
         owner=owner,
         base_model="",
-        lora=work.lora,
-        optimizer_config=work.optimizer_config,
-        user_metadata=work.user_metadata,
+        lora=operation.lora,
+        optimizer_config=operation.optimizer_config,
+        user_metadata=operation.user_metadata,
         created=now,
         last_request=now,
     )
@@ -174,15 +174,15 @@ LOG = logging.getLogger(__name__)
 _RUNNING = "running.json"
 _LEFT = "left.msgpack"
 _DIGEST = "digest"
-_DIGESTED = b"XXH3"
+_DIGEST_MAGIC = b"XXH3"
 """Prefix of a binary file, followed by 16 bytes of digest of the rest."""
 
 
-class RegistryError(ValueError):
+class StateStoreError(ValueError):
     """A state file is damaged."""
 
 
-class Registry:
+class StateStore:
     """Sessions and models by name, and inference servers."""
 
     def __init__(self, output_dir: Path) -> None:
@@ -195,37 +195,37 @@ class Registry:
         self.models: dict[str, ModelRecord] = {
             record.model: record for record in self._read("models", ModelRecord)
         }
-        self.destinations: tuple[DestinationRecord, ...] = (
-            _decoded(self._destinations, tuple[DestinationRecord, ...])
-            if self._destinations.exists()
+        self.endpoints: tuple[EndpointRecord, ...] = (
+            _read_file(self._endpoints_file, tuple[EndpointRecord, ...])
+            if self._endpoints_file.exists()
             else ()
         )
 
-    def keep_session(self, record: SessionRecord) -> None:
+    def save_session(self, record: SessionRecord) -> None:
         """Save a new or changed session."""
         self.sessions[record.session] = record
         self._write("sessions", record.session, record)
 
-    def keep_model(self, record: ModelRecord) -> None:
+    def save_model(self, record: ModelRecord) -> None:
         """Save a new or changed model."""
         self.models[record.model] = record
         self._write("models", record.model, record)
 
-    def drop_session(self, session: str) -> None:
+    def delete_session(self, session: str) -> None:
         """Delete a session's record."""
         del self.sessions[session]
         remove(self._file("sessions", session))
 
-    def drop_model(self, model: str) -> None:
+    def delete_model(self, model: str) -> None:
         """Delete a model's record."""
         del self.models[model]
         remove(self._file("models", model))
 
-    def keep_destinations(self, destinations: tuple[DestinationRecord, ...]) -> None:
+    def save_endpoints(self, endpoints: tuple[EndpointRecord, ...]) -> None:
         """Save all inference servers in a file that only the owner can read, because it contains
         keys."""
-        self.destinations = destinations
-        write_secret(self._destinations, json.dumps(msgspec.to_builtins(destinations), indent=1))
+        self.endpoints = endpoints
+        write_secret(self._endpoints_file, json.dumps(msgspec.to_builtins(endpoints), indent=1))
 
     def begin(self, model: str) -> None:
         """Record that the workers are about to change this model.
@@ -239,7 +239,7 @@ class Registry:
         """The change is complete."""
         (self._folder / _RUNNING).unlink(missing_ok=True)
 
-    def interrupted(self) -> str | None:
+    def read_interrupted_change(self) -> str | None:
         """The model that was being changed when the last process died."""
         try:
             found = json.loads((self._folder / _RUNNING).read_text())
@@ -247,28 +247,28 @@ class Registry:
             return None
         return found.get("model") if isinstance(found, dict) else None
 
-    def leave(self, left: ShutdownState) -> None:
+    def write_shutdown_state(self, left: ShutdownState) -> None:
         """Save the shutdown state for the next process."""
         with atomic_write(self._folder / _LEFT) as part:
             content = msgspec.msgpack.encode(left)
-            part.write_bytes(_DIGESTED + xxhash.xxh3_128_digest(content) + content)
+            part.write_bytes(_DIGEST_MAGIC + xxhash.xxh3_128_digest(content) + content)
 
-    def take_left(self) -> ShutdownState:
+    def take_shutdown_state(self) -> ShutdownState:
         """Read and delete the shutdown state of the last process. Empty if another version wrote it
         in another format: repeated requests are then run again."""
         file = self._folder / _LEFT
         if not file.exists():
             return ShutdownState()
         try:
-            left = _decoded(file, ShutdownState, _decode_left)
-        except RegistryError as error:
+            left = _read_file(file, ShutdownState, _decode_shutdown_state)
+        except StateStoreError as error:
             LOG.warning("%s", error)
             left = ShutdownState()
         remove(file)
         return left
 
     @property
-    def _destinations(self) -> Path:
+    def _endpoints_file(self) -> Path:
         return self._folder / "endpoints.json"
 
     def _file(self, kind: str, name: str) -> Path:
@@ -279,20 +279,20 @@ class Registry:
 
     def _read(self, kind: str, of: type[R]) -> list[R]:
         files = sorted((self._folder / kind).glob("*.json"))
-        return [_decoded(file, of, _decode_record) for file in files]
+        return [_read_file(file, of, _decode_record) for file in files]
 
     def _write(self, kind: str, name: str, record: ModelRecord | SessionRecord) -> None:
         with atomic_write(self._file(kind, name)) as part:
             content = msgspec.json.decode(msgspec.json.encode(record))
-            content[_DIGEST] = _digest_of(content)
+            content[_DIGEST] = _compute_digest(content)
             part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
 
 
-def _decoded(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.decode) -> R:
+def _read_file(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.decode) -> R:
     try:
         return decode(file.read_bytes(), type=of)
     except msgspec.MsgspecError as error:
-        raise RegistryError(
+        raise StateStoreError(
             f"{file} is not what the server writes there: {error}.\n"
             "  Put it back as it was, or move it away to go on without what it told."
         ) from error
@@ -303,19 +303,19 @@ def _decode_record(content: bytes, type: type[R]) -> R:
     found = msgspec.json.decode(content)
     if isinstance(found, dict) and _DIGEST in found:
         digest = found.pop(_DIGEST)
-        if digest != _digest_of(found):
+        if digest != _compute_digest(found):
             raise msgspec.DecodeError("it differs from its digest")
     return msgspec.convert(found, type=type, str_keys=True)
 
 
-def _decode_left(content: bytes, type: type[R]) -> R:
+def _decode_shutdown_state(content: bytes, type: type[R]) -> R:
     """Decode a file that may predate digests."""
-    if content.startswith(_DIGESTED):
+    if content.startswith(_DIGEST_MAGIC):
         digest, content = content[4:20], content[20:]
         if digest != xxhash.xxh3_128_digest(content):
             raise msgspec.DecodeError("it differs from its digest")
     return msgspec.msgpack.decode(content, type=type)
 
 
-def _digest_of(record: dict[str, Any]) -> str:
+def _compute_digest(record: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(record, order="sorted"))

@@ -11,10 +11,15 @@ import uuid
 from pathlib import Path
 
 from penstock.core.replace_folder import replace_folder
-from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, CheckpointRef, Room
+from penstock.server.scheduler.checkpoint_names import (
+    CHECKPOINT,
+    MODEL,
+    CheckpointRef,
+    Subfolder,
+)
 from penstock.server.scheduler.errors import RequestError, StorageLimitError
 
-ROOMS: tuple[Room, ...] = ("weights", "sampler_weights")
+SUBFOLDERS: tuple[Subfolder, ...] = ("weights", "sampler_weights")
 
 
 class Storage:
@@ -26,9 +31,9 @@ class Storage:
         self.root = output_dir.resolve()
         self.limit = limit
 
-    def folder(self, spot: CheckpointRef) -> Path:
+    def folder(self, ref: CheckpointRef) -> Path:
         """The folder of a checkpoint. Raises RequestError if a symbolic link points outside."""
-        folder = self.root / spot.room / spot.model / spot.name
+        folder = self.root / ref.subfolder / ref.model / ref.name
         for part in (folder, folder.parent, folder.parent.parent):
             if part.is_symlink():
                 raise RequestError(
@@ -38,57 +43,58 @@ class Storage:
                 )
         return folder
 
-    def holds(self, spot: CheckpointRef) -> bool:
+    def exists(self, ref: CheckpointRef) -> bool:
         """Whether it exists."""
-        return self.folder(spot).is_dir()
+        return self.folder(ref).is_dir()
 
-    def size(self, spot: CheckpointRef) -> int:
+    def size(self, ref: CheckpointRef) -> int:
         """Bytes of its files."""
-        return folder_num_bytes(self.folder(spot))
+        return folder_num_bytes(self.folder(ref))
 
-    def check_room(self, needed: int, what: str) -> None:
+    def check_space(self, needed: int, what: str) -> None:
         """Raises StorageLimitError if `needed` more bytes would exceed the limit or fill
         the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise StorageLimitError(
-                f"{what} takes about {amount(needed)}, and output_dir holds {amount(used)}:"
-                f" together more than storage_limit ({amount(self.limit)}).\n"
+                f"{what} takes about {format_bytes(needed)}, and output_dir holds"
+                f" {format_bytes(used)}: together more than storage_limit"
+                f" ({format_bytes(self.limit)}).\n"
                 "  Delete checkpoints, or raise storage_limit."
             )
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise StorageLimitError(
-                f"{what} takes about {amount(needed)}, and the disk of output_dir has"
-                f" {amount(free)} left.\n  Delete checkpoints, or make room on the disk."
+                f"{what} takes about {format_bytes(needed)}, and the disk of output_dir has"
+                f" {format_bytes(free)} left.\n  Delete checkpoints, or make room on the disk."
             )
 
-    def aside(self, spot: CheckpointRef) -> Path:
+    def temp_folder(self, ref: CheckpointRef) -> Path:
         """A temporary folder beside it, not created yet."""
-        folder = self.folder(spot)
+        folder = self.folder(ref)
         return folder.with_name(f".{folder.name}.new")
 
-    def publish(self, spot: CheckpointRef) -> None:
+    def publish(self, ref: CheckpointRef) -> None:
         """Rename the temporary folder to its final name, deleting an existing one."""
-        folder = self.folder(spot)
-        old = replace_folder(self.aside(spot), folder, folder.with_name(f".{folder.name}.old"))
+        folder = self.folder(ref)
+        old = replace_folder(self.temp_folder(ref), folder, folder.with_name(f".{folder.name}.old"))
         if old:
             discard(old)
 
-    def take_out(self, spot: CheckpointRef) -> Path | None:
+    def move_to_trash(self, ref: CheckpointRef) -> Path | None:
         """Rename it to a temporary name; returns that, to be deleted, or None if it did not
         exist."""
-        folder = self.folder(spot)
+        folder = self.folder(ref)
         if not folder.exists():
             return None
         gone = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.gone")
         folder.rename(gone)
         return gone
 
-    def tidy(self) -> None:
+    def finish_interrupted(self) -> None:
         """Complete operations that an earlier process had begun."""
-        for room in ROOMS:
-            for dotted in (self.root / room).glob("*/.*"):
+        for subfolder in SUBFOLDERS:
+            for dotted in (self.root / subfolder).glob("*/.*"):
                 if dotted.is_symlink() or not dotted.is_dir():
                     continue
                 folder = dotted.with_name(dotted.name[1:].removesuffix(".old"))
@@ -97,13 +103,13 @@ class Storage:
                 else:
                     discard(dotted)
 
-    def spots(self) -> list[CheckpointRef]:
+    def list_checkpoints(self) -> list[CheckpointRef]:
         """All existing checkpoints, by name."""
         found = [
-            CheckpointRef(folder.parent.name, room, folder.name)
-            for room in ROOMS
-            if not (self.root / room).is_symlink()
-            for folder in (self.root / room).glob("*/*")
+            CheckpointRef(folder.parent.name, subfolder, folder.name)
+            for subfolder in SUBFOLDERS
+            if not (self.root / subfolder).is_symlink()
+            for folder in (self.root / subfolder).glob("*/*")
             if CHECKPOINT.fullmatch(folder.name) and MODEL.fullmatch(folder.parent.name)
             if not folder.is_symlink() and not folder.parent.is_symlink() and folder.is_dir()
         ]
@@ -155,7 +161,7 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def amount(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format a number of bytes."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:

@@ -4,42 +4,42 @@ import logging
 import time
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
+from penstock.server.protocol.codec import Message
 from penstock.server.protocol.requests import (
     CreateModel,
-    DropGradients,
+    ForwardBackward,
     LoadState,
-    Pass,
-    SaveSampler,
+    OptimStep,
+    SaveSamplerWeights,
     SaveState,
-    Step,
     SyncWeights,
     UnloadModel,
+    WeightSyncOptions,
+    ZeroGrad,
 )
 from penstock.server.protocol.results import (
+    CreateModelResult,
     Done,
-    Loaded,
-    ModelMade,
-    Passed,
+    ForwardBackwardResult,
+    OptimStepResult,
     Result,
-    Saved,
-    Served,
-    Stepped,
+    SaveResult,
+    ServedModel,
 )
-from penstock.server.protocol.types import Lora
+from penstock.server.protocol.types import LoraConfig
 from penstock.server.protocol.worker_commands import (
-    Close,
+    CheckpointSizes,
+    CreateModelCommand,
     ForwardBackwardCommand,
-    Load,
-    Open,
-    Opened,
-    OptimStepCommand,
+    LoadCheckpointCommand,
+    UnloadModelCommand,
     WeightSyncCommand,
-    ZeroGradCommand,
 )
-from penstock.server.scheduler.checkpoint_catalog import Checkpoints
+from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.checkpoint_names import INITIAL, CheckpointRef, parse_checkpoint_path
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.inference_endpoints import (
@@ -49,20 +49,27 @@ from penstock.server.scheduler.inference_endpoints import (
 )
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.pack_rows import pack
-from penstock.server.scheduler.save_checkpoint import Saving
+from penstock.server.scheduler.save_checkpoint import CheckpointSaver
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.state_store import (
     CheckpointRecord,
     ModelRecord,
-    Registry,
+    ResumePoint,
     SamplerRecord,
-    Start,
+    StateStore,
 )
-from penstock.server.scheduler.worker_client import Workers
+from penstock.server.scheduler.worker_client import WorkerClient
 
-Trained = (
-    Pass | Step | DropGradients | SaveState | LoadState | SaveSampler | SyncWeights | UnloadModel
+TrainingOperation = (
+    ForwardBackward
+    | OptimStep
+    | ZeroGrad
+    | SaveState
+    | LoadState
+    | SaveSamplerWeights
+    | SyncWeights
+    | UnloadModel
 )
 """Requests for an existing model."""
 
@@ -72,69 +79,69 @@ SYNCED = "weights_synced"
 LOG = logging.getLogger(__name__)
 
 
-class Training:
+class TrainingRequests:
     """Runs training requests."""
 
     def __init__(
         self,
-        settings: EngineSettings,
-        workers: Workers,
-        registry: Registry,
+        settings: SchedulerSettings,
+        workers: WorkerClient,
+        store: StateStore,
         sessions: Sessions,
         models: Models,
-        checkpoints: Checkpoints,
-        saving: Saving,
+        checkpoints: CheckpointCatalog,
+        saver: CheckpointSaver,
         allowed_hosts: Collection[str],
     ) -> None:
         """`allowed_hosts`: allowed inference servers."""
         self._settings = settings
         self._allowed_hosts = allowed_hosts
         self._workers = workers
-        self._registry = registry
+        self._store = store
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
-        self._saving = saving
+        self._saver = saver
 
-    async def do(self, work: Trained, owner: str, why: str) -> Result:
+    async def run(self, operation: TrainingOperation, owner: str, why: str) -> Result:
         """Run a request. `why`: the reason for unloading a model. Raises RequestError."""
-        record = self._models.find_open(work.model, owner)
+        record = self._models.find_open(operation.model, owner)
         record.last_request = time.time()
-        match work:
-            case Pass():
-                return await self._pass(record, work)
-            case Step():
-                return await self._step(record, work)
-            case DropGradients():
-                return await self._drop_gradients(record)
+        match operation:
+            case ForwardBackward():
+                return await self._pass(record, operation)
+            case OptimStep():
+                return await self._step(record, operation)
+            case ZeroGrad():
+                return await self._zero_grad(record)
             case SaveState():
-                self._models.check_known(record)
-                spot = await self._saving.training(
+                self._models.check_not_corrupted(record)
+                ref = await self._saver.training(
                     record,
-                    work.name,
-                    overwrite=work.overwrite,
-                    ttl_seconds=work.ttl_seconds,
-                    user_metadata=work.user_metadata,
+                    operation.name,
+                    overwrite=operation.overwrite,
+                    ttl_seconds=operation.ttl_seconds,
+                    user_metadata=operation.user_metadata,
                 )
-                return Saved(model=record.model, name=spot.within)
+                return SaveResult(model=record.model, name=ref.relative_name)
             case LoadState():
-                return await self._load_state(record, work, owner)
-            case SaveSampler():
-                return await self._save_sampler(record, work, owner)
+                return await self._load_state(record, operation, owner)
+            case SaveSamplerWeights():
+                return await self._save_sampler(record, operation, owner)
             case SyncWeights():
-                return await self._sync(record, work)
+                return await self._sync(record, operation)
             case UnloadModel():
-                return await self._unload(record, work, why)
+                return await self._unload(record, operation, why)
 
-    def is_repeatable(self, work: Trained | CreateModel) -> bool:
+    def is_repeatable(self, operation: TrainingOperation | CreateModel) -> bool:
         """Whether a request that was lost with the workers can be retried once they are restored:
         it changed no unsaved state, or does not depend on the model's previous state."""
-        if isinstance(work, CreateModel):
+        if isinstance(operation, CreateModel):
             return True
-        record = self._models.known(work.model)
+        record = self._models.get(operation.model)
         if record is None or not record.is_open:
             return False
-        return isinstance(work, LoadState) or not (record.is_unsaved or record.corrupted)
+        return isinstance(operation, LoadState) or not (record.is_unsaved or record.corrupted)
 
     def unsaved(self) -> list[ModelRecord]:
         """Loaded models with unsaved changes, most recently requested first."""
@@ -142,146 +149,145 @@ class Training:
 
     async def save(self, record: ModelRecord) -> CheckpointRef:
         """Save it under a timestamp name. Raises RequestError."""
-        return await self._saving.training(record, None)
+        return await self._saver.training(record, None)
 
-    async def create(self, work: CreateModel, record: ModelRecord, owner: str) -> Result:
+    async def create(self, operation: CreateModel, record: ModelRecord, owner: str) -> Result:
         """Create a model. `record` is saved on success. Raises RequestError."""
-        found = None if work.path is None else self._checkpoints.read(work.path, owner)
+        found = None if operation.path is None else self._checkpoints.read(operation.path, owner)
         served = self._served()
         record.base_model = served.base_model
-        record.lora = self._lora(work.lora, found, served)
+        record.lora = self._lora(operation.lora, found, served)
         if found is not None:
             self._check_fits(record, *found)
         instance = self._instance()
-        sizes: Opened = await self._workers.command(
-            Open(model=record.model, lora=record.lora, optimizer_config=record.optimizer_config)
+        sizes: CheckpointSizes = await self._workers.run(
+            CreateModelCommand(
+                model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
+            )
         )
-        known = self._registry.models.get(record.model)
+        known = self._store.models.get(record.model)
         if known is not None:
             record.checkpoints = known.checkpoints
         try:
             if found is not None:
-                record.start = await self._load(record, *found, optimizer=work.optimizer)
-                record.step = found[1].step if work.optimizer else 0
-            self._models.opened(record, instance, sizes)
+                record.start = await self._load(record, *found, optimizer=operation.optimizer)
+                record.step = found[1].step if operation.optimizer else 0
+            self._models.mark_loaded(record, instance, sizes)
             if not self._settings.skip_initial_checkpoint:
-                await self._saving.training(record, INITIAL, overwrite=True)
+                await self._saver.training(record, INITIAL, overwrite=True)
         except (RequestError, OSError) as error:
-            await self._take_back(record, known, error)
+            await self._undo_create(record, known, error)
             raise
-        return ModelMade(model=record.model)
+        return CreateModelResult(model=record.model)
 
-    async def _take_back(
+    async def _undo_create(
         self, record: ModelRecord, known: ModelRecord | None, error: Exception
     ) -> None:
         """Undo a partial creation."""
-        if self._registry.models.get(record.model) is record:
+        if self._store.models.get(record.model) is record:
             if known is None and not record.checkpoints:
-                self._registry.drop_model(record.model)
+                self._store.delete_model(record.model)
             else:
-                self._models.closed(record, "it could not be made")
+                self._models.mark_unloaded(record, "it could not be made")
         if not isinstance(error, WorkersLostError):
             try:
-                await self._workers.command(Close(model=record.model))
+                await self._workers.run(UnloadModelCommand(model=record.model))
             except RequestError as another:
                 LOG.warning("model %s is not closed: %s", record.model, another)
 
     def _lora(
         self,
-        asked: Lora | None,
+        asked: LoraConfig | None,
         found: tuple[CheckpointRef, CheckpointRecord] | None,
-        served: Served,
-    ) -> Lora | None:
+        served: ServedModel,
+    ) -> LoraConfig | None:
         """The LoRA config of a new model, as requested, or that of its checkpoint."""
         if served.trains == "all weights":
             return None
-        kept = found[1].lora if found else None
-        lora = asked or kept or Lora(rank=served.max_rank)
-        if kept is None or kept.alpha is None:
+        checkpoint = found[1].lora if found else None
+        lora = asked or checkpoint or LoraConfig(rank=served.max_rank)
+        if checkpoint is None or checkpoint.alpha is None:
             return lora
-        if lora.alpha not in (None, kept.alpha):
-            raise RequestError(
-                "invalid", f"the checkpoint's alpha is {kept.alpha}, and {lora.alpha} is asked for"
-            )
-        return structs.replace(lora, alpha=kept.alpha)
-
-    def _check_fits(self, record: ModelRecord, spot: CheckpointRef, kept: CheckpointRecord) -> None:
-        """Raises RequestError if a model cannot load a checkpoint."""
-        if spot.room != "weights":
+        if lora.alpha not in (None, checkpoint.alpha):
             raise RequestError(
                 "invalid",
-                f"{spot} is for sampling; training goes on from <model>/weights/<name>",
+                f"the checkpoint's alpha is {checkpoint.alpha}, and {lora.alpha} is asked for",
             )
-        if kept.base_model != record.base_model:
+        return structs.replace(lora, alpha=checkpoint.alpha)
+
+    def _check_fits(
+        self, record: ModelRecord, ref: CheckpointRef, checkpoint: CheckpointRecord
+    ) -> None:
+        """Raises RequestError if a model cannot load a checkpoint."""
+        if ref.subfolder != "weights":
             raise RequestError(
-                "invalid", f"{spot} is of {kept.base_model}, and here is {record.base_model}"
+                "invalid",
+                f"{ref} is for sampling; training goes on from <model>/weights/<name>",
             )
-        ours, theirs = record.lora, kept.lora
+        if checkpoint.base_model != record.base_model:
+            raise RequestError(
+                "invalid", f"{ref} is of {checkpoint.base_model}, and here is {record.base_model}"
+            )
+        ours, theirs = record.lora, checkpoint.lora
         if (ours and ours.rank) != (theirs and theirs.rank):
             raise RequestError(
                 "invalid",
-                f"{spot} is {_rank(theirs)}, and model {record.model} {_rank(ours)}.\n"
+                f"{ref} is {_rank(theirs)}, and model {record.model} {_rank(ours)}.\n"
                 "  Create a model of that kind from it.",
             )
 
-    async def _pass(self, record: ModelRecord, work: Pass) -> Result:
-        self._models.check_known(record)
-        lengths = [datum.tokens.shape[0] for datum in work.data]
+    async def _pass(self, record: ModelRecord, operation: ForwardBackward) -> Result:
+        self._models.check_not_corrupted(record)
+        lengths = [datum.tokens.shape[0] for datum in operation.data]
         ready = self._workers.ready
         rows = pack(lengths, self._settings, ready.replicas if ready else 1)
-        order = ForwardBackwardCommand(
-            model=record.model,
-            data=work.data,
-            rows=rows,
-            loss=work.loss,
-            params=work.params,
-            forward_only=work.forward_only,
-            per=work.per,
-        )
-        if work.forward_only:
-            return await self._passed(order)
-        live = self._models.live(record)
-        with self._models.changing(record):
-            passed = await self._passed(order)
+        order = ForwardBackwardCommand(rows=rows, **_fields(operation, ForwardBackward))
+        if operation.forward_only:
+            return await self._run_pass(order)
+        live = self._models.get_state(record)
+        with self._models.modifying(record):
+            passed = await self._run_pass(order)
             live.has_gradients, live.lost_gradients = True, False
         return passed
 
-    async def _passed(self, order: ForwardBackwardCommand) -> Passed:
-        passed = await self._workers.command(order)
-        if not isinstance(passed, Passed) or len(passed.outputs) != len(order.data):
+    async def _run_pass(self, order: ForwardBackwardCommand) -> ForwardBackwardResult:
+        passed = await self._workers.run(order)
+        if not isinstance(passed, ForwardBackwardResult) or len(passed.outputs) != len(order.data):
             raise RequestError("internal", "the workers answered a pass with something else")
         return passed
 
-    async def _step(self, record: ModelRecord, work: Step) -> Result:
-        self._models.check_known(record)
+    async def _step(self, record: ModelRecord, operation: OptimStep) -> Result:
+        self._models.check_not_corrupted(record)
         self._models.check_gradients(record)
-        live = self._models.live(record)
+        live = self._models.get_state(record)
         try:
-            with self._models.changing(record):
-                stepped = await self._workers.command(
-                    OptimStepCommand(model=record.model, adam=work.adam)
+            with self._models.modifying(record):
+                stepped = await self._workers.run(
+                    OptimStep(model=record.model, adam=operation.adam)
                 )
         except RequestError as error:
             if error.code == "not_finite":
                 # The workers have dropped those gradients.
                 live.has_gradients = False
             raise
-        if not isinstance(stepped, Stepped):
+        if not isinstance(stepped, OptimStepResult):
             raise RequestError("internal", "the workers answered a step with something else")
         live.has_gradients = False
         live.step = int(stepped.metrics.get("step", live.step + 1))
-        if work.sync is not None:
-            synced = await self._synced_after_step(record, work.sync)
+        if operation.sync is not None:
+            synced = await self._sync_after_step(record, operation.sync)
             stepped = structs.replace(stepped, metrics=stepped.metrics | synced)
         return stepped
 
-    async def _synced_after_step(self, record: ModelRecord, work: SyncWeights) -> dict[str, float]:
+    async def _sync_after_step(
+        self, record: ModelRecord, operation: SyncWeights
+    ) -> dict[str, float]:
         """Whether the weights were synced. The step was taken either way, so a failed sync must not
         look like a failed step."""
-        if not list_endpoints(self._registry, record.owner, work.pools):
+        if not list_endpoints(self._store, record.owner, operation.pools):
             return {}
         try:
-            await self._sync(record, work)
+            await self._sync(record, operation)
         except WorkersLostError:
             raise
         except RequestError as error:
@@ -289,77 +295,80 @@ class Training:
             return {SYNCED: 0.0}
         return {SYNCED: 1.0}
 
-    async def _drop_gradients(self, record: ModelRecord) -> Result:
-        with self._models.changing(record):
-            await self._workers.command(ZeroGradCommand(model=record.model))
-        live = self._models.live(record)
+    async def _zero_grad(self, record: ModelRecord) -> Result:
+        with self._models.modifying(record):
+            await self._workers.run(ZeroGrad(model=record.model))
+        live = self._models.get_state(record)
         live.has_gradients = live.lost_gradients = False
         return Done()
 
     async def _load(
-        self, record: ModelRecord, spot: CheckpointRef, kept: CheckpointRecord, *, optimizer: bool
-    ) -> Start:
-        folder = str(self._checkpoints.folder(spot))
-        await self._workers.command(Load(model=record.model, folder=folder, optimizer=optimizer))
-        return Start(path=str(spot), optimizer=optimizer, time=kept.time)
-
-    async def _load_state(self, record: ModelRecord, work: LoadState, owner: str) -> Result:
-        spot, kept = self._checkpoints.read(work.path, owner)
-        self._check_fits(record, spot, kept)
-        with self._models.changing(record):
-            start = await self._load(record, spot, kept, optimizer=work.optimizer)
-        live = self._models.live(record)
-        live.has_gradients = live.lost_gradients = False
-        live.step = kept.step if work.optimizer else 0
-        record.corrupted = False
-        self._models.goes_on_from(record, start, step=live.step)
-        return Loaded(model=record.model, name=spot.within)
-
-    async def _save_sampler(self, record: ModelRecord, work: SaveSampler, owner: str) -> Result:
-        self._models.check_known(record)
-        session = None if work.session is None else self._sessions.find(work.session, owner)
-        save = partial(
-            self._saving.sampler,
-            record,
-            work.name,
-            ttl_seconds=work.ttl_seconds,
-            user_metadata=work.user_metadata,
+        self,
+        record: ModelRecord,
+        ref: CheckpointRef,
+        checkpoint: CheckpointRecord,
+        *,
+        optimizer: bool,
+    ) -> ResumePoint:
+        folder = str(self._checkpoints.folder(ref))
+        await self._workers.run(
+            LoadCheckpointCommand(model=record.model, folder=folder, optimizer=optimizer)
         )
-        if session is None or work.number is None:
-            return Saved(model=record.model, name=(await save()).within)
-        name = self._sessions.free_sampler(session, work.number)
-        spot = await save(only_for=None if work.keep else name)
-        sampler = SamplerRecord(base_model=record.base_model, path=str(spot))
-        self._sessions.add_sampler(session, work.number, sampler)
-        return Saved(model=record.model, name=spot.within, sampler=name)
+        return ResumePoint(path=str(ref), optimizer=optimizer, time=checkpoint.time)
 
-    async def _sync(self, record: ModelRecord, work: SyncWeights) -> Result:
-        self._models.check_known(record)
-        sent = target_endpoints(self._registry, record.owner, work.pools, self._allowed_hosts)
+    async def _load_state(self, record: ModelRecord, operation: LoadState, owner: str) -> Result:
+        ref, checkpoint = self._checkpoints.read(operation.path, owner)
+        self._check_fits(record, ref, checkpoint)
+        with self._models.modifying(record):
+            start = await self._load(record, ref, checkpoint, optimizer=operation.optimizer)
+        live = self._models.get_state(record)
+        live.has_gradients = live.lost_gradients = False
+        live.step = checkpoint.step if operation.optimizer else 0
+        record.corrupted = False
+        self._models.set_resume_point(record, start, step=live.step)
+        return CreateModelResult(model=record.model)
+
+    async def _save_sampler(
+        self, record: ModelRecord, operation: SaveSamplerWeights, owner: str
+    ) -> Result:
+        self._models.check_not_corrupted(record)
+        session = (
+            None if operation.session is None else self._sessions.find(operation.session, owner)
+        )
+        save = partial(
+            self._saver.sampler,
+            record,
+            operation.name,
+            ttl_seconds=operation.ttl_seconds,
+            user_metadata=operation.user_metadata,
+        )
+        if session is None or operation.number is None:
+            return SaveResult(model=record.model, name=(await save()).relative_name)
+        name = self._sessions.new_sampler_name(session, operation.number)
+        ref = await save(only_for=None if operation.keep else name)
+        sampler = SamplerRecord(base_model=record.base_model, path=str(ref))
+        self._sessions.add_sampler(session, operation.number, sampler)
+        return SaveResult(model=record.model, name=ref.relative_name, sampler=name)
+
+    async def _sync(self, record: ModelRecord, operation: SyncWeights) -> Result:
+        self._models.check_not_corrupted(record)
+        sent = target_endpoints(self._store, record.owner, operation.pools, self._allowed_hosts)
         order = WeightSyncCommand(
-            model=record.model,
             endpoints=tuple(endpoint for endpoint, _ in sent),
-            master_address=work.master_address,
-            master_port=work.master_port,
-            group_name=work.group_name,
-            buffer_size_mb=work.buffer_size_mb,
-            flush_cache=work.flush_cache,
-            pause_mode=work.pause_mode,
-            weight_version=work.weight_version,
-            quantization=work.quantization,
             api_keys=tuple(key for _, key in sent),
+            **_fields(operation, WeightSyncOptions),
         )
         try:
-            return await self._workers.command(order)
+            return await self._workers.run(order)
         except WorkersLostError:
-            resume_inference_servers(sent, work.group_name)
+            resume_inference_servers(sent, operation.group_name)
             raise
 
-    async def _unload(self, record: ModelRecord, work: UnloadModel, why: str) -> Result:
-        if work.save and self._is_unsaved(record):
+    async def _unload(self, record: ModelRecord, operation: UnloadModel, why: str) -> Result:
+        if operation.save and self._is_unsaved(record):
             await self.save(record)
-        await self._workers.command(Close(model=record.model))
-        self._models.closed(record, why)
+        await self._workers.run(UnloadModelCommand(model=record.model))
+        self._models.mark_unloaded(record, why)
         return Done()
 
     def _is_unsaved(self, record: ModelRecord) -> bool:
@@ -368,9 +377,9 @@ class Training:
         if record.is_unsaved or start is None or not start.optimizer:
             return True
         is_own = parse_checkpoint_path(start.path).model == record.model
-        return not is_own or not self._checkpoints.holds(start)
+        return not is_own or not self._checkpoints.exists(start)
 
-    def _served(self) -> Served:
+    def _served(self) -> ServedModel:
         if self._workers.ready is None:
             raise WorkersLostError("the workers are not there")
         return self._workers.ready.served
@@ -379,5 +388,10 @@ class Training:
         return self._workers.ready.instance if self._workers.ready else ""
 
 
-def _rank(lora: Lora | None) -> str:
+def _rank(lora: LoraConfig | None) -> str:
     return "all weights" if lora is None else f"an adapter of rank {lora.rank}"
+
+
+def _fields(message: Message, kind: type[Message]) -> dict[str, Any]:
+    """The fields of a message that its base class `kind` has."""
+    return {name: getattr(message, name) for name in kind.__struct_fields__}

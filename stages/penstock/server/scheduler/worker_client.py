@@ -14,39 +14,39 @@ from typing import Any, Literal
 
 from penstock.server.protocol.codec import Channel, FrameError, PeerLostError
 from penstock.server.protocol.worker_commands import (
-    Beat,
     Command,
-    Fault,
+    CommandFailure,
     FromWorkers,
     Hello,
-    Order,
     Ready,
     Reply,
     Shutdown,
     ToWorkers,
+    WorkerHeartbeat,
+    WorkerOperation,
 )
 from penstock.server.scheduler.errors import (
     OperationTimeoutError,
     RequestError,
     WorkersLostError,
 )
-from penstock.server.scheduler.settings import EngineSettings
+from penstock.server.scheduler.settings import SchedulerSettings
 
 LOG = logging.getLogger(__name__)
 
-LEAVING_SECONDS = 5.0
+EXIT_SECONDS = 5.0
 """Seconds for the workers to exit after a shutdown message."""
 
-State = Literal["starting", "ready", "down", "failed"]
+WorkersState = Literal["starting", "ready", "down", "failed"]
 
 
-class Workers:
+class WorkerClient:
     """All ranks, reached through rank 0."""
 
     def __init__(
         self,
         channel: Channel[ToWorkers, FromWorkers],
-        settings: EngineSettings,
+        settings: SchedulerSettings,
         changed: Callable[[], None],
     ) -> None:
         """`changed` is called when `state` or `ready` may have changed."""
@@ -58,42 +58,42 @@ class Workers:
         self._outbox: asyncio.Queue[ToWorkers] = asyncio.Queue()
         self._waiting: tuple[str, asyncio.Future[Reply]] | None = None
         self._heard = time.monotonic()
-        self._gone = asyncio.Event()
-        self._leaving = ""
+        self._disconnected = asyncio.Event()
+        self._exiting_instance = ""
         """The exiting instance, whose loss has already been counted."""
         self.ready: Ready | None = None
         """The state of the connected workers, or None."""
         self.last: Ready | None = None
         """The last state of connected workers."""
-        self.state: State = "starting"
+        self.state: WorkersState = "starting"
         self.reason = ""
-        self.losses = 0
+        self.consecutive_losses = 0
         """Losses since the last completed request."""
 
-    async def hear(self) -> None:
+    async def receive_loop(self) -> None:
         """Receive loop."""
         while True:
             try:
                 message = await self._channel.receive()
             except PeerLostError:
-                self._gone.set()
-                if self._leaving:
-                    self._forget_unsent()
+                self._disconnected.set()
+                if self._exiting_instance:
+                    self._drop_unsent()
                 else:
-                    self.lose("their first process ended")
-                self._leaving = ""
+                    self.mark_lost("their first process ended")
+                self._exiting_instance = ""
                 continue
             self._heard = time.monotonic()
             match message:
                 case Ready():
                     self._greeted(message)
-                case Reply() | Fault():
+                case Reply() | CommandFailure():
                     self._replied(message)
-                case Beat():
+                case WorkerHeartbeat():
                     if self.ready is not None and message.instance != self.ready.instance:
-                        self.lose("others took their place")
+                        self.mark_lost("others took their place")
 
-    async def speak(self) -> None:
+    async def send_loop(self) -> None:
         """Send loop; only this task waits for a slow peer."""
         while True:
             message = await self._outbox.get()
@@ -103,7 +103,7 @@ class Workers:
                 if isinstance(message, Command):
                     self._fail(message.id, RequestError("invalid", str(error)))
 
-    async def greet(self) -> None:
+    async def liveness_loop(self) -> None:
         """Hello and liveness loop."""
         while True:
             is_silent = time.monotonic() - self._heard > self._timeout
@@ -112,7 +112,7 @@ class Workers:
                 if is_silent:
                     self._give_up(silence)
             else:
-                self._look_whether_any_come()
+                self._check_given_up()
                 if self._outbox.empty():
                     self._outbox.put_nowait(Hello(engine=self._name))
                 if is_silent and self.state == "starting" and not self.reason:
@@ -120,7 +120,7 @@ class Workers:
                     self._changed()
             await asyncio.sleep(self._settings.status_interval)
 
-    async def command(self, order: Order) -> Any:
+    async def run(self, order: WorkerOperation) -> Any:
         """Run a command and return the reply. Raises RequestError, or WorkersLostError if the
         workers die.
 
@@ -133,7 +133,7 @@ class Workers:
         name = f"{self._name}-{self._numbers}"
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting = (name, future)
-        self._outbox.put_nowait(Command(id=name, order=order))
+        self._outbox.put_nowait(Command(id=name, operation=order))
         limit = self._settings.operation_timeout
         try:
             async with asyncio.timeout(limit):
@@ -145,40 +145,40 @@ class Workers:
         finally:
             self._waiting = None
 
-    async def dismiss(self) -> None:
+    async def shut_down(self) -> None:
         """Shut down the workers and wait for LEAVING_SECONDS."""
         if self.ready is None:
             return
-        self._leaving, self.ready = self.ready.instance, None
-        self._gone.clear()
+        self._exiting_instance, self.ready = self.ready.instance, None
+        self._disconnected.clear()
         self._outbox.put_nowait(Shutdown())
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVING_SECONDS):
-                await self._gone.wait()
+            async with asyncio.timeout(EXIT_SECONDS):
+                await self._disconnected.wait()
 
-    def lose(self, why: str) -> None:
+    def mark_lost(self, why: str) -> None:
         """The workers are gone, with all their state."""
         if self.state == "failed":
             return
         self.ready = None
-        self.losses += 1
-        LOG.warning("the workers are lost (%s), %d in a row", why, self.losses)
+        self.consecutive_losses += 1
+        LOG.warning("the workers are lost (%s), %d in a row", why, self.consecutive_losses)
         limit = self._settings.worker_max_restarts
-        if self.losses > limit:
+        if self.consecutive_losses > limit:
             self.state = "failed"
             self.reason = (
-                f"the workers were lost {self.losses} times in a row, the last time as {why};"
-                f" worker_max_restarts is {limit}"
+                f"the workers were lost {self.consecutive_losses} times in a row, the last time as"
+                f" {why}; worker_max_restarts is {limit}"
             )
         else:
             self.state = "down"
             self.reason = f"the workers were lost: {why}"
-        self._forget_unsent()
+        self._drop_unsent()
         if self._waiting is not None:
             self._fail(self._waiting[0], WorkersLostError(self.reason))
         self._changed()
 
-    def _forget_unsent(self) -> None:
+    def _drop_unsent(self) -> None:
         """Drop unsent commands to the lost workers."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
@@ -193,7 +193,7 @@ class Workers:
     def _timeout(self) -> float:
         return self._settings.worker_connection_timeout
 
-    def _look_whether_any_come(self) -> None:
+    def _check_given_up(self) -> None:
         file = self._settings.given_up
         if self.state != "failed" and file is not None and file.exists():
             self.state = "failed"
@@ -203,34 +203,34 @@ class Workers:
     def _give_up(self, why: str) -> None:
         """The workers may be alive but hung: tell them to exit."""
         if self.ready is not None:
-            self._leaving = self.ready.instance
-            self.lose(why)
+            self._exiting_instance = self.ready.instance
+            self.mark_lost(why)
             self._outbox.put_nowait(Shutdown())
 
     def _greeted(self, ready: Ready) -> None:
         if self.ready is not None and self.ready.instance == ready.instance:
             return
-        if ready.instance == self._leaving:
+        if ready.instance == self._exiting_instance:
             self._outbox.put_nowait(Shutdown())
             return
-        self._leaving = ""
+        self._exiting_instance = ""
         if self.ready is not None:
-            self.lose("others took their place")
+            self.mark_lost("others took their place")
         LOG.info("the workers are there: %s", ready.instance)
         if self.state == "failed":
             # They were restarted once more, which is their last try.
             self.state = "down"
-            self.losses = self._settings.worker_max_restarts
+            self.consecutive_losses = self._settings.worker_max_restarts
         self.ready = self.last = ready
         self._changed()
 
-    def _replied(self, message: Reply | Fault) -> None:
+    def _replied(self, message: Reply | CommandFailure) -> None:
         if self._waiting is None or self._waiting[0] != message.id:
             LOG.info("a reply to %s, for which nobody waits", message.id)
             return
-        if isinstance(message, Fault):
+        if isinstance(message, CommandFailure):
             self._fail(message.id, RequestError(message.code, message.error, message.category))
-            if message.ends:
+            if message.needs_restart:
                 self._give_up(message.error)
         elif not self._waiting[1].done():
             self._waiting[1].set_result(message)

@@ -22,7 +22,7 @@ STRETCH = 4 << 20
 """Bytes in fp32 of the rows that are quantized at a time; quantizing takes several times as much
 memory."""
 
-HONOURED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
+SUPPORTED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "quant_method": ("fp8", "block_fp8"),
     "fmt": ("e4m3",),
     "weight_block_size": ((128, 128), 128, "128", "128x128", "[128, 128]", "128,128"),
@@ -36,13 +36,13 @@ def wants_fp8(quantization: Quantization | None) -> bool:
     if not quantization:
         return False
     for name, value in quantization.items():
-        if name not in HONOURED:
+        if name not in SUPPORTED:
             raise refused(
-                f"quantization.{name} is not known; there are {', '.join(HONOURED)}.\n"
+                f"quantization.{name} is not known; there are {', '.join(SUPPORTED)}.\n"
                 "  Leave it out."
             )
-        if value not in HONOURED[name] or isinstance(value, bool):
-            ways = " or ".join(map(repr, HONOURED[name]))
+        if value not in SUPPORTED[name] or isinstance(value, bool):
+            ways = " or ".join(map(repr, SUPPORTED[name]))
             raise refused(f"quantization.{name} is {value!r}, and weights are sent as {ways}.")
     if "quant_method" not in quantization:
         raise refused("quantization says no quant_method; 'fp8' is sent.")

@@ -12,12 +12,12 @@ import torch
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.server.weight_sync.block_fp8 import SCALES, scales_shape, tiles
 
-STRETCH = 64 << 20
+GATHER_BYTES = 64 << 20
 """Bytes in fp32 of the tensors that are gathered at a time."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class TensorSpec:
     """A tensor to send."""
 
     name: str
@@ -40,53 +40,53 @@ class BucketPlan:
     quantized: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """Shapes of the weights sent in FP8."""
 
-    def sent(self, name: str) -> list[Sent]:
+    def tensor_specs(self, name: str) -> list[TensorSpec]:
         """The tensors of a weight."""
         shape = self.weights.shapes[name]
         if name in self.quantized:
             return [
-                Sent(name, shape, torch.float8_e4m3fn),
-                Sent(f"{name}{SCALES}", scales_shape(shape), torch.float32),
+                TensorSpec(name, shape, torch.float8_e4m3fn),
+                TensorSpec(f"{name}{SCALES}", scales_shape(shape), torch.float32),
             ]
         exact = name in self.weights.exact
-        return [Sent(name, shape, torch.float32 if exact else self.dtype)]
+        return [TensorSpec(name, shape, torch.float32 if exact else self.dtype)]
 
-    def buckets(self, most: int) -> list[list[str]]:
-        """All weights in model order, in buckets of at most `most` bytes, or of one larger
+    def buckets(self, max_bytes: int) -> list[list[str]]:
+        """All weights in model order, in buckets of at most `max_bytes` bytes, or of one larger
         weight."""
         found: list[list[str]] = []
         left = 0
         for name in self.weights.shapes:
-            size = sum(one.nbytes for one in self.sent(name))
+            size = sum(one.nbytes for one in self.tensor_specs(name))
             if not found or size > left:
                 found.append([])
-                left = most
+                left = max_bytes
             found[-1].append(name)
             left -= size
         return found
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """The tensors of `sent` for these weights, concatenated."""
-        return [made for batch in self._batches(names) for made in self._made(batch)]
+        """The tensors of `tensor_specs` for these weights, concatenated."""
+        return [tensor for batch in self._batches(names) for tensor in self._build_tensors(batch)]
 
     def _batches(self, names: Collection[str]) -> Iterator[list[str]]:
         batch: list[str] = []
-        left = STRETCH
+        left = GATHER_BYTES
         for name in names:
             size = 4 * torch.Size(self.weights.shapes[name]).numel()
             if batch and size > left:
                 yield batch
-                batch, left = [], STRETCH
+                batch, left = [], GATHER_BYTES
             batch.append(name)
             left -= size
         if batch:
             yield batch
 
-    def _made(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    def _build_tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         read = self.weights.read(names)
         for name in names:
             tensor = read.pop(name)
             if name in self.quantized:
                 yield from tiles(name, tensor)
             else:
-                yield tensor.to(self.sent(name)[0].dtype)
+                yield tensor.to(self.tensor_specs(name)[0].dtype)

@@ -28,7 +28,7 @@ from penstock.engine.model_source import LoraArgs
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
-from penstock.server.protocol.results import Synced
+from penstock.server.protocol.results import SyncWeightsResult
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
 from penstock.server.weight_sync.background_thread import run_in_background
@@ -39,7 +39,7 @@ from penstock.server.weight_sync.sglang_client import (
     InferenceServer,
     Limits,
     is_absent,
-    words_to_go_on,
+    recovery_requests,
 )
 
 LOG = logging.getLogger(__name__)
@@ -65,98 +65,107 @@ class RankModelView:
     """Formats of the base model's quantized weights."""
 
 
-def push(
-    order: WeightSyncCommand,
-    live: RankModelView,
+def sync_weights(
+    command: WeightSyncCommand,
+    model_view: RankModelView,
     ranks: ProcessInfo,
     *,
     allowed: Collection[str] = LOOPBACK,
     limits: Limits | None = None,
-) -> Synced | None:
-    """Send the model, with merged adapters, to all endpoints of the order. Collective; rank 0
+) -> SyncWeightsResult | None:
+    """Send the model, with merged adapters, to all endpoints of the command. Collective; rank 0
     returns the result, whose `num_parameters` counts tensors.
 
     Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
     """
-    tensors = FullTensorGather(live.held, ranks)
+    tensors = FullTensorGather(model_view.held, ranks)
     if not ranks.is_main_process:
         tensors.serve()
         return None
     try:
         with torch.no_grad():
-            return _Push(order, live, tensors, ranks.device, allowed, limits or Limits()).done()
+            return _WeightSync(
+                command, model_view, tensors, ranks.device, allowed, limits or Limits()
+            ).run()
     finally:
         tensors.stop_serving()
 
 
-class _Push:
+class _WeightSync:
     """One weight sync, on rank 0."""
 
     def __init__(
         self,
-        order: WeightSyncCommand,
-        live: RankModelView,
+        command: WeightSyncCommand,
+        model_view: RankModelView,
         tensors: Tensors,
         device: torch.device,
         allowed: Collection[str],
         limits: Limits,
     ) -> None:
-        _require_possible(order, allowed)
-        self._order, self._device, self._limits = order, device, limits
+        _validate(command, allowed)
+        self._order, self._device, self._limits = command, device, limits
         quantized = (
-            quantized_shapes(live.names, live.roles) if wants_fp8(order.quantization) else {}
+            quantized_shapes(model_view.names, model_view.roles)
+            if wants_fp8(command.quantization)
+            else {}
         )
         weights = live_weights(
-            tensors if live.rank is None else RankTrimmedTensors(tensors, live.rank),
-            live.names,
-            adapting=live.adapting,
-            formats=live.formats,
+            tensors if model_view.rank is None else RankTrimmedTensors(tensors, model_view.rank),
+            model_view.names,
+            adapting=model_view.adapting,
+            formats=model_view.formats,
         )
-        self._parcel = BucketPlan(weights, live.dtype, quantized)
-        keys = order.api_keys or [None] * len(order.endpoints)
-        self._servers = list(map(InferenceServer, order.endpoints, keys))
-        self._address = order.master_address or address_towards(order.endpoints)
-        self._size = 1 + sum(endpoint.world_size for endpoint in order.endpoints)
+        self._bucket_plan = BucketPlan(weights, model_view.dtype, quantized)
+        keys = command.api_keys or [None] * len(command.endpoints)
+        self._servers = list(map(InferenceServer, command.endpoints, keys))
+        self._address = command.master_address or address_towards(command.endpoints)
+        self._size = 1 + sum(endpoint.world_size for endpoint in command.endpoints)
 
-    def done(self) -> Synced:
+    def run(self) -> SyncWeightsResult:
         """Run the sync. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
-        self._all(self._look_at, step="health", seconds=limits.health * 6)
-        group = self._listening()
+        self._call_all(self._check_server, step="health", seconds=limits.health * 6)
+        group = self._create_group()
         try:
             self._join(group)
-            self._all_post(
+            self._post_to_all(
                 "/pause_generation",
                 {"mode": self._order.pause_mode},
                 step="pause",
                 seconds=limits.pause,
                 tries=limits.pauses,
             )
-            flushed = not self._order.flush_cache or self._flushed()
-            buckets = self._parcel.buckets(self._order.buffer_size_mb * MIB)
+            flushed = not self._order.flush_cache or self._flush()
+            buckets = self._bucket_plan.buckets(self._order.buffer_size_mb * MIB)
             for number, names in enumerate(buckets):
                 last = number == len(buckets) - 1
                 self._update(group, names, flush=last and not flushed, ends=last)
-            self._leave(group)
-            self._all_post("/continue_generation", {}, step="continue", seconds=limits.pause)
+            self._destroy_group(group)
+            self._post_to_all("/continue_generation", {}, step="continue", seconds=limits.pause)
         except BaseException:
             self._recover(group)
             raise
-        sent = [one for names in buckets for name in names for one in self._parcel.sent(name)]
-        return Synced(
-            num_parameters=len(sent),
-            total_bytes=sum(one.nbytes for one in sent),
+        specs = [
+            one
+            for names in buckets
+            for name in names
+            for one in self._bucket_plan.tensor_specs(name)
+        ]
+        return SyncWeightsResult(
+            num_parameters=len(specs),
+            total_bytes=sum(one.nbytes for one in specs),
             num_buckets=len(buckets),
             seconds=time.monotonic() - started,
             endpoints=self._order.endpoints,
         )
 
-    def _look_at(self, server: InferenceServer) -> None:
+    def _check_server(self, server: InferenceServer) -> None:
         server.require_alive(self._limits.health)
         server.require_size(self._limits.health)
 
-    def _flushed(self) -> bool:
+    def _flush(self) -> bool:
         """Flush the servers' KV caches; False if a server has no such route and is to flush with
         the last bucket.
 
@@ -164,7 +173,7 @@ class _Push:
         are paused, so flushing first is safe, and an error has then changed nothing.
         """
         try:
-            self._all_post(
+            self._post_to_all(
                 "/flush_cache",
                 {},
                 step="flush",
@@ -182,13 +191,13 @@ class _Push:
             ) from error
         return True
 
-    def _listening(self) -> ExternalProcessGroup:
-        order = self._order
+    def _create_group(self) -> ExternalProcessGroup:
+        command = self._order
         try:
             return ExternalProcessGroup(
-                name=order.group_name,
+                name=command.group_name,
                 address=self._address,
-                port=order.master_port,
+                port=command.master_port,
                 size=self._size,
                 device=self._device,
                 # Our own timeouts expire first and say where.
@@ -197,7 +206,7 @@ class _Push:
             )
         except (OSError, RuntimeError) as error:
             raise refused(
-                f"this machine cannot listen at {self._address}:{order.master_port}: {error}.\n"
+                f"this machine cannot listen at {self._address}:{command.master_port}: {error}.\n"
                 "  Leave master_address and master_port out, or name an address of the training "
                 "server's and a free port."
             ) from error
@@ -215,9 +224,7 @@ class _Push:
                 "backend": group.backend,
             }
             calls.append(
-                self._posted(
-                    server, "/init_weights_update_group", body, "group", self._limits.group
-                )
+                self._post(server, "/init_weights_update_group", body, "group", self._limits.group)
             )
             first += server.endpoint.world_size
         self._await(calls, run_in_background(group.join), step="group", seconds=self._limits.group)
@@ -225,21 +232,21 @@ class _Push:
     def _update(
         self, group: ExternalProcessGroup, names: Sequence[str], *, flush: bool, ends: bool
     ) -> None:
-        order = self._order
-        tensors = self._parcel.tensors(names)
-        sent = [one for name in names for one in self._parcel.sent(name)]
+        command = self._order
+        tensors = self._bucket_plan.tensors(names)
+        specs = [one for name in names for one in self._bucket_plan.tensor_specs(name)]
         body: dict[str, Any] = {
-            "names": [one.name for one in sent],
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in sent],
-            "shapes": [list(one.shape) for one in sent],
-            "group_name": order.group_name,
+            "names": [one.name for one in specs],
+            "dtypes": [str(one.dtype).removeprefix("torch.") for one in specs],
+            "shapes": [list(one.shape) for one in specs],
+            "group_name": command.group_name,
             "flush_cache": flush,
         }
-        if ends and order.weight_version is not None:
+        if ends and command.weight_version is not None:
             # A server with a partial update does not have that version yet.
-            body["weight_version"] = order.weight_version
+            body["weight_version"] = command.weight_version
         calls = [
-            self._posted(
+            self._post(
                 server, "/update_weights_from_distributed", body, "update", self._limits.update
             )
             for server in self._servers
@@ -247,12 +254,10 @@ class _Push:
         going = run_in_background(lambda: group.broadcast(tensors))
         self._await(calls, going, step="update", seconds=self._limits.update)
 
-    def _leave(self, group: ExternalProcessGroup) -> None:
+    def _destroy_group(self, group: ExternalProcessGroup) -> None:
         body = {"group_name": self._order.group_name}
         calls = [
-            self._posted(
-                server, "/destroy_weights_update_group", body, "destroy", self._limits.pause
-            )
+            self._post(server, "/destroy_weights_update_group", body, "destroy", self._limits.pause)
             for server in self._servers
         ]
         self._await(
@@ -264,31 +269,33 @@ class _Push:
         generation; in the background for servers that do not respond soon."""
         group.abort()
         calls = [
-            self._posted(server, path, body, step, self._limits.late)
+            self._post(server, path, body, step, self._limits.late)
             for server in self._servers
-            for step, path, body in words_to_go_on(self._order.group_name)
+            for step, path, body in recovery_requests(self._order.group_name)
         ]
         wait(calls, timeout=self._limits.word)
         group.close_store()
         wait(calls, timeout=self._limits.recovery)
         for call in calls:
             if not call.done() or call.exception():
-                LOG.warning("after a failed sync: %s", _told(call))
+                LOG.warning("after a failed sync: %s", _describe_error(call))
 
-    def _all_post(
+    def _post_to_all(
         self, path: str, body: dict[str, Any], *, step: Step, seconds: float, tries: int = 1
     ) -> None:
-        self._all(
+        self._call_all(
             lambda server: server.post(path, body, step=step, seconds=seconds, tries=tries),
             step=step,
             seconds=seconds * tries,
         )
 
-    def _all(self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float) -> None:
+    def _call_all(
+        self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float
+    ) -> None:
         calls = [run_in_background(functools.partial(ask, server)) for server in self._servers]
         self._await(calls, None, step=step, seconds=seconds)
 
-    def _posted(
+    def _post(
         self, server: InferenceServer, path: str, body: dict[str, Any], step: Step, seconds: float
     ) -> Future[None]:
         return run_in_background(lambda: server.post(path, body, step=step, seconds=seconds))
@@ -306,13 +313,13 @@ class _Push:
         everything = [*calls, *([ours] if ours else [])]
         done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
         broke = ours.exception() if ours in done and ours else None
-        if broke or _faults(calls):
+        if broke or _errors(calls):
             wait(calls, timeout=self._limits.word)
-        faults = _faults(calls)
-        early = _faults([call for call in calls if call in done])
+        faults = _errors(calls)
+        early = _errors([call for call in calls if call in done])
         timed_out = any(map(_is_late, faults))
         # Blame a dead server first, then the first one to fail; later failures are consequences.
-        blamed = [*filter(_is_of_gone, faults), *(one for one in early if not _is_late(one))]
+        blamed = [*filter(_is_unreachable, faults), *(one for one in early if not _is_late(one))]
         if blamed or (faults and not timed_out):
             raise (blamed or faults)[0]
         if broke and not timed_out:
@@ -332,31 +339,31 @@ class _Push:
             )
 
 
-def _require_possible(order: WeightSyncCommand, allowed: Collection[str]) -> None:
-    """Raises SyncError for an order that is invalid before any request is sent."""
-    if not order.endpoints:
+def _validate(command: WeightSyncCommand, allowed: Collection[str]) -> None:
+    """Raises SyncError for a command that is invalid before any request is sent."""
+    if not command.endpoints:
         raise refused("there is no endpoint; add one first")
-    places = [(endpoint.host, endpoint.port) for endpoint in order.endpoints]
-    for endpoint in order.endpoints:
+    places = [(endpoint.host, endpoint.port) for endpoint in command.endpoints]
+    for endpoint in command.endpoints:
         require_allowed(endpoint, allowed)
         if endpoint.world_size < 1:
             raise refused(f"its world_size is {endpoint.world_size}", endpoint)
         if places.count((endpoint.host, endpoint.port)) > 1:
             raise refused("it is there twice", endpoint)
-    if order.flush_cache and order.pause_mode == "in_place":
+    if command.flush_cache and command.pause_mode == "in_place":
         raise refused(
             "pause_mode in_place keeps what requests have cached, and flush_cache drops it.\n"
             "  Leave flush_cache out, or pause by retract or abort."
         )
-    if order.buffer_size_mb < 1:
-        raise refused(f"buffer_size_mb is {order.buffer_size_mb}, and at least 1 is needed")
+    if command.buffer_size_mb < 1:
+        raise refused(f"buffer_size_mb is {command.buffer_size_mb}, and at least 1 is needed")
 
 
-def _faults(calls: Sequence[Future[None]]) -> list[BaseException]:
+def _errors(calls: Sequence[Future[None]]) -> list[BaseException]:
     return [fault for call in calls if call.done() and (fault := call.exception())]
 
 
-def _is_of_gone(fault: BaseException) -> bool:
+def _is_unreachable(fault: BaseException) -> bool:
     """Whether a server is unreachable."""
     return isinstance(fault.__cause__, OSError | HTTPException) and not _is_late(fault)
 
@@ -366,5 +373,5 @@ def _is_late(fault: BaseException | None) -> bool:
     return fault is not None and isinstance(fault.__cause__, TimeoutError)
 
 
-def _told(call: Future[None]) -> str:
+def _describe_error(call: Future[None]) -> str:
     return str(call.exception()) if call.done() else "a server has not answered yet"

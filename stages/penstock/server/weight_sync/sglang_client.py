@@ -61,7 +61,7 @@ class Limits:
     """For the response to a resume request."""
 
 
-class RefusedError(Exception):
+class HttpStatusError(Exception):
     """An unsuccessful response."""
 
     def __init__(self, status: int, said: str) -> None:
@@ -115,7 +115,7 @@ class InferenceServer:
         for path in ALIVE:
             try:
                 self._asked("GET", path, None, seconds)
-            except (*UNANSWERED, RefusedError) as error:
+            except (*UNANSWERED, HttpStatusError) as error:
                 faults.append(f"{path}: {_told(error)}")
                 continue
             return
@@ -138,7 +138,7 @@ class InferenceServer:
         for path in SIZES:
             try:
                 found = _sizes_in(self._asked("GET", path, None, seconds))
-            except RefusedError as error:
+            except HttpStatusError as error:
                 if error.status in SHUT_OUT and self.key is None:
                     raise self._unsaid("health", path, error) from error
                 continue
@@ -155,7 +155,7 @@ class InferenceServer:
         for left in reversed(range(tries)):
             try:
                 self._asked("POST", path, body, seconds)
-            except (*UNANSWERED, RefusedError) as error:
+            except (*UNANSWERED, HttpStatusError) as error:
                 # A timeout is not a "not yet" response.
                 if not left or is_absent(error) or isinstance(error, TimeoutError):
                     raise self._unsaid(step, path, error) from error
@@ -181,10 +181,10 @@ class InferenceServer:
         read = _read(said)
         if answer.status != HTTPStatus.OK:
             self._log(path, said, read)
-            raise RefusedError(answer.status, f"HTTP {answer.status}")
+            raise HttpStatusError(answer.status, f"HTTP {answer.status}")
         if isinstance(read, dict) and read.get("success") is False:
             self._log(path, said, read)
-            raise RefusedError(
+            raise HttpStatusError(
                 answer.status, "it says that it has failed; the server's log has why"
             )
         return read
@@ -203,7 +203,7 @@ class InferenceServer:
     def _unsaid(self, step: Step, path: str, error: Exception) -> SyncError:
         """The error for a failed request."""
         fault = f"{path}: {_told(error)}"
-        if not isinstance(error, RefusedError) or error.status not in SHUT_OUT:
+        if not isinstance(error, HttpStatusError) or error.status not in SHUT_OUT:
             return SyncError(fault, step=step, endpoint=self.endpoint)
         return SyncError(
             f"{fault}.\n  Add it with the api_key that it was started with, and of two with the"
@@ -215,7 +215,7 @@ class InferenceServer:
         )
 
 
-def words_to_go_on(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], ...]:
+def recovery_requests(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], ...]:
     """Requests after a failed sync: resume generation, and leave the group."""
     return (
         ("continue", "/continue_generation", {}),
@@ -225,7 +225,7 @@ def words_to_go_on(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], .
 
 def is_absent(error: BaseException | None) -> bool:
     """Whether the route does not exist."""
-    return isinstance(error, RefusedError) and error.status in ABSENT
+    return isinstance(error, HttpStatusError) and error.status in ABSENT
 
 
 def _read(said: bytes) -> Any:

@@ -34,30 +34,34 @@ class BatchDispatcher:
     """The replica of this rank."""
     pin_memory: bool = False
 
-    def deal(self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> list[LossBatch]:
+    def build_micro_batches(
+        self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
+    ) -> list[LossBatch]:
         """This replica's micro-batches, one per row; every replica has the same number, padded with
         empty ones.
 
-        Raises RefusedError unless the rows contain every sample exactly once.
+        Raises CommandError unless the rows contain every sample exactly once.
         """
         if sorted(number for row in rows for number in row) != list(range(len(samples))):
             raise CommandError("internal", f"rows do not hold each of {len(samples)} samples once")
-        mine = [list(row) for row in rows[self.replica :: self.num_replicas]]
-        mine += [[] for _ in range(self._count(len(rows)) - len(mine))]
-        places = [0, *accumulate(len(sample.tokens) for sample in samples)]
-        made = collate(
+        own_rows = [list(row) for row in rows[self.replica :: self.num_replicas]]
+        own_rows += [[] for _ in range(self._count(len(rows)) - len(own_rows))]
+        offsets = [0, *accumulate(len(sample.tokens) for sample in samples)]
+        collated = collate(
             [
                 [_row(number, [samples[each] for each in row])] if row else []
-                for number, row in enumerate(mine)
+                for number, row in enumerate(own_rows)
             ],
             pad_to_multiple_of=micro_batch_padding(self.run.data, self.run.train),
             pad_to=self._pad_to(),
         )
-        made = made.pin_memory() if self.pin_memory else made
-        most = max((sample.num_targets for sample in samples), default=1)
+        collated = collated.pin_memory() if self.pin_memory else collated
+        num_targets = max((sample.num_targets for sample in samples), default=1)
         return [
-            _informed(batch, [samples[each] for each in row], [places[each] for each in row], most)
-            for batch, row in zip(made.micro_batches(), mine, strict=True)
+            _build_loss_batch(
+                batch, [samples[each] for each in row], [offsets[each] for each in row], num_targets
+            )
+            for batch, row in zip(collated.micro_batches(), own_rows, strict=True)
         ]
 
     def _count(self, num_rows: int) -> int:
@@ -92,41 +96,43 @@ def _row(number: int, samples: Sequence[Sample]) -> Row:
     )
 
 
-def _informed(
-    batch: MicroBatch, samples: Sequence[Sample], places: Sequence[int], most: int
+def _build_loss_batch(
+    batch: MicroBatch, samples: Sequence[Sample], offsets: Sequence[int], num_targets: int
 ) -> LossBatch:
     """`most`: K, the largest number of targets per token."""
     size = len(batch.input_ids_T)
-    told = {
-        field.name: _laid(
-            [sample.told[field.name] for sample in samples], size, most, np.float32(0)
+    loss_inputs = {
+        field.name: _concatenate(
+            [sample.loss_inputs[field.name] for sample in samples], size, num_targets, np.float32(0)
         )
         for field in fields(LossInputs)
     }
-    if most > 1:
-        labels_TK = _laid([sample.targets for sample in samples], size, most, np.int64(IGNORED))
+    if num_targets > 1:
+        labels_TK = _concatenate(
+            [sample.targets for sample in samples], size, num_targets, np.int64(IGNORED)
+        )
         batch = replace(batch, labels_T=labels_TK)
     counts = [len(sample.tokens) for sample in samples]
     which = [np.full(count, number) for number, count in enumerate(counts)]
-    where = [np.arange(place, place + count) for place, count in zip(places, counts, strict=True)]
+    where = [np.arange(place, place + count) for place, count in zip(offsets, counts, strict=True)]
     return LossBatch(
         batch,
-        LossInputs(**told),
-        _laid(which, size, 1, np.int64(len(samples))),
+        LossInputs(**loss_inputs),
+        _concatenate(which, size, 1, np.int64(len(samples))),
         len(samples),
-        _laid(where, size, 1, np.int64(NOWHERE)),
+        _concatenate(where, size, 1, np.int64(NOWHERE)),
     )
 
 
-def _laid(
-    parts: Sequence[npt.NDArray[Any]], size: int, most: int, rest: np.generic
+def _concatenate(
+    parts: Sequence[npt.NDArray[Any]], size: int, num_targets: int, fill: np.generic
 ) -> torch.Tensor:
     """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `rest` where there is
     none."""
-    whole_TK = np.full((size, most), rest)
+    whole_TK = np.full((size, num_targets), fill)
     at = 0
     for part in parts:
         columns = part if part.ndim > 1 else part[:, None]
         whole_TK[at : at + len(part), : columns.shape[1]] = columns
         at += len(part)
-    return torch.from_numpy(whole_TK if most > 1 else whole_TK[:, 0])
+    return torch.from_numpy(whole_TK if num_targets > 1 else whole_TK[:, 0])

@@ -37,7 +37,7 @@ class Sample:
     """[T]."""
     targets: npt.NDArray[np.int32]
     """[T] or [T, K]; IGNORED where there is none."""
-    told: Mapping[str, Numbers]
+    loss_inputs: Mapping[str, Numbers]
     """Loss inputs by field name, in the shape of the targets."""
 
     @property
@@ -48,21 +48,21 @@ class Sample:
     @property
     def num_trained(self) -> int:
         """Number of tokens with at least one unmasked target."""
-        counts = self.told["factors_T"] != 0
+        counts = self.loss_inputs["factors_T"] != 0
         return int(np.count_nonzero(counts.any(axis=1) if counts.ndim > 1 else counts))
 
 
-def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
-    """The loss with default parameters filled in. Raises RefusedError for an unknown parameter or
+def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
+    """The loss with default parameters filled in. Raises CommandError for an unknown parameter or
     an invalid value."""
-    known = PARAMS[order.loss]
-    if strange := sorted(order.params.keys() - known.keys()):
+    known = PARAMS[command.loss]
+    if strange := sorted(command.params.keys() - known.keys()):
         raise CommandError(
             "invalid",
-            f"{order.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
+            f"{command.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
             "  Leave it out.",
         )
-    params = {**known, **order.params}
+    params = {**known, **command.params}
     low, high = (params.get(name, 0.0) for name in CLIPS)
     if low > high:
         raise CommandError(
@@ -74,13 +74,13 @@ def build_client_loss(order: ForwardBackwardCommand) -> PolicyLoss:
         raise CommandError(
             "invalid", f"eps_clip_c is {bound:g}.\n  Give one above 1, or 0 for no bound."
         )
-    return PolicyLoss(order.loss, params)
+    return PolicyLoss(command.loss, params)
 
 
-def build_samples(order: ForwardBackwardCommand, vocab_size: int) -> list[Sample]:
-    """The samples of a pass. Raises RefusedError for invalid samples."""
-    loss = build_client_loss(order)
-    return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(order.data)]
+def build_samples(command: ForwardBackwardCommand, vocab_size: int) -> list[Sample]:
+    """The samples of a pass. Raises CommandError for invalid samples."""
+    loss = build_client_loss(command)
+    return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(command.data)]
 
 
 def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sample:
@@ -90,20 +90,22 @@ def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sam
     takes = (TARGETS, *REQUIRED[loss.name], *OPTIONAL[loss.name])
     for name in (TARGETS, *REQUIRED[loss.name]):
         if name not in given:
-            raise _refused(number, f"has no {name}, which {loss.name} is computed from")
+            raise _invalid_sample(number, f"has no {name}, which {loss.name} is computed from")
     shape = _shape(number, given[TARGETS], count, loss)
     for name, array in given.items():
         if name not in takes:
-            raise _refused(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
+            raise _invalid_sample(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
         if array.shape != shape:
-            raise _refused(
+            raise _invalid_sample(
                 number, f"has {TARGETS} of shape {shape}, and {name} of shape {array.shape}"
             )
     targets = given.pop(TARGETS).numpy()
     for name, ids in (("tokens", tokens), (TARGETS, targets[targets != IGNORED])):
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
-            raise _refused(number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}")
+            raise _invalid_sample(
+                number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}"
+            )
     targets = targets.astype(np.int32)
     numbers = {name: array.numpy().astype(np.float32) for name, array in given.items()}
     factors = np.ones(shape, np.float32)
@@ -111,7 +113,7 @@ def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sam
         factors = factors * numbers.get(name, np.float32(1))
     factors = np.where(targets == IGNORED, np.float32(0), factors)
     nothing = np.zeros(shape, np.float32)
-    told = {
+    loss_inputs = {
         "factors_T": factors,
         "logprobs_T": numbers.get("logprobs", nothing),
         "advantages_T": numbers.get("advantages", nothing),
@@ -119,8 +121,8 @@ def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sam
     }
     for field, name in zip(("low_T", "high_T"), CLIPS, strict=True):
         fixed = np.full(shape, loss.params.get(name, 0.0), np.float32)
-        told[field] = numbers.get(name, fixed)
-    return Sample(tokens.astype(np.int32), targets, told)
+        loss_inputs[field] = numbers.get(name, fixed)
+    return Sample(tokens.astype(np.int32), targets, loss_inputs)
 
 
 def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[int, ...]:
@@ -130,11 +132,11 @@ def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[i
     is_several = len(targets.shape) == 2 and targets.shape[0] == count and targets.shape[1] > 0
     if is_several and loss.name in SEVERAL_TARGETS:
         return targets.shape
-    raise _refused(number, f"has {count} tokens, and {TARGETS} of shape {targets.shape}")
+    raise _invalid_sample(number, f"has {count} tokens, and {TARGETS} of shape {targets.shape}")
 
 
-def _refused(number: int, fault: str) -> CommandError:
-    return CommandError("invalid", f"sample {number} {fault}.\n  Send it as the loss takes it.")
+def _invalid_sample(number: int, reason: str) -> CommandError:
+    return CommandError("invalid", f"sample {number} {reason}.\n  Send it as the loss takes it.")
 
 
 def build_outputs(
@@ -153,11 +155,13 @@ def build_outputs(
             # Other samples of the pass may have more targets.
             mine_T = mine_T[:, : sample.num_targets]
         mine_T = mine_T.reshape(sample.targets.shape)
-        told = LossInputs(**{name: torch.from_numpy(its) for name, its in sample.told.items()})
+        loss_inputs = LossInputs(
+            **{name: torch.from_numpy(its) for name, its in sample.loss_inputs.items()}
+        )
         outputs: dict[str, Numbers] = {"logprobs": mine_T.numpy()}
-        losses_T = loss.of_tokens(mine_T, told)
+        losses_T = loss.of_tokens(mine_T, loss_inputs)
         if losses_T is None:
-            total += loss.of_sample(mine_T, told).item() if len(mine_T) else 0.0
+            total += loss.of_sample(mine_T, loss_inputs).item() if len(mine_T) else 0.0
         else:
             outputs["elementwise_loss"] = losses_T.numpy()
             total += losses_T.double().sum().item()
@@ -165,7 +169,7 @@ def build_outputs(
     return found, total
 
 
-def told_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+def router_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Router metrics as one number per name."""
     routers = metrics.get("routers")
     found: dict[str, float] = {}

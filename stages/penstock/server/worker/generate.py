@@ -36,7 +36,7 @@ from penstock.server.protocol.worker_commands import GenerateCommand, GenerateRe
 
 LOG = logging.getLogger(__name__)
 
-KEPT = 4
+MAX_CACHED_ADAPTERS = 4
 """Maximum number of cached adapters."""
 
 
@@ -53,78 +53,82 @@ class LoadedAdapter:
 class GenerationHandler:
     """Runs generation on these ranks. Every rank makes the same calls."""
 
-    residents: ModelPool
+    models: ModelPool
     decode: Decode
-    ends: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     """End-of-sequence tokens."""
-    kept: OrderedDict[tuple[str, int], LoadedAdapter] = field(
+    cached_adapters: OrderedDict[tuple[str, int], LoadedAdapter] = field(
         default_factory=OrderedDict[tuple[str, int], LoadedAdapter]
     )
     """LRU cache by folder and modification time."""
 
-    def generate(self, order: GenerateCommand) -> GenerateResult:
-        """Generate completions for all prompts of an order.
+    def generate(self, command: GenerateCommand) -> GenerateResult:
+        """Generate completions for all prompts of a command.
 
         Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
         prompt.
         """
-        prompts = [self._prompt(order, number) for number in range(len(order.prompts))]
-        self._fill(Path(order.adapter) if order.adapter else None)
-        found = self.residents.substrate.built.generator.generate(prompts, self.decode)
-        return GenerateResult(results=tuple(map(_sampled, found)))
+        prompts = [self._prompt(command, number) for number in range(len(command.prompts))]
+        self._activate_weights(Path(command.adapter) if command.adapter else None)
+        found = self.models.substrate.built.generator.generate(prompts, self.decode)
+        return GenerateResult(results=tuple(map(_to_sample_result, found)))
 
-    def _prompt(self, order: GenerateCommand, number: int) -> Prompt:
-        said = order.settings[number]
-        ends = () if said.ignore_eos else self.ends
+    def _prompt(self, command: GenerateCommand, number: int) -> Prompt:
+        params = command.settings[number]
+        extra_stop_tokens = () if params.ignore_eos else self.stop_token_ids
         return Prompt(
-            order.prompts[number].numpy().tolist(),
+            command.prompts[number].numpy().tolist(),
             SamplingParams(
-                max_tokens=said.max_tokens,
-                temperature=said.temperature,
-                top_k=said.top_k,
-                top_p=said.top_p,
-                seed=said.seed,
-                stop_tokens=(*said.stop_tokens, *ends),
-                stop_texts=said.stop_texts,
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                seed=params.seed,
+                stop_tokens=(*params.stop_tokens, *extra_stop_tokens),
+                stop_texts=params.stop_texts,
             ),
-            count=order.counts[number],
-            scored=order.prompt_logprobs[number] if order.prompt_logprobs else False,
-            prompt_top_k=order.topk_prompt_logprobs[number] if order.topk_prompt_logprobs else 0,
-            top_k=order.topk_sample_logprobs[number] if order.topk_sample_logprobs else 0,
+            num_completions=command.counts[number],
+            needs_prompt_logprobs=command.prompt_logprobs[number]
+            if command.prompt_logprobs
+            else False,
+            prompt_top_k=command.topk_prompt_logprobs[number]
+            if command.topk_prompt_logprobs
+            else 0,
+            top_k=command.topk_sample_logprobs[number] if command.topk_sample_logprobs else 0,
         )
 
-    def _fill(self, folder: Path | None) -> None:
+    def _activate_weights(self, folder: Path | None) -> None:
         """Load the weights of a folder into the base model; None: restore the base weights."""
-        residents = self.residents
-        time, loaded = self._found(folder) if folder else (0, None)
-        if residents.substrate.sharing == "alone":
+        models = self.models
+        time, loaded = self._find_adapter(folder) if folder else (0, None)
+        if models.substrate.sharing == "alone":
             # Loading is expensive, and often the same weights are used again.
-            if residents.guest != (folder, time):
-                residents.deactivate()
-                residents.substrate.reset_to_base(folder)
-                residents.guest = folder, time
+            if models.guest != (folder, time):
+                models.deactivate()
+                models.substrate.reset_to_base(folder)
+                models.guest = folder, time
         elif loaded is None:
-            residents.load_base()
+            models.load_base()
         else:
-            residents.load_adapter(loaded.weights, loaded.scale)
+            models.load_adapter(loaded.weights, loaded.scale)
 
-    def _found(self, folder: Path) -> tuple[int, LoadedAdapter | None]:
+    def _find_adapter(self, folder: Path) -> tuple[int, LoadedAdapter | None]:
         """The modification time of the folder, and its adapter; None: a full model.
 
         Raises ArtifactError on all ranks alike: the folder may be deleted concurrently, which only
         some ranks see.
         """
-        substrate, loaded, time, fault = self.residents.substrate, None, 0, ""
+        substrate, loaded, time, fault = self.models.substrate, None, 0, ""
         try:
-            said, time = sampler_in(folder), folder.stat().st_mtime_ns
-            is_known = (str(folder), time) in self.kept
+            metadata, time = sampler_in(folder), folder.stat().st_mtime_ns
+            is_known = (str(folder), time) in self.cached_adapters
             if not is_known:
-                self._require_alike(folder.name, said)
-            if not is_known and self.residents.guest != (folder, time):
+                self._require_compatible(folder.name, metadata)
+            if not is_known and self.models.guest != (folder, time):
                 ranks = substrate.ranks
                 require_whole_sampler(folder, share=ranks.rank, of=ranks.world_size)
             if substrate.sharing == "adapters":
-                loaded = self._loaded(folder, time)
+                loaded = self._get_adapter(folder, time)
         except OSError as error:
             fault = f"{folder.name} cannot be read: {error.strerror}.\n  Save it again."
         except ArtifactError as error:
@@ -143,11 +147,11 @@ class GenerationHandler:
                 raise ArtifactError(fault)
         return told[0][0], loaded
 
-    def _require_alike(self, name: str, said: Mapping[str, Any]) -> None:
+    def _require_compatible(self, name: str, metadata: Mapping[str, Any]) -> None:
         """Raise ArtifactError for a checkpoint of a server with another training configuration."""
-        substrate = self.residents.substrate
+        substrate = self.models.substrate
         room = substrate.run.lora.lora_rank if substrate.sharing == "adapters" else None
-        rank = said["rank"]
+        rank = metadata["rank"]
         if (rank is None) != (room is None):
             kinds = (
                 ("a whole model", "adapters") if rank is None else ("an adapter", "whole models")
@@ -163,26 +167,26 @@ class GenerationHandler:
                 f"{name} is an adapter of rank {rank}, and this server has room for {room}."
                 f"\n  Serve with lora_rank {rank} or more."
             )
-        if strange := sorted({*said["layers"]} - {*substrate.adapted}):
+        if strange := sorted({*metadata["layers"]} - {*substrate.adapted}):
             raise ArtifactError(
                 f"{name} has an adapter on {strange[0]}, which bears none here.\n"
                 "  Serve with the lora_target_modules that it was saved with."
             )
 
-    def _loaded(self, folder: Path, time: int) -> LoadedAdapter:
+    def _get_adapter(self, folder: Path, time: int) -> LoadedAdapter:
         key = str(folder), time
-        if key not in self.kept:
-            self.kept[key] = self._read(folder)
-        self.kept.move_to_end(key)
-        while len(self.kept) > KEPT:
-            self.kept.popitem(last=False)
-        return self.kept[key]
+        if key not in self.cached_adapters:
+            self.cached_adapters[key] = self._read_adapter(folder)
+        self.cached_adapters.move_to_end(key)
+        while len(self.cached_adapters) > MAX_CACHED_ADAPTERS:
+            self.cached_adapters.popitem(last=False)
+        return self.cached_adapters[key]
 
     @torch.no_grad()
-    def _read(self, folder: Path) -> LoadedAdapter:
-        said, substrate = sampler_in(folder), self.residents.substrate
-        rank, layers = int(said["rank"]), list(said["layers"])
-        begun = AdapterStart(folder, layers, substrate.names)
+    def _read_adapter(self, folder: Path) -> LoadedAdapter:
+        metadata, substrate = sampler_in(folder), self.models.substrate
+        rank, layers = int(metadata["rank"]), list(metadata["layers"])
+        initial = AdapterStart(folder, layers, substrate.names)
         weights: list[torch.Tensor] = []
         for one in substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
@@ -193,28 +197,28 @@ class GenerationHandler:
                     continue
                 shape = list(piece.full_shape)
                 shape[rank_dim(factor, len(shape))] = rank
-                whole = padded(piece.tensor, begun(piece.tensor, tuple(shape)), piece.full_shape)
+                whole = padded(piece.tensor, initial(piece.tensor, tuple(shape)), piece.full_shape)
                 copy_shard(whole, piece, piece.view(here))
             weights.append(here)
-        return LoadedAdapter(weights, lora_scaling(rank, said["alpha"], "rank"))
+        return LoadedAdapter(weights, lora_scaling(rank, metadata["alpha"], "rank"))
 
 
-def _sampled(found: GenerationOutput) -> SampleResult:
+def _to_sample_result(found: GenerationOutput) -> SampleResult:
     """As a message."""
     log_probs_T = found.log_probs_T
-    tokens, log_probs = _ranked(found.top_k_logprobs)
+    tokens, log_probs = _to_arrays(found.top_k_logprobs)
     return SampleResult(
-        sequences=tuple(map(_drawn, found.answers)),
+        sequences=tuple(map(_to_sequence, found.completions)),
         prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
         topk_prompt_tokens=tokens,
         topk_prompt_logprobs=log_probs,
     )
 
 
-def _drawn(answer: Completion) -> SampledSequence:
-    tokens, log_probs = _ranked(answer.top_k_logprobs)
+def _to_sequence(answer: Completion) -> SampledSequence:
+    tokens, log_probs = _to_arrays(answer.top_k_logprobs)
     return SampledSequence(
-        stop_reason=answer.ended,
+        stop_reason=answer.finish_reason,
         tokens=Array.of(answer.tokens, "int32"),
         logprobs=Array.of(answer.log_probs, "float32"),
         topk_tokens=tokens,
@@ -222,7 +226,7 @@ def _drawn(answer: Completion) -> SampledSequence:
     )
 
 
-def _ranked(top_k_logprobs: TopKLogprobs | None) -> tuple[Array | None, Array | None]:
+def _to_arrays(top_k_logprobs: TopKLogprobs | None) -> tuple[Array | None, Array | None]:
     if top_k_logprobs is None:
         return None, None
     tokens_TK, log_probs_TK = top_k_logprobs

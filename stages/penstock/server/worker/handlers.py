@@ -33,13 +33,13 @@ from penstock.server.protocol.worker_commands import (
     WorkerOperation,
 )
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK
-from penstock.server.weight_sync.sender import RankModelView, push
+from penstock.server.weight_sync.sender import RankModelView, sync_weights
 from penstock.server.worker.batching import BatchDispatcher
 from penstock.server.worker.datums import (
     build_client_loss,
     build_outputs,
     build_samples,
-    told_numbers,
+    router_metrics,
 )
 from penstock.server.worker.errors import CommandError
 from penstock.server.worker.generate import GenerationHandler
@@ -58,60 +58,60 @@ Result = (
 class CommandHandlers:
     """The clients' models on these ranks."""
 
-    residents: ModelPool
-    resting: ModelStore
+    models: ModelPool
+    model_store: ModelStore
     losses: PolicyForwardBackward
-    dealing: BatchDispatcher
+    dispatcher: BatchDispatcher
     sampling: GenerationHandler
-    begin_from: Path | None = None
+    init_checkpoint: Path | None = None
     """A checkpoint from which every new model is initialized."""
 
     allowed_hosts: tuple[str, ...] = LOOPBACK
     """Allowed hosts of weight sync."""
 
-    def do(self, order: WorkerOperation) -> Result:
+    def do(self, command: WorkerOperation) -> Result:
         """Run a command. Collective.
 
         Raises PenstockError if it fails; nothing has then changed, except as the error says.
         """
         act: Callable[[Any], Result] = {
-            CreateModelCommand: self._open,
-            UnloadModelCommand: self._close,
-            ForwardBackwardCommand: self._rows,
-            OptimStep: self._update,
-            ZeroGrad: self._forget,
-            SaveCheckpointCommand: self._save,
-            LoadCheckpointCommand: self._load,
+            CreateModelCommand: self._create_model,
+            UnloadModelCommand: self._unload_model,
+            ForwardBackwardCommand: self._forward_backward,
+            OptimStep: self._optim_step,
+            ZeroGrad: self._zero_grad,
+            SaveCheckpointCommand: self._save_checkpoint,
+            LoadCheckpointCommand: self._load_checkpoint,
             ExportCommand: self._export,
             GenerateCommand: self.sampling.generate,
-            WeightSyncCommand: self._push,
-        }[type(order)]
+            WeightSyncCommand: self._sync_weights,
+        }[type(command)]
         try:
-            return act(order)
+            return act(command)
         finally:
-            self.residents.zero_grad()
+            self.models.zero_grad()
 
-    def _open(self, order: CreateModelCommand) -> CheckpointSizes:
-        asked, optimizer = order.optimizer_config, dict[str, Any]()
+    def _create_model(self, command: CreateModelCommand) -> CheckpointSizes:
+        asked, optimizer = command.optimizer_config, dict[str, Any]()
         if asked.kind is not None:
             optimizer["optimizer"] = asked.kind
         if asked.dtype is not None:
             optimizer["optimizer_dtype"] = asked.dtype
         if asked.kind is not None or asked.kwargs:
             optimizer["optimizer_kwargs"] = dict(asked.kwargs)
-        self.residents.open(order.model, self._adapter(order.lora), optimizer)
+        self.models.open(command.model, self._build_lora_spec(command.lora), optimizer)
         try:
-            if self.begin_from:
-                self.resting.init_from(order.model, self.begin_from)
-            sizes = self.resting.sizes(order.model)
+            if self.init_checkpoint:
+                self.model_store.init_from(command.model, self.init_checkpoint)
+            sizes = self.model_store.sizes(command.model)
         except BaseException:
-            self.residents.close(order.model)
+            self.models.close(command.model)
             raise
         return CheckpointSizes(state_bytes=sizes.state, export_bytes=sizes.export)
 
-    def _adapter(self, lora: LoraConfig | None) -> LoraSpec | None:
+    def _build_lora_spec(self, lora: LoraConfig | None) -> LoraSpec | None:
         """The requested LoRA config, completed from the server config."""
-        substrate = self.residents.substrate
+        substrate = self.models.substrate
         said = substrate.run.lora
         if not said.enable_lora:
             if lora is not None:
@@ -122,7 +122,7 @@ class CommandHandlers:
                 )
             return None
         lora = lora or LoraConfig(rank=said.lora_rank)
-        there = self.residents.kinds
+        available_kinds = self.models.kinds
         asked = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
         if asked["unembed"] and substrate.has_tied_head:
             # The SDK's default is True; Served.notice says how that is handled.
@@ -132,36 +132,39 @@ class CommandHandlers:
             alpha=said.lora_alpha if lora.alpha is None else lora.alpha,
             seed=substrate.run.train.seed if lora.seed is None else lora.seed,
             kinds=frozenset(
-                kind for kind in KINDS if (kind in there if asked[kind] is None else asked[kind])
+                kind
+                for kind in KINDS
+                if (kind in available_kinds if asked[kind] is None else asked[kind])
             ),
         )
 
-    def _close(self, order: UnloadModelCommand) -> Done:
-        self.residents.close(order.model)
+    def _unload_model(self, command: UnloadModelCommand) -> Done:
+        self.models.close(command.model)
         return Done()
 
-    def _rows(self, order: ForwardBackwardCommand) -> ForwardBackwardResult:
-        resident, loss = self.residents.get(order.model), build_client_loss(order)
-        substrate = self.residents.substrate
-        samples = build_samples(order, substrate.built.vocab_size)
-        if not order.forward_only and resident.per not in (None, order.loss_reduction):
+    def _forward_backward(self, command: ForwardBackwardCommand) -> ForwardBackwardResult:
+        resident, loss = self.models.get(command.model), build_client_loss(command)
+        substrate = self.models.substrate
+        samples = build_samples(command, substrate.built.vocab_size)
+        if not command.forward_only and resident.per not in (None, command.loss_reduction):
             raise CommandError(
                 "invalid",
-                f"the accumulated gradients are of losses per {resident.per}, and those of this pass"
-                f" would be per {order.loss_reduction}.\n  Step first, or drop the gradients.",
+                f"the accumulated gradients are of losses per {resident.per}, and those of this"
+                f" pass would be per {command.loss_reduction}.\n"
+                "  Step first, or drop the gradients.",
             )
-        began = time.monotonic()
-        batches = self.dealing.deal(samples, order.rows)
+        started = time.monotonic()
+        batches = self.dispatcher.build_micro_batches(samples, command.rows)
         num_tokens = sum(len(sample.tokens) for sample in samples)
         num_trained = sum(sample.num_trained for sample in samples)
-        self.residents.activate(order.model)
-        more: dict[str, float] = {}
-        if order.forward_only:
+        self.models.activate(command.model)
+        extra_metrics: dict[str, float] = {}
+        if command.forward_only:
             logp = self.losses.forward(batches, num_tokens)
         else:
             logp, told = self.losses.forward_backward(batches, loss, num_tokens)
-            self.residents.accumulate_grads(resident, num_trained, order.loss_reduction)
-            more = told_numbers(told) | self.residents.grad_norms(resident)
+            self.models.accumulate_grads(resident, num_trained, command.loss_reduction)
+            extra_metrics = router_metrics(told) | self.models.grad_norms(resident)
         outputs, total = build_outputs(samples, loss, logp.cpu())
         return ForwardBackwardResult(
             outputs=tuple(
@@ -172,13 +175,13 @@ class CommandHandlers:
                 "loss:mean": total / max(1, num_trained),
                 "valid_tokens:sum": float(num_trained),
                 "tokens:sum": float(num_tokens),
-                "execution_time:sum": time.monotonic() - began,
-                **more,
+                "execution_time:sum": time.monotonic() - started,
+                **extra_metrics,
             },
         )
 
-    def _update(self, order: OptimStep) -> OptimStepResult:
-        adam = order.adam
+    def _optim_step(self, command: OptimStep) -> OptimStepResult:
+        adam = command.adam
         numbers = AdamParams(
             learning_rate=adam.learning_rate,
             beta1=adam.beta1,
@@ -187,37 +190,37 @@ class CommandHandlers:
             weight_decay=adam.weight_decay,
             grad_clip_norm=adam.grad_clip_norm,
         )
-        return OptimStepResult(metrics=step(self.residents, order.model, numbers))
+        return OptimStepResult(metrics=step(self.models, command.model, numbers))
 
-    def _forget(self, order: ZeroGrad) -> Done:
-        self.residents.get(order.model).zero_grad()
+    def _zero_grad(self, command: ZeroGrad) -> Done:
+        self.models.get(command.model).zero_grad()
         return Done()
 
-    def _save(self, order: SaveCheckpointCommand) -> Done:
-        self.resting.save(order.model, Path(order.folder), order.metadata)
+    def _save_checkpoint(self, command: SaveCheckpointCommand) -> Done:
+        self.model_store.save(command.model, Path(command.folder), command.metadata)
         return Done()
 
-    def _load(self, order: LoadCheckpointCommand) -> Done:
-        folder = Path(order.folder)
+    def _load_checkpoint(self, command: LoadCheckpointCommand) -> Done:
+        folder = Path(command.folder)
         if not folder.is_dir():
             raise CommandError("not_found", f"there is no checkpoint {folder.name}.\n  Save first.")
-        self.resting.load(order.model, folder, optimizer=order.optimizer)
+        self.model_store.load(command.model, folder, optimizer=command.optimizer)
         return Done()
 
-    def _export(self, order: ExportCommand) -> Done:
-        self.resting.export(order.model, Path(order.folder), order.dtype)
+    def _export(self, command: ExportCommand) -> Done:
+        self.model_store.export(command.model, Path(command.folder), command.dtype)
         return Done()
 
-    def _push(self, order: WeightSyncCommand) -> SyncWeightsResult | Done:
+    def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | Done:
         """Only rank 0 has a result."""
-        resident = self.residents.activate(order.model)
-        substrate, adapter = self.residents.substrate, resident.adapter
+        resident = self.models.activate(command.model)
+        substrate, adapter = self.models.substrate, resident.adapter
         live = RankModelView(
-            held=substrate.built.engine.layout.params,
+            held=substrate.built.engine.model.params,
             names=substrate.names,
             roles=substrate.family.roles,
             adapting=LoraArgs(adapter.alpha) if adapter else None,
             rank=adapter.rank if adapter else None,
             formats=substrate.formats,
         )
-        return push(order, live, substrate.ranks, allowed=self.allowed_hosts) or Done()
+        return sync_weights(command, live, substrate.ranks, allowed=self.allowed_hosts) or Done()

@@ -63,7 +63,7 @@ class ChannelEnd(Protocol):
 class CommandHandler(Protocol):
     """Runs commands on this rank, as `CommandHandlers` does."""
 
-    def do(self, order: WorkerOperation) -> Result:
+    def do(self, command: WorkerOperation, /) -> Result:
         """Raises PenstockError if the command fails."""
         ...
 
@@ -75,13 +75,13 @@ class _RankError(msgspec.Struct, frozen=True):
     code: Code
 
 
-_WRONG = Codec[_RankError](_RankError)
+_RANK_ERROR = Codec[_RankError](_RankError)
 _COMMANDS = Codec[ToWorkers](ToWorkers)
 
 
 def serve(
-    operations: CommandHandler,
-    announcing: ControlBroadcast,
+    handlers: CommandHandler,
+    broadcast: ControlBroadcast,
     end: ChannelEnd | None = None,
     ready: Callable[[], Ready] | None = None,
     running: CurrentCommand | None = None,
@@ -92,8 +92,8 @@ def serve(
     Raises BrokenError once the ranks' state may differ; the scheduler has been told.
     """
     while True:
-        message = _next(end, ready) if end and ready else None
-        frame = announcing.broadcast(_announced(message))
+        message = _receive(end, ready) if end and ready else None
+        frame = broadcast.broadcast(_encode_without_keys(message))
         if not frame:
             continue
         message = message or _COMMANDS.decode(frame)
@@ -102,32 +102,30 @@ def serve(
         assert isinstance(message, Command)
         running = running or CurrentCommand()
         running.id = message.id
-        outcome = carry_out(message, operations, announcing)
+        outcome = run_command(message, handlers, broadcast)
         running.id = ""
-        _tell(end, outcome.said)
-        if outcome.broke:
-            raise UnrecoverableError(outcome.broke)
+        _reply(end, outcome.reply)
+        if outcome.unrecoverable:
+            raise UnrecoverableError(outcome.unrecoverable)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a command, the same on all ranks except for rank 0's result."""
 
-    said: Reply | CommandFailure
-    broke: str = ""
+    reply: Reply | CommandFailure
+    unrecoverable: str = ""
     """Why the ranks cannot continue; empty: they can."""
 
 
-def carry_out(
-    command: Command, operations: CommandHandler, announcing: ControlBroadcast
-) -> Outcome:
+def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBroadcast) -> Outcome:
     """Run it on this rank, and agree on the outcome with the other ranks."""
     result: Result | None = None
-    wrong: _RankError | None = None
+    rank_error: _RankError | None = None
     try:
-        result = operations.do(command.operation)
+        result = handlers.do(command.operation)
     except PenstockError as error:
-        wrong = _RankError(str(error), error_code(error))
+        rank_error = _RankError(str(error), error_code(error))
     except Exception as error:
         # No agreement: other ranks may be blocked elsewhere until this rank exits.
         log.exception("%s failed", type(command.operation).__name__)
@@ -136,26 +134,32 @@ def carry_out(
             f"the workers failed: {why}\n  They are started again, with every model as it was "
             "saved last."
         )
-        return Outcome(_fault(command.id, _RankError(told, "internal"), ends=True), why)
-    found = announcing.all_gather_errors(None if wrong is None else _WRONG.encode(wrong))
-    faults = [_WRONG.decode(frame) for frame in found if frame is not None]
-    if faults:
-        return Outcome(_fault(command.id, faults[0]))
+        return Outcome(
+            _to_failure(command.id, _RankError(told, "internal"), needs_restart=True), why
+        )
+    found = broadcast.all_gather_errors(
+        None if rank_error is None else _RANK_ERROR.encode(rank_error)
+    )
+    failures = [_RANK_ERROR.decode(frame) for frame in found if frame is not None]
+    if failures:
+        return Outcome(_to_failure(command.id, failures[0]))
     assert result is not None
     return Outcome(Reply(id=command.id, result=result))
 
 
-def _fault(number: str, wrong: _RankError, *, ends: bool = False) -> CommandFailure:
+def _to_failure(
+    number: str, rank_error: _RankError, *, needs_restart: bool = False
+) -> CommandFailure:
     return CommandFailure(
         id=number,
-        error=wrong.error,
-        category=error_category(wrong.code),
-        code=wrong.code,
-        needs_restart=ends,
+        error=rank_error.error,
+        category=error_category(rank_error.code),
+        code=rank_error.code,
+        needs_restart=needs_restart,
     )
 
 
-def _next(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
+def _receive(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
     """The message to broadcast; None if there is nothing for the other ranks."""
     try:
         message = end.receive(IDLE_SECONDS)
@@ -168,20 +172,20 @@ def _next(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
     return message
 
 
-def _announced(message: ToWorkers | None) -> bytes:
+def _encode_without_keys(message: ToWorkers | None) -> bytes:
     """The message for the other ranks without the keys of inference servers: only rank 0 needs
     them, and the broadcast may be unencrypted."""
     if message is None:
         return b""
     if isinstance(message, Command) and isinstance(message.operation, WeightSyncCommand):
-        message = replace(message, order=replace(message.operation, api_keys=()))
+        message = replace(message, operation=replace(message.operation, api_keys=()))
     return _COMMANDS.encode(message)
 
 
-def _tell(end: ChannelEnd | None, said: Reply | CommandFailure) -> None:
+def _reply(end: ChannelEnd | None, reply: Reply | CommandFailure) -> None:
     if end is None:
         return
     try:
-        end.send(said)
+        end.send(reply)
     except FrameError as error:
-        end.send(CommandFailure(id=said.id, error=str(error), category="user", code="invalid"))
+        end.send(CommandFailure(id=reply.id, error=str(error), category="user", code="invalid"))

@@ -41,34 +41,34 @@ from penstock.server.worker.loop import CurrentCommand, serve
 from penstock.server.worker.self_test import self_test
 
 
-def operations_on(
+def build_handlers(
     substrate: SharedBase,
     *,
     base_model: str,
     tokenizer: TokenizerFiles,
-    begin_from: Path | None = None,
+    init_checkpoint: Path | None = None,
     allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> CommandHandlers:
     """Collective. `base_model` is the model's name, `begin_from` a checkpoint from which every new
     model is initialized, and `allowed_hosts` are the allowed hosts of weight sync."""
     built, ranks = substrate.built, substrate.ranks
-    layout = built.engine.layout
-    residents = ModelPool(substrate)
+    layout = built.engine.model
+    models = ModelPool(substrate)
     reading = load_tokenizer(tokenizer.typed, tokenizer.source.pin.get("commit"))
     return CommandHandlers(
-        residents,
-        build_model_store(residents, base_model, tokenizer),
-        PolicyForwardBackward(layout, ranks, built.answers.log_probs, built.engine.routers),
+        models,
+        build_model_store(models, base_model, tokenizer),
+        PolicyForwardBackward(
+            layout, ranks, built.sequence_logprobs.log_probs, built.engine.routers
+        ),
         BatchDispatcher(
             substrate.run,
-            num_replicas=built.degrees.num_replicas,
+            num_replicas=built.dims.num_replicas,
             replica=layout.mesh.index("replicate", "shard"),
             pin_memory=ranks.device.type == "cuda",
         ),
-        GenerationHandler(
-            residents, partial(_decoded, reading), stop_token_ids(substrate, reading)
-        ),
-        begin_from,
+        GenerationHandler(models, partial(_decoded, reading), stop_token_ids(substrate, reading)),
+        init_checkpoint,
         tuple(allowed_hosts),
     )
 
@@ -123,15 +123,15 @@ def main(path: Path) -> None:
 def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
     """Run one rank. Raises PenstockError for a model that cannot be served with these settings."""
     instance = uuid.uuid4().hex
-    operations = _operations(job, ranks)
+    handlers = _operations(job, ranks)
     if job.config.enable_self_test:
-        self_test(operations)
+        self_test(handlers)
         log.info("rank %d: the self test went well", ranks.rank)
-    announcing = ControlBroadcast(ranks, job.config.operation_timeout + MARGIN_SECONDS)
-    substrate = operations.residents.substrate
+    broadcast = ControlBroadcast(ranks, job.config.operation_timeout + MARGIN_SECONDS)
+    substrate = handlers.models.substrate
     log.info("rank %d is ready, layout %s", ranks.rank, substrate.built.layout)
     if not ranks.is_main_process:
-        serve(operations, announcing)
+        serve(handlers, broadcast)
         return
     running = CurrentCommand()
 
@@ -139,7 +139,7 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
         return listening(ToWorkers, job.workers_bind, env.workers_secret())
 
     def ready() -> Ready:
-        held = {name: operations.residents.get(name) for name in operations.residents.names}
+        held = {name: handlers.models.get(name) for name in handlers.models.names}
         return Ready(
             instance=instance,
             served=served_by(job.config, job.tokenizer, substrate),
@@ -148,14 +148,14 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
             models_with_gradients=tuple(
                 name for name, resident in held.items() if resident.per is not None
             ),
-            replicas=substrate.built.degrees.num_replicas,
+            replicas=substrate.built.dims.num_replicas,
         )
 
     end: ThreadedEnd[FromWorkers, ToWorkers] = ThreadedEnd(
         begin, lambda: WorkerHeartbeat(instance=instance, running=running.id)
     )
     try:
-        serve(operations, announcing, end, ready, running)
+        serve(handlers, broadcast, end, ready, running)
     finally:
         end.close()
 
@@ -188,12 +188,12 @@ def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
             log.info(line)
 
     substrate = build_shared_base(run, hf_config, job.weights, ranks, notify)
-    begin_from = config.load_checkpoint_path
-    return operations_on(
+    init_checkpoint = config.load_checkpoint_path
+    return build_handlers(
         substrate,
         base_model=config.base_names[0],
         tokenizer=TokenizerFiles(job.tokenizer, pin_tokenizer(job.tokenizer)),
-        begin_from=Path(begin_from).expanduser().resolve() if begin_from else None,
+        init_checkpoint=Path(init_checkpoint).expanduser().resolve() if init_checkpoint else None,
         allowed_hosts=allowed_hosts(config.sync_allowed_hosts, requires_keys=job.requires_keys),
     )
 

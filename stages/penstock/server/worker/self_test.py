@@ -22,13 +22,13 @@ TOKENS = 64
 """Tokens per sample."""
 
 
-def self_test(operations: CommandHandlers) -> None:
+def self_test(handlers: CommandHandlers) -> None:
     """Raises StageError for non-finite values, and the errors of the commands. Removes its model
     afterwards. Collective."""
-    dealing = operations.dealing
-    vocabulary = operations.residents.substrate.built.vocab_size
-    count = min(TOKENS, dealing.run.data.row_length)
-    drawn = np.random.default_rng(0).integers(0, vocabulary, (dealing.num_replicas, count + 1))
+    dispatcher = handlers.dispatcher
+    vocabulary = handlers.models.substrate.built.vocab_size
+    count = min(TOKENS, dispatcher.run.data.row_length)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, (dispatcher.num_replicas, count + 1))
     data = tuple(
         Datum(
             tokens=Array.of(ids[:-1], "int32"),
@@ -45,16 +45,16 @@ def self_test(operations: CommandHandlers) -> None:
         forward_only=False,
         loss_reduction="token",
     )
-    opened = operations.do(CreateModelCommand(model=NAME, lora=None))
+    opened = handlers.do(CreateModelCommand(model=NAME, lora=None))
     assert isinstance(opened, CheckpointSizes)
     try:
         found = [
-            operations.do(rows),
-            operations.do(OptimStep(model=NAME, adam=AdamParams())),
+            handlers.do(rows),
+            handlers.do(OptimStep(model=NAME, adam=AdamParams())),
         ]
-        found.append(operations.do(rows))
+        found.append(handlers.do(rows))
     finally:
-        operations.do(UnloadModelCommand(model=NAME))
+        handlers.do(UnloadModelCommand(model=NAME))
     for told in found:
         assert isinstance(told, ForwardBackwardResult | OptimStepResult)
         for name, value in told.metrics.items():

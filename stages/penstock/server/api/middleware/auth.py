@@ -18,7 +18,7 @@ def owner_of_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-class Keys:
+class ApiKeys:
     """The valid API keys."""
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class Keys:
         name of another machine, which prevents DNS rebinding from a browser.
         """
         if not self._digests:
-            self._stands_here(headers.get("host", ""))
+            self._require_loopback_host(headers.get("host", ""))
             return NOBODY
         given = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
         digest = hashlib.sha256(given.encode()).digest()
@@ -49,7 +49,7 @@ class Keys:
         return found
 
     @staticmethod
-    def _stands_here(host: str) -> None:
+    def _require_loopback_host(host: str) -> None:
         name = host if host.endswith("]") else host.rsplit(":", 1)[0]
         if name.lower() not in LOOPBACK:
             raise ApiError(

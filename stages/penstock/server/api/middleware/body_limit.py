@@ -56,7 +56,7 @@ class BodyLease:
 
 
 @dataclass
-class Bodies:
+class BodyMemory:
     """The memory of all bodies, shared fairly between owners.
 
     At the limit, the owner with the most memory loses a body that is still being received.
@@ -75,11 +75,11 @@ class Bodies:
     def take(self, held: BodyLease, count: int) -> None:
         """Count more bytes of a body. Raises ApiError (429) if there is no memory."""
         if self._by_owner[held.owner] + count > self.max_owner_bytes:
-            raise _no_memory()
+            raise _out_of_memory_error()
         while self.held_bytes + count > self.max_bytes:
             victim = self._to_evict(held.owner, count)
             if victim is None or victim.deadline is None:
-                raise _no_memory()
+                raise _out_of_memory_error()
             victim.is_evicted = True
             victim.deadline.reschedule(0.0)
             self.release(victim)
@@ -110,11 +110,13 @@ class Bodies:
 class BoundedRequest(Request):
     """A request whose body is limited by `max_bytes`, by the total memory, and in time."""
 
-    def __init__(self, scope: Scope, receive: Receive, max_bytes: int, bodies: Bodies) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, max_bytes: int, body_memory: BodyMemory
+    ) -> None:
         super().__init__(scope, receive)
         self.max_bytes = max_bytes
         """Maximum bytes of a body with samples, compressed and decompressed."""
-        self._bodies = bodies
+        self._bodies = body_memory
         self._memory: BodyLease | None = None
         self._read: bytes | None = None
         self.parsed: Any = None
@@ -165,7 +167,7 @@ class BoundedRequest(Request):
         """The body as sent, of at most `limit` bytes, in chunks. Raises ApiError as `body`."""
         said = self.headers.get("content-length", "")
         if said.isdecimal() and (len(said) > 18 or int(said) > limit):
-            raise too_long(limit)
+            raise body_too_large(limit)
         parts: list[bytes] = []
         length = 0
         async with self._arriving() as (memory, deadline):
@@ -173,9 +175,9 @@ class BoundedRequest(Request):
             async for part in self.stream():
                 length += len(part)
                 if memory.is_evicted:
-                    raise _no_memory()
+                    raise _out_of_memory_error()
                 if length > limit:
-                    raise too_long(limit)
+                    raise body_too_large(limit)
                 counted = length - max(length - len(part), UNCOUNTED_BYTES)
                 if counted > 0:
                     self._bodies.take(memory, counted)
@@ -202,7 +204,7 @@ class BoundedRequest(Request):
                 yield memory, deadline
         except TimeoutError:
             if memory.is_evicted:
-                raise _no_memory() from None
+                raise _out_of_memory_error() from None
             raise ApiError(
                 f"the body did not arrive in {BODY_SECONDS:g} s and at {MIN_RATE} bytes/s;"
                 " send it again",
@@ -228,7 +230,7 @@ def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes
     except zstandard.ZstdError as error:
         raise ApiError(f"the body is no zstd: {error}") from error
     if len(body) > limit:
-        raise too_long(limit)
+        raise body_too_large(limit)
     return body
 
 
@@ -259,12 +261,12 @@ def require_few_keys(found: Mapping[str, Any]) -> None:
         raise ApiError(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
 
 
-def too_long(limit: int) -> ApiError:
+def body_too_large(limit: int) -> ApiError:
     """The error for a body of more than `limit` bytes."""
     return ApiError(f"the body is over {limit} bytes; send fewer samples at once", status=413)
 
 
-def _no_memory() -> ApiError:
+def _out_of_memory_error() -> ApiError:
     return ApiError(
         "the server holds as many large bodies as it may; come again", code="busy", retry_after=1.0
     )

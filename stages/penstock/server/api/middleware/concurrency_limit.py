@@ -52,12 +52,12 @@ class ConcurrencyLimit:
 class ConcurrencyLimitMiddleware:
     """ASGI middleware that limits the concurrency of all requests except urgent ones."""
 
-    def __init__(self, app: ASGIApp, turns: ConcurrencyLimit) -> None:
+    def __init__(self, app: ASGIApp, concurrency: ConcurrencyLimit) -> None:
         self._app = app
-        self._turns = turns
+        self._concurrency = concurrency
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http" and scope["path"] not in URGENT:
-            await self._turns.take()
+            await self._concurrency.take()
         await self._app(scope, receive, send)

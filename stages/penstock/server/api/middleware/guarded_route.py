@@ -41,20 +41,20 @@ class OpenRoute(APIRoute):
                 request.scope,
                 request.receive,
                 service.settings.max_request_bytes,
-                service.bodies,
+                service.body_memory,
             )
             began, status = time.perf_counter(), 500
             try:
-                self.let_in(service, bounded)
+                self.admit(service, bounded)
                 response = await serve(bounded)
             except HTTPException as error:
                 status = error.status_code
                 if status in (400, 413):
-                    await _pass_over(service, bounded)
+                    await _skip_sequence_number(service, bounded)
                 raise
             except RequestValidationError:
                 status = 422
-                await _pass_over(service, bounded)
+                await _skip_sequence_number(service, bounded)
                 raise
             else:
                 status = response.status_code
@@ -66,26 +66,26 @@ class OpenRoute(APIRoute):
 
         return guarded
 
-    def let_in(self, service: AppState, request: BoundedRequest) -> None:
+    def admit(self, service: AppState, request: BoundedRequest) -> None:
         """Raises ApiError if the request is rejected."""
 
 
 class GuardedRoute(OpenRoute):
     """A route with authentication and rate limit."""
 
-    def let_in(self, service: AppState, request: BoundedRequest) -> None:
+    def admit(self, service: AppState, request: BoundedRequest) -> None:
         """Raises ApiError: 401, 421 or 429; 400 for an unknown query parameter."""
         request.state.owner = owner = service.keys.owner(request.headers)
         if (connection := get_connection(request)) is not None:
             service.connections.identify(connection, owner)
         if request.scope["query_string"]:
-            strange = sorted(set(request.query_params) - set(_asked(self.dependant)))
+            strange = sorted(set(request.query_params) - set(_query_names(self.dependant)))
             if strange:
                 raise ApiError(
                     f"the address asks for {strange[0][:100]!r}, which is not known here"
                 )
         if self.path not in UNCOUNTED:
-            service.rates.take(owner)
+            service.rate_limit.take(owner)
 
 
 def guarded_router(tag: str) -> APIRouter:
@@ -93,14 +93,14 @@ def guarded_router(tag: str) -> APIRouter:
     return APIRouter(route_class=GuardedRoute, tags=[tag])
 
 
-def _asked(dependant: Dependant) -> Iterator[str]:
+def _query_names(dependant: Dependant) -> Iterator[str]:
     """The query parameters of a route and its dependencies."""
     yield from (field.alias for field in dependant.query_params)
     for other in dependant.dependencies:
-        yield from _asked(other)
+        yield from _query_names(other)
 
 
-async def _pass_over(service: AppState, request: BoundedRequest) -> None:
+async def _skip_sequence_number(service: AppState, request: BoundedRequest) -> None:
     """Skip the sequence number of a rejected request, if it has one."""
     body = request.parsed
     if not isinstance(body, dict) or "seq_id" not in body or "sampling_session_id" in body:
@@ -110,4 +110,4 @@ async def _pass_over(service: AppState, request: BoundedRequest) -> None:
         seq = _SEQ.validate_python(body["seq_id"])
     except ValidationError:
         return
-    await service.futures.pass_over(request.state.owner, model, seq)
+    await service.futures.skip_sequence_number(request.state.owner, model, seq)

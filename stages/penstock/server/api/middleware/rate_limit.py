@@ -10,7 +10,7 @@ MAX_OWNERS = 10_000
 """Maximum number of buckets; full ones are dropped first."""
 
 
-class Rates:
+class RateLimit:
     """Token buckets, one per owner, refilled per minute."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -10,7 +10,7 @@ from penstock.server.api.checkpoint_uris import (
     session_name,
     write_path,
 )
-from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas.requests import (
@@ -46,20 +46,20 @@ ONE = OF_RUN + "/{checkpoint:path}"
 
 
 @router.post("/api/v1/save_weights")
-async def save_weights(body: SaveBody, desk: AtDesk) -> FutureResponse:
+async def save_weights(body: SaveBody, context: Context) -> FutureResponse:
     """Save a checkpoint for resuming training."""
-    work = requests.SaveState(
+    operation = requests.SaveState(
         model=body.model_id,
         name=body.path,
         overwrite=body.overwrite,
         ttl_seconds=body.ttl_seconds,
         user_metadata=body.user_metadata or {},
     )
-    return FutureResponse(**await desk.submit("save_weights", work, seq=body.seq_id))
+    return FutureResponse(**await context.submit("save_weights", operation, seq=body.seq_id))
 
 
 @router.post("/api/v1/save_weights_for_sampler")
-async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> FutureResponse:
+async def save_weights_for_sampler(body: SaveSamplerBody, context: Context) -> FutureResponse:
     """Save weights for sampling: under a name, or as a sampler of the model's session."""
     name = body.path if body.path is not None else body.name
     if None not in (body.path, body.name):
@@ -67,7 +67,7 @@ async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> Futur
     number = body.sampling_session_seq_id
     if number is not None and TRAINED not in body.model_id:
         raise ApiError(f"{body.model_id} is of no session of the SDK's; give its weights a name")
-    work = requests.SaveSampler(
+    operation = requests.SaveSamplerWeights(
         model=body.model_id,
         name=name,
         session=None if number is None else session_name(body.model_id),
@@ -76,16 +76,20 @@ async def save_weights_for_sampler(body: SaveSamplerBody, desk: AtDesk) -> Futur
         user_metadata=body.user_metadata or {},
         keep=name is not None or number is None,
     )
-    return FutureResponse(**await desk.submit("save_weights_for_sampler", work, seq=body.seq_id))
+    return FutureResponse(
+        **await context.submit("save_weights_for_sampler", operation, seq=body.seq_id)
+    )
 
 
 @router.post("/api/v1/weights_info")
-async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsResponse:
+async def weights_info(body: WeightsInfoBody, context: Context) -> WeightsResponse:
     """Metadata of a checkpoint."""
     written = body.tinker_path if body.tinker_path is not None else body.xorl_path
     if written is None or None not in (body.tinker_path, body.xorl_path):
         raise ApiError("send tinker_path or xorl_path, one of them")
-    told = await desk.call(requests.WeightsOf(path=read_path(written)), results.WeightsResult)
+    told = await context.call(
+        requests.GetCheckpoint(path=read_path(written)), results.CheckpointResult
+    )
     lora = told.lora
     if lora is None:
         return WeightsResponse(base_model=told.base_model, is_lora=False)
@@ -103,83 +107,91 @@ async def weights_info(body: WeightsInfoBody, desk: AtDesk) -> WeightsResponse:
 
 @router.get("/api/v1/training_runs")
 async def training_runs(
-    desk: AtDesk, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
+    context: Context, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
 ) -> RunsResponse:
     """The owner's models, newest first."""
-    told = await desk.call(requests.ListRuns(limit=limit, offset=offset), results.Runs)
+    told = await context.call(
+        requests.ListModels(limit=limit, offset=offset), results.ListModelsResult
+    )
     return RunsResponse(
-        training_runs=[RunResponse(**encode_run(run, desk.owner)) for run in told.runs],
+        training_runs=[RunResponse(**encode_run(run, context.owner)) for run in told.models],
         cursor=CursorResponse(offset=offset, limit=limit, total_count=told.total),
     )
 
 
 @router.get("/api/v1/training_runs/{model_id}")
-async def training_run(model_id: ModelName, desk: AtDesk, _scope: Scope = "owned") -> RunResponse:
+async def training_run(
+    model_id: ModelName, context: Context, _scope: Scope = "owned"
+) -> RunResponse:
     """One model."""
-    told = await desk.call(requests.ModelOf(model=model_id), results.ModelResult)
-    return RunResponse(**encode_run(told.run, desk.owner))
+    told = await context.call(requests.GetModel(model=model_id), results.ModelResult)
+    return RunResponse(**encode_run(told.info, context.owner))
 
 
 @router.get("/api/v1/checkpoints")
-async def checkpoints(desk: AtDesk, limit: Limit = 100, offset: Offset = 0) -> CheckpointsResponse:
+async def checkpoints(
+    context: Context, limit: Limit = 100, offset: Offset = 0
+) -> CheckpointsResponse:
     """A page of the owner's checkpoints, newest first."""
-    told = (await desk.call(requests.ListCheckpoints(), results.CheckpointsResult)).checkpoints
+    told = (
+        await context.call(requests.ListCheckpoints(), results.ListCheckpointsResult)
+    ).checkpoints
     cursor = CursorResponse(offset=offset, limit=limit, total_count=len(told))
     return CheckpointsResponse(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
 
 
 @router.post("/api/v1/list_checkpoints")
-async def list_checkpoints(body: CheckpointsBody, desk: AtDesk) -> CheckpointsResponse:
+async def list_checkpoints(body: CheckpointsBody, context: Context) -> CheckpointsResponse:
     """All checkpoints of one model, newest first (xorl)."""
-    return await _of_model(desk, body.model_id)
+    return await _of_model(context, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
-async def delete_checkpoint(body: DeleteCheckpointBody, desk: AtDesk) -> DeletedResponse:
+async def delete_checkpoint(body: DeleteCheckpointBody, context: Context) -> DeletedResponse:
     """Delete a checkpoint of a model (xorl)."""
     name = read_checkpoint(body.checkpoint_id, body.model_id)
-    await desk.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
+    await context.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
     return DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
 
 
 @router.get(OF_RUN)
-async def run_checkpoints(model_id: ModelName, desk: AtDesk) -> CheckpointsResponse:
+async def run_checkpoints(model_id: ModelName, context: Context) -> CheckpointsResponse:
     """All checkpoints of one model, newest first."""
-    return await _of_model(desk, model_id)
+    return await _of_model(context, model_id)
 
 
 @router.post(ONE + "/publish", status_code=204)
-async def publish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+async def publish(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Make a checkpoint readable by other owners."""
-    await _keep(desk, model_id, checkpoint, public=True)
+    await _keep(context, model_id, checkpoint, public=True)
 
 
 @router.delete(ONE + "/publish", status_code=204)
-async def unpublish(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+async def unpublish(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Make a checkpoint private again."""
-    await _keep(desk, model_id, checkpoint, public=False)
+    await _keep(context, model_id, checkpoint, public=False)
 
 
 @router.put(ONE + "/ttl", status_code=204)
-async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, desk: AtDesk) -> None:
+async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, context: Context) -> None:
     """Change the expiry time of a checkpoint."""
-    await _keep(desk, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
+    await _keep(context, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
 
 
 @router.delete(ONE, status_code=204)
-async def delete(model_id: ModelName, checkpoint: str, desk: AtDesk) -> None:
+async def delete(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Delete a checkpoint."""
     name = read_checkpoint(checkpoint, model_id)
-    await desk.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
+    await context.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
 
 
-async def _of_model(desk: RequestContext, model: str) -> CheckpointsResponse:
-    told = await desk.call(requests.ListCheckpoints(model=model), results.CheckpointsResult)
+async def _of_model(context: RequestContext, model: str) -> CheckpointsResponse:
+    told = await context.call(requests.ListCheckpoints(model=model), results.ListCheckpointsResult)
     return CheckpointsResponse(checkpoints=_told(told.checkpoints))
 
 
 async def _keep(
-    desk: RequestContext,
+    context: RequestContext,
     model: str,
     checkpoint: str,
     *,
@@ -187,8 +199,10 @@ async def _keep(
     public: bool | None = None,
 ) -> None:
     name = read_checkpoint(checkpoint, model)
-    work = requests.KeepCheckpoint(model=model, name=name, ttl_seconds=ttl_seconds, public=public)
-    await desk.call(work, results.Done)
+    operation = requests.UpdateCheckpoint(
+        model=model, name=name, ttl_seconds=ttl_seconds, public=public
+    )
+    await context.call(operation, results.Done)
 
 
 def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:

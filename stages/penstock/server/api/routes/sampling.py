@@ -3,7 +3,7 @@
 from fastapi import Request
 
 from penstock.server.api.checkpoint_uris import ModelName, read_checkpoint, read_path, write_path
-from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.openapi import body_schema
@@ -19,53 +19,60 @@ router = guarded_router("sampling")
 
 
 @router.post("/api/v1/create_sampling_session")
-async def create_sampling_session(body: CreateSamplerBody, desk: AtDesk) -> CreateSamplerResponse:
+async def create_sampling_session(
+    body: CreateSamplerBody, context: Context
+) -> CreateSamplerResponse:
     """Create a sampling session. Without a session id (xorl), a path is its own name."""
     if body.session_id is None or body.sampling_session_seq_id is None:
         if body.model_path is None:
             raise ApiError("send session_id and sampling_session_seq_id, or model_path")
-        return await _by_path(desk, body.model_path, body.model_id or "default")
+        return await _by_path(context, body.model_path, body.model_id or "default")
     path = None if body.model_path is None else read_path(body.model_path)
     if path is None and body.base_model is None:
         raise ApiError("send model_path or base_model, to say what is sampled from")
-    work = requests.CreateSampler(
+    operation = requests.CreateSampler(
         session=body.session_id,
         number=body.sampling_session_seq_id,
         base_model=body.base_model,
         path=path,
     )
-    made = await desk.call(work, results.SamplerResult)
+    made = await context.call(operation, results.SamplerResult)
     return CreateSamplerResponse(sampling_session_id=made.sampler, model_path=body.model_path)
 
 
 @router.get("/api/v1/samplers/{sampler_id}")
-async def sampler(sampler_id: ModelName, desk: AtDesk) -> SamplerResponse:
+async def sampler(sampler_id: ModelName, context: Context) -> SamplerResponse:
     """The model that a sampling session uses."""
-    told = await desk.call(requests.SamplerOf(sampler=sampler_id), results.SamplerResult)
+    told = await context.call(requests.GetSampler(sampler=sampler_id), results.SamplerResult)
     path = None if told.path is None else write_path(*told.path.split("/", 1))
     return SamplerResponse(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
 
 
-@router.post("/api/v1/asample", openapi_extra=body_schema("DrawBody"))
-async def asample(request: Request, desk: AtDesk) -> FutureResponse:
+@router.post("/api/v1/asample", openapi_extra=body_schema("AsampleBody"))
+async def asample(request: Request, context: Context) -> FutureResponse:
     """Sample completions of a prompt."""
-    async with desk.decoding(request, "asample") as (said, work):
+    async with context.decoding(request, "asample") as (said, operation):
         if said.base_model is not None:
-            await _is_served(desk, said.base_model)
-        told = await desk.submit(
-            "sample", work, again=said.again, last_prompt_logprobs=said.last_prompt_logprobs
+            await _is_served(context, said.base_model)
+        told = await context.submit(
+            "sample",
+            operation,
+            retry_key=said.retry_key,
+            last_prompt_logprobs=said.last_prompt_logprobs,
         )
     told["sample_sequence_ids"] = [f"{told['request_id']}:{index}" for index in range(said.count)]
     return FutureResponse(**told)
 
 
-async def _by_path(desk: RequestContext, written: str, model: str) -> CreateSamplerResponse:
+async def _by_path(context: RequestContext, written: str, model: str) -> CreateSamplerResponse:
     """A path that is its own name; a name alone is that of a checkpoint of `model` (xorl)."""
     if "/" in written.removeprefix("sampler_weights/"):
         path = read_path(written)
     else:
         path = f"{model}/{read_checkpoint(written, model, 'sampler_weights')}"
-    found = (await desk.call(requests.WeightsOf(path=path), results.WeightsResult)).checkpoint
+    found = (
+        await context.call(requests.GetCheckpoint(path=path), results.CheckpointResult)
+    ).checkpoint
     if found.kind != "sampler":
         raise ApiError(f"{written[:200]} is what training goes on from; save it for sampling")
     return CreateSamplerResponse(
@@ -75,8 +82,8 @@ async def _by_path(desk: RequestContext, written: str, model: str) -> CreateSamp
     )
 
 
-async def _is_served(desk: RequestContext, base_model: str) -> None:
-    served = await desk.call(requests.Capabilities(), results.Served)
+async def _is_served(context: RequestContext, base_model: str) -> None:
+    served = await context.call(requests.GetCapabilities(), results.ServedModel)
     if base_model != served.base_model:
         raise ApiError(
             f"{base_model[:200]!r} is not served here; {served.base_model!r} is", code="not_found"

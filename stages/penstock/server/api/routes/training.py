@@ -4,7 +4,7 @@ return a future."""
 from fastapi import Request
 
 from penstock.server.api.checkpoint_uris import model_name, read_path, write_path
-from penstock.server.api.context import AtDesk
+from penstock.server.api.context import Context
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.body_limit import PROTOBUF
 from penstock.server.api.middleware.guarded_route import guarded_router
@@ -35,7 +35,7 @@ router = guarded_router("training")
 
 
 @router.post("/api/v1/create_model")
-async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
+async def create_model(body: CreateModelBody, context: Context) -> FutureResponse:
     """Create a model for training."""
     if (body.session_id is None) != (body.model_seq_id is None):
         raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
@@ -45,7 +45,7 @@ async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
         session, model = body.session_id, model_name(body.session_id, body.model_seq_id)
     else:
         session = model = body.model_id or "default"
-    work = requests.CreateModel(
+    operation = requests.CreateModel(
         session=session,
         model=model,
         base_model=body.base_model,
@@ -55,13 +55,13 @@ async def create_model(body: CreateModelBody, desk: AtDesk) -> FutureResponse:
     )
     if body.session_id is None:
         # A model that a client names is its own session.
-        await desk.call(requests.CreateSession(session=session), results.SessionMade)
-    again = f"model {model}" if body.session_id is not None else ""
-    return FutureResponse(**await desk.submit("create_model", work, again=again))
+        await context.call(requests.CreateSession(session=session), results.CreateSessionResult)
+    retry_key = f"model {model}" if body.session_id is not None else ""
+    return FutureResponse(**await context.submit("create_model", operation, retry_key=retry_key))
 
 
 @router.post("/api/v1/load_weights")
-async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
+async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
     """Load a checkpoint: into an existing model, or into a new one of a session."""
     path = read_path(body.path)
     if body.session_id is None or body.model_seq_id is None:
@@ -72,15 +72,15 @@ async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
                 "base_model, user_metadata and optimizer_config are of a new model; send"
                 " session_id and model_seq_id with them"
             )
-        work = requests.LoadState(
+        operation = requests.LoadState(
             model=body.model_id or "default", path=path, optimizer=body.optimizer
         )
-        told = await desk.submit("load_weights", work, seq=body.seq_id, path=body.path)
+        told = await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
         return FutureResponse(**told)
     if body.model_id is not None or body.seq_id is not None:
         raise ApiError("a new model has neither model_id nor seq_id yet")
     model = model_name(body.session_id, body.model_seq_id)
-    work = requests.CreateModel(
+    operation = requests.CreateModel(
         session=body.session_id,
         model=model,
         base_model=body.base_model,
@@ -90,27 +90,29 @@ async def load_weights(body: LoadBody, desk: AtDesk) -> FutureResponse:
         path=path,
         optimizer=body.optimizer,
     )
-    told = await desk.submit("load_weights", work, path=body.path, again=f"model {model}")
+    told = await context.submit(
+        "load_weights", operation, path=body.path, retry_key=f"model {model}"
+    )
     return FutureResponse(**told)
 
 
 @router.post("/api/v1/unload_model")
-async def unload_model(body: ModelBody, desk: AtDesk) -> FutureResponse:
+async def unload_model(body: ModelBody, context: Context) -> FutureResponse:
     """Save a model and free its resources."""
     return FutureResponse(
-        **await desk.submit("unload_model", requests.UnloadModel(model=body.model_id))
+        **await context.submit("unload_model", requests.UnloadModel(model=body.model_id))
     )
 
 
 @router.post("/api/v1/kill_session")
-async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionResponse:
+async def kill_session(body: KillSessionBody, context: Context) -> KillSessionResponse:
     """Unload a model and wait for it (xorl)."""
-    work = requests.UnloadModel(model=body.model_id, save=body.save_checkpoint)
-    await desk.call(work, results.Done, by_workers=True)
+    operation = requests.UnloadModel(model=body.model_id, save=body.save_checkpoint)
+    await context.call(operation, results.Done, by_workers=True)
     path = None
     if body.save_checkpoint:
-        kept = await desk.call(
-            requests.ListCheckpoints(model=body.model_id), results.CheckpointsResult
+        kept = await context.call(
+            requests.ListCheckpoints(model=body.model_id), results.ListCheckpointsResult
         )
         training = [one for one in kept.checkpoints if one.kind == "training"]
         last = max(training, key=lambda one: one.time, default=None)
@@ -121,58 +123,66 @@ async def kill_session(body: KillSessionBody, desk: AtDesk) -> KillSessionRespon
 
 
 @router.post("/api/v1/get_info")
-async def get_info(body: ModelBody, desk: AtDesk) -> InfoResponse:
+async def get_info(body: ModelBody, context: Context) -> InfoResponse:
     """Metadata of a model."""
-    told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
+    told = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
     data = ModelData(
         arch=told.served.arch,
         model_name=told.served.base_model,
         tokenizer_id=told.served.tokenizer,
     )
     return InfoResponse(
-        model_id=told.run.model,
-        is_lora=told.run.rank is not None,
-        lora_rank=told.run.rank,
+        model_id=told.info.model,
+        is_lora=told.info.rank is not None,
+        lora_rank=told.info.rank,
         model_name=told.served.base_model,
         model_data=data,
     )
 
 
 @router.post("/api/v1/forward_backward", openapi_extra=body_schema("ForwardBackwardBody", PROTOBUF))
-async def forward_backward(request: Request, desk: AtDesk) -> FutureResponse:
+async def forward_backward(request: Request, context: Context) -> FutureResponse:
     """A forward and backward pass, or only a forward pass if the SDK's message says so."""
-    async with desk.decoding(request, "forward_backward") as (said, work):
+    async with context.decoding(request, "forward_backward") as (said, operation):
         kind = "forward" if said.forward_only else "forward_backward"
-        return FutureResponse(**await desk.submit(kind, work, model=said.model, seq=said.seq))
+        return FutureResponse(
+            **await context.submit(kind, operation, model=said.model, seq=said.seq)
+        )
 
 
 @router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
-async def forward(request: Request, desk: AtDesk) -> FutureResponse:
+async def forward(request: Request, context: Context) -> FutureResponse:
     """A forward pass without gradients."""
-    async with desk.decoding(request, "forward") as (said, work):
-        return FutureResponse(**await desk.submit("forward", work, model=said.model, seq=said.seq))
+    async with context.decoding(request, "forward") as (said, operation):
+        return FutureResponse(
+            **await context.submit("forward", operation, model=said.model, seq=said.seq)
+        )
 
 
 @router.post("/api/v1/optim_step")
-async def optim_step(body: StepBody, desk: AtDesk) -> FutureResponse:
+async def optim_step(body: StepBody, context: Context) -> FutureResponse:
     """One optimizer step with the accumulated gradients."""
     metadata: dict[str, str] = {}
     if body.adam_params is None:
-        told = await desk.call(requests.ModelOf(model=body.model_id), results.ModelResult)
-        metadata = told.run.user_metadata
+        told = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
+        metadata = told.info.user_metadata
     sync = None
-    if desk.service.settings.sync_after_step:
+    if context.service.settings.sync_after_step:
         sync = requests.SyncWeights(
             model=body.model_id,
-            quantization=desk.service.quantization.get(desk.owner),
+            quantization=context.service.quantization.get(context.owner),
             pools=("default", body.model_id),
         )
-    work = requests.Step(model=body.model_id, adam=parse_adam_params(body, metadata), sync=sync)
-    return FutureResponse(**await desk.submit("optim_step", work, seq=body.seq_id))
+    operation = requests.OptimStep(
+        model=body.model_id, adam=parse_adam_params(body, metadata), sync=sync
+    )
+    return FutureResponse(**await context.submit("optim_step", operation, seq=body.seq_id))
 
 
 @router.post("/api/v1/abort_gradient_epoch")
-async def abort_gradient_epoch(body: DropBody, desk: AtDesk) -> FutureResponse:
+async def abort_gradient_epoch(body: DropBody, context: Context) -> FutureResponse:
     """Drop the gradients accumulated since the last step (xorl)."""
-    work = requests.DropGradients(model=body.model_id)
-    return FutureResponse(**await desk.submit("abort_gradient_epoch", work, seq=body.seq_id))
+    operation = requests.ZeroGrad(model=body.model_id)
+    return FutureResponse(
+        **await context.submit("abort_gradient_epoch", operation, seq=body.seq_id)
+    )

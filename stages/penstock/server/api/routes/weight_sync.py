@@ -1,6 +1,6 @@
 """Weight sync routes: inference servers that receive weights (xorl API)."""
 
-from penstock.server.api.context import AtDesk, RequestContext
+from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas import responses
@@ -17,7 +17,9 @@ router = guarded_router("inference servers")
 
 
 @router.post("/add_inference_endpoint")
-async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.EndpointResponse:
+async def add_inference_endpoint(
+    body: EndpointBody, context: Context
+) -> responses.EndpointResponse:
     """Register an inference server for weight sync."""
     if body.worker_port not in (None, body.port):
         raise ApiError(
@@ -26,12 +28,12 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
     endpoint = types.Endpoint(
         host=body.host, port=body.port, world_size=body.world_size, pool=body.pool
     )
-    work = requests.AddEndpoint(
+    operation = requests.AddEndpoint(
         endpoint=endpoint,
         is_sized="world_size" in body.model_fields_set,
         api_key=None if body.api_key is None else types.Secret(text=body.api_key),
     )
-    known = (await desk.call(work, results.Endpoints)).endpoints
+    known = (await context.call(operation, results.EndpointsResult)).endpoints
     added = next(each for each in known if (each.host, each.port) == (body.host, body.port))
     is_synced, message = False, None
     if body.sync_weights:
@@ -43,7 +45,7 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
             pools=[body.pool],
         )
         try:
-            message = (await _sync(desk, sync)).message
+            message = (await _sync(context, sync)).message
             is_synced = True
         except ApiError as refusal:
             # The server stays registered, as the response says.
@@ -59,47 +61,49 @@ async def add_inference_endpoint(body: EndpointBody, desk: AtDesk) -> responses.
 
 @router.post("/remove_inference_endpoint")
 async def remove_inference_endpoint(
-    body: RemoveEndpointBody, desk: AtDesk
+    body: RemoveEndpointBody, context: Context
 ) -> responses.RemovedResponse:
     """Unregister an inference server."""
-    await desk.call(requests.RemoveEndpoint(host=body.host, port=body.port), results.Endpoints)
+    await context.call(
+        requests.RemoveEndpoint(host=body.host, port=body.port), results.EndpointsResult
+    )
     return responses.RemovedResponse(success=True, message=f"{body.host}:{body.port} is removed")
 
 
 @router.get("/list_inference_endpoints")
-async def list_inference_endpoints(desk: AtDesk) -> responses.EndpointsResponse:
+async def list_inference_endpoints(context: Context) -> responses.EndpointsResponse:
     """The registered inference servers."""
-    told = await desk.call(requests.ListEndpoints(), results.Endpoints)
+    told = await context.call(requests.ListEndpoints(), results.EndpointsResult)
     endpoints = [_told(endpoint) for endpoint in told.endpoints]
     return responses.EndpointsResponse(endpoints=endpoints, count=len(endpoints))
 
 
 @router.post("/sync_inference_weights", include_in_schema=False)
 @router.post("/api/v1/sync_inference_weights")
-async def sync_inference_weights(body: SyncBody, desk: AtDesk) -> responses.SyncedResponse:
+async def sync_inference_weights(body: SyncBody, context: Context) -> responses.SyncedResponse:
     """Send a model's weights to inference servers and wait for completion."""
-    return await _sync(desk, body)
+    return await _sync(context, body)
 
 
 @router.post("/api/v1/set_sync_quantization")
 async def set_sync_quantization(
-    body: QuantizationBody, desk: AtDesk
+    body: QuantizationBody, context: Context
 ) -> responses.QuantizationResponse:
     """Set the default quantization of weight sync until this process ends."""
-    desk.service.quantization[desk.owner] = parse_quantization(body.quantization)
+    context.service.quantization[context.owner] = parse_quantization(body.quantization)
     return responses.QuantizationResponse(
         quantization=body.quantization, message="it holds until the server is started again"
     )
 
 
-async def _sync(desk: RequestContext, body: SyncBody) -> responses.SyncedResponse:
+async def _sync(context: RequestContext, body: SyncBody) -> responses.SyncedResponse:
     if body.cache_invalidation_mode == "none" and body.flush_cache:
         raise ApiError("flush_cache is true, and cache_invalidation_mode is none: send one of them")
     flush = body.flush_cache or body.cache_invalidation_mode == "flush"
     quantization = parse_quantization(body.quantization)
     if quantization is None:
-        quantization = desk.service.quantization.get(desk.owner)
-    work = requests.SyncWeights(
+        quantization = context.service.quantization.get(context.owner)
+    operation = requests.SyncWeights(
         model=body.model_id or "default",
         master_address=body.master_address,
         master_port=body.master_port,
@@ -111,7 +115,7 @@ async def _sync(desk: RequestContext, body: SyncBody) -> responses.SyncedRespons
         quantization=quantization,
         pools=tuple(body.pools or ()),
     )
-    done = await desk.call(work, results.Synced, by_workers=True)
+    done = await context.call(operation, results.SyncWeightsResult, by_workers=True)
     return responses.SyncedResponse(
         success=True,
         message=f"{done.num_parameters} parameters are sent to {len(done.endpoints)} servers",

@@ -324,7 +324,7 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class DrawBody(Body):
+class AsampleBody(Body):
     """Draws after a prompt."""
 
     num_samples: Annotated[int, Field(ge=1, le=1024)] = 1

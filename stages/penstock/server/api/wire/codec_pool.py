@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.core import env
 from penstock.server.api.errors import ApiError
-from penstock.server.api.wire.request_bodies import BodyJob, Decoded, Refused, to_decode_error
+from penstock.server.api.wire.request_bodies import BodyError, BodyJob, DecodedBody, to_decode_error
 from penstock.server.api.wire.response_bodies import ResultJob
 from penstock.server.protocol.results import Result
 
@@ -33,7 +33,7 @@ JOB_SECONDS = 60.0
 `request_bodies` take a few seconds."""
 BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
-PIECE = 1 << 16
+CHUNK_BYTES = 1 << 16
 """Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
 is blocked; with chunks of a megabyte they take seven."""
 NICENESS = 10
@@ -45,15 +45,15 @@ READY = b"R"
 """What a process writes once it is ready for its first job."""
 
 
-Job = BodyJob | ResultJob
+CodecJob = BodyJob | ResultJob
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class CodecReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a job, followed by its payload: a request in msgpack, or an encoded result."""
 
-    decoded: Decoded | None = None
+    decoded: DecodedBody | None = None
     """The result of decoding a body."""
-    refused: Refused | None = None
+    refused: BodyError | None = None
 
 
 class CodecPool:
@@ -82,29 +82,29 @@ class CodecPool:
     @asynccontextmanager
     async def decoding(
         self, owner: str, job: BodyJob, parts: Sequence[bytes]
-    ) -> AsyncGenerator[tuple[Reply, memoryview]]:
+    ) -> AsyncGenerator[tuple[CodecReply, memoryview]]:
         """Decode a body, or return the error; and its encoded request. No other body of the owner
         is decoded until that has been sent.
 
         Raises ApiError: 413 if it exceeds the memory or time limit, 503 if no process starts.
         """
         async with self._acquire(owner):
-            yield await self._ask(job, parts)
+            yield await self._run(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
         """Encode a result. Raises ApiError as above."""
         async with self._acquire(owner):
             # Encoded only now, so that queued results of one owner hold no extra copies.
             encoded = msgspec.msgpack.encode(result)
-            reply, written = await self._ask(job, (encoded,))
+            reply, written = await self._run(job, (encoded,))
         if reply.refused is not None:
             raise to_decode_error(reply.refused)
         return bytes(written)
 
-    async def _ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
+    async def _run(self, job: CodecJob, parts: Sequence[bytes]) -> tuple[CodecReply, memoryview]:
         async with self._process() as process:
             self.jobs += 1
-            return await process.ask(job, parts)
+            return await process.run(job, parts)
 
     @asynccontextmanager
     async def _acquire(self, owner: str) -> AsyncGenerator[None]:
@@ -119,15 +119,15 @@ class CodecPool:
         try:
             yield
         finally:
-            self._release(owner)
+            self._stop_counting(owner)
 
-    def _release(self, owner: str) -> None:
+    def _stop_counting(self, owner: str) -> None:
         self._busy.discard(owner)
         self._next()
 
     def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
         if turn.done():
-            self._release(owner)
+            self._stop_counting(owner)
             return
         self._waiting[owner].remove(turn)
         if not self._waiting[owner]:
@@ -178,7 +178,7 @@ class _Codec:
             *words,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=PIECE,
+            limit=CHUNK_BYTES,
             env=env.child_environment({"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}),
         )
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
@@ -190,7 +190,7 @@ class _Codec:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, job: Job, parts: Sequence[bytes]) -> tuple[Reply, memoryview]:
+    async def run(self, job: CodecJob, parts: Sequence[bytes]) -> tuple[CodecReply, memoryview]:
         """Run a job, once the process has started.
 
         Raises ApiError: 413 if the job exceeds its limits, 503 if the process does not start.
@@ -199,13 +199,13 @@ class _Codec:
         try:
             async with asyncio.timeout(JOB_SECONDS):
                 await self._write(job, parts)
-                reply = msgspec.msgpack.decode(await self._part(), type=Reply)
+                reply = msgspec.msgpack.decode(await self._part(), type=CodecReply)
                 return reply, await self._part()
         except TimeoutError:
-            raise _beyond(f"{JOB_SECONDS:g} s") from None
+            raise _limit_exceeded(f"{JOB_SECONDS:g} s") from None
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             LOG.warning("a process that decoded a body, or encoded a result, has died")
-            raise _beyond("the memory that there is for one") from None
+            raise _limit_exceeded("the memory that there is for one") from None
 
     async def _wait_until_ready(self) -> None:
         if self._is_ready:
@@ -233,7 +233,7 @@ class _Codec:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _write(self, job: Job, parts: Sequence[bytes]) -> None:
+    async def _write(self, job: CodecJob, parts: Sequence[bytes]) -> None:
         stdin = self._process.stdin
         assert stdin is not None
         said = msgspec.msgpack.encode(job)
@@ -251,7 +251,7 @@ class _Codec:
         found = np.empty(length, np.uint8).data
         at = 0
         while at < length:
-            piece = await stdout.read(min(PIECE, length - at))
+            piece = await stdout.read(min(CHUNK_BYTES, length - at))
             if not piece:
                 raise asyncio.IncompleteReadError(b"", length)
             found[at : at + len(piece)] = piece
@@ -259,5 +259,5 @@ class _Codec:
         return found
 
 
-def _beyond(what: str) -> ApiError:
+def _limit_exceeded(what: str) -> ApiError:
     return ApiError(f"the samples take more than {what} to decode; send less at once", status=413)

@@ -18,8 +18,8 @@ from fastapi.exceptions import RequestValidationError
 
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.server.api.errors import ApiError
-from penstock.server.api.wire.codec_pool import LENGTH, READY, Job, Reply
-from penstock.server.api.wire.request_bodies import BodyJob, Refused, SampleBody, refused_by
+from penstock.server.api.wire.codec_pool import LENGTH, READY, CodecJob, CodecReply
+from penstock.server.api.wire.request_bodies import BodyDecoder, BodyError, BodyJob, to_body_error
 from penstock.server.api.wire.response_bodies import ResultJob, write
 from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.results import Result
@@ -37,7 +37,7 @@ def main(parent: int, memory: int) -> None:
     gc.freeze()
     gc.disable()
     while (said := _part(jobs)) is not None:
-        job = msgspec.msgpack.decode(said, type=Job)
+        job = msgspec.msgpack.decode(said, type=CodecJob)
         given = _part(jobs)
         if given is None:
             return
@@ -51,28 +51,30 @@ def main(parent: int, memory: int) -> None:
         gc.collect()
 
 
-def encoded(job: ResultJob, given: bytes) -> tuple[Reply, bytes]:
+def encoded(job: ResultJob, given: bytes) -> tuple[CodecReply, bytes]:
     """Encode a result, or return the error."""
     try:
         result = msgspec.msgpack.decode(given, type=Result)
-        return Reply(), write(result, job.shape, job.form, len(given))
+        return CodecReply(), write(result, job.shape, job.form, len(given))
     except MemoryError:
         error = "the result takes more memory to write than there is for one"
-        return Reply(refused=Refused(error=error, status=413)), b""
+        return CodecReply(refused=BodyError(error=error, status=413)), b""
 
 
-def decoded(job: BodyJob, packed: bytes) -> tuple[Reply, bytes]:
+def decoded(job: BodyJob, packed: bytes) -> tuple[CodecReply, bytes]:
     """Decode a body to its request in msgpack, or return the error."""
-    body = SampleBody(job, is_inline=False)
+    body = BodyDecoder(job, is_inline=False)
     try:
-        said, work = body.decode(packed)
-        ask = Request(id=job.ask, owner=job.owner, work=work, seq=said.seq)
-        return Reply(decoded=said), msgspec.msgpack.encode(ask)
+        said, operation = body.decode(packed)
+        request = Request(id=job.request_id, owner=job.owner, operation=operation, seq=said.seq)
+        return CodecReply(decoded=said), msgspec.msgpack.encode(request)
     except (ApiError, RequestValidationError) as error:
-        return Reply(refused=refused_by(error, body.known)), b""
+        return CodecReply(refused=to_body_error(error, body.model_and_seq)), b""
     except MemoryError:
         error = "the samples take more memory to decode than there is; send less at once"
-        return Reply(refused=Refused(error=error, status=413, known=body.known)), b""
+        return CodecReply(
+            refused=BodyError(error=error, status=413, model_and_seq=body.model_and_seq)
+        ), b""
 
 
 def _part(source: BinaryIO) -> bytes | None:

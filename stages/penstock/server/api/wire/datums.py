@@ -17,16 +17,16 @@ from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.tensors import (
     MAX_NUMBERS,
     Numbers,
-    claimed_by_json,
-    claimed_by_proto,
-    for_targets,
-    for_tokens,
     from_json,
     from_list,
     from_proto,
+    per_target,
+    per_token,
+    shape_from_json,
+    shape_from_proto,
+    to_integers,
     token_array,
-    tokens_of_bytes,
-    whole,
+    tokens_from_bytes,
 )
 from penstock.server.protocol.losses import (
     FACTORS,
@@ -45,27 +45,29 @@ RATIO_MASK = "sequence_ratio_mask"
 """The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
 
 Tokens = npt.NDArray[np.int64]
-Given = dict[str, Numbers]
+LossInputArrays = dict[str, Numbers]
 
 
-def data_of_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
+def datums_from_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
     """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
     input."""
-    return tuple(_of_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data))
+    return tuple(
+        _datum_from_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data)
+    )
 
 
-def data_of_json(
+def datums_from_json(
     data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
 ) -> tuple[Datum, ...]:
     """Decode JSON samples of either form: `model_input` and `loss_fn_inputs` of each. Raises
     ApiError as above."""
     return tuple(
-        _of_json(written, inputs, loss, f"sample {index}")
+        _datum_from_json(written, inputs, loss, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
     )
 
 
-def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
+def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
     """Number of values in the SDK's samples with sparse tensors densified, computed from shapes and
     lengths without decoding.
 
@@ -78,20 +80,22 @@ def numbers_of_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
         _check_names(datum.loss_fn_inputs, loss, what)
         total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
         shapes = {
-            name: claimed_by_proto(tensor, f"{name} of {what}")
+            name: shape_from_proto(tensor, f"{name} of {what}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
         total = _counted(total, shapes, loss, what)
     return total
 
 
-def numbers_of_json(data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss) -> int:
+def count_values_in_json(
+    data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
+) -> int:
     """The same for JSON samples. Raises ApiError as above, except for unknown inputs."""
     total = 0
     for index, (written, inputs) in enumerate(data):
         what = f"sample {index}"
         shapes = {
-            name: claimed_by_json(tensor, f"{name} of {what}")
+            name: shape_from_json(tensor, f"{name} of {what}")
             for name, tensor in (*written.items(), *inputs.items())
             if name not in ("chunks", "type")
         }
@@ -121,7 +125,7 @@ def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what
     return total
 
 
-def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
+def tokens_from_chunks(chunks: Any, what: str) -> Tokens:
     """The tokens of an SDK prompt in JSON. Raises ApiError for images and audio."""
     parts: list[Tokens] = []
     if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
@@ -129,18 +133,18 @@ def tokens_of_chunks(chunks: Any, what: str) -> Tokens:
     for chunk in chunks:
         kind = chunk.get("type", "encoded_text")
         if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
-            raise _no_text(str(kind), what)
-        parts.append(_flat(whole(from_list(chunk["tokens"], what), what), what))
+            raise _unsupported_chunk(str(kind), what)
+        parts.append(_flat(to_integers(from_list(chunk["tokens"], what), what), what))
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def _of_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
+def _datum_from_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
     _check_names(datum.loss_fn_inputs, loss, what)
     parts: list[Tokens] = []
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
-            raise _no_text(str(chunk.WhichOneof("chunk")), what)
-        parts.append(tokens_of_bytes(chunk.encoded_text.tokens, f"model_input of {what}"))
+            raise _unsupported_chunk(str(chunk.WhichOneof("chunk")), what)
+        parts.append(tokens_from_bytes(chunk.encoded_text.tokens, f"model_input of {what}"))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     given = {
         name: from_proto(tensor, f"{name} of {what}")
@@ -149,7 +153,9 @@ def _of_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
     return _datum(tokens, given, loss, what)
 
 
-def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, what: str) -> Datum:
+def _datum_from_json(
+    written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, what: str
+) -> Datum:
     if "labels" in inputs:
         if len(inputs) > 1:
             others = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
@@ -159,7 +165,7 @@ def _of_json(written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, 
             )
         _check_names((TARGETS,), loss, what)
         tokens, name = _tokens_of_json(written, what), f"labels of {what}"
-        labels = whole(for_tokens(_numbers(inputs["labels"], name), len(tokens), name), name)
+        labels = to_integers(per_token(_numbers(inputs["labels"], name), len(tokens), name), name)
         # The last token has no target.
         return _datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
     _check_names(inputs, loss, what)
@@ -171,11 +177,11 @@ def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
     if "chunks" in written:
         if set(written) - {"chunks", "type"}:
             raise ApiError(f"the model_input of {what} has chunks and other things; send chunks")
-        return tokens_of_chunks(written["chunks"], f"model_input of {what}")
+        return tokens_from_chunks(written["chunks"], f"model_input of {what}")
     if "input_ids" not in written:
         raise ApiError(f"the model_input of {what} has neither input_ids nor chunks")
     name = f"input_ids of {what}"
-    tokens = _flat(whole(_numbers(written["input_ids"], name), name), name)
+    tokens = _flat(to_integers(_numbers(written["input_ids"], name), name), name)
     _check_plain(written, len(tokens), what)
     return tokens
 
@@ -195,7 +201,7 @@ def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
         if name not in plain:
             raise ApiError(f"the model_input of {what} has {name[:100]}, which is not read here")
         numbers = _numbers(written[name], f"{name} of {what}")
-        if not np.array_equal(for_tokens(numbers, length, f"{name} of {what}"), plain[name]):
+        if not np.array_equal(per_token(numbers, length, f"{name} of {what}"), plain[name]):
             raise ApiError(
                 f"{name} of {what} is not that of one text without padding; send each text as a"
                 " sample of its own"
@@ -217,12 +223,12 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
         )
 
 
-def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
+def _datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) -> Datum:
     if not len(tokens):
         raise ApiError(f"{what} has no tokens")
     targets = _targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
     others = {
-        name: for_targets(numbers, targets.shape, f"{name} of {what}")
+        name: per_target(numbers, targets.shape, f"{name} of {what}")
         for name, numbers in given.items()
         if name != TARGETS
     }
@@ -236,7 +242,7 @@ def _datum(tokens: Tokens, given: Given, loss: Loss, what: str) -> Datum:
     return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
 
 
-def _mark_ratio(others: Given, what: str) -> None:
+def _mark_ratio(others: LossInputArrays, what: str) -> None:
     """Set the mask to the tokens of the sequence importance ratio.
 
     Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
@@ -255,13 +261,15 @@ def _mark_ratio(others: Given, what: str) -> None:
 def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
     """int64 [T], or [T, K] for a loss with several targets per token."""
     several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
-    return whole(numbers if several and numbers.size else for_tokens(numbers, length, what), what)
+    return to_integers(
+        numbers if several and numbers.size else per_token(numbers, length, what), what
+    )
 
 
 def _flat(numbers: Tokens, what: str) -> Tokens:
     """[T], also of [1, T]."""
-    return for_tokens(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
+    return per_token(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
 
 
-def _no_text(kind: str, what: str) -> ApiError:
+def _unsupported_chunk(kind: str, what: str) -> ApiError:
     return ApiError(f"{what} has a chunk of {kind[:50]!r}: text alone is trained on here")

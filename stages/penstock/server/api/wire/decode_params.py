@@ -12,7 +12,7 @@ from penstock.server.api.schemas.requests import (
     SamplingBody,
     StepBody,
 )
-from penstock.server.protocol.types import Adam, Lora, Optimizer, Sampling
+from penstock.server.protocol.types import AdamParams, LoraConfig, OptimizerConfig, SamplingParams
 
 STEP = "optimizer."
 """Metadata key prefix of optimizer parameters of a model."""
@@ -20,14 +20,14 @@ DISPLAY_NAME = "session.display_name"
 """Metadata key of a session's display name."""
 
 
-def parse_lora(body: LoraBody | None) -> Lora | None:
+def parse_lora(body: LoraBody | None) -> LoraConfig | None:
     """The LoRA config; None if not set. Raises ApiError if it has no rank."""
     if body is None or not body.model_fields_set:
         return None
     rank = body.rank if body.rank is not None else body.lora_rank
     if rank is None or None not in (body.rank, body.lora_rank):
         raise ApiError("lora_config needs a rank: rank or lora_rank, one of them")
-    return Lora(
+    return LoraConfig(
         rank=rank,
         alpha=body.lora_alpha,
         seed=body.seed,
@@ -37,11 +37,11 @@ def parse_lora(body: LoraBody | None) -> Lora | None:
     )
 
 
-def parse_optimizer(body: OptimizerBody | None) -> Optimizer:
+def parse_optimizer(body: OptimizerBody | None) -> OptimizerConfig:
     """The optimizer config, without the per-step parameters."""
     if body is None:
-        return Optimizer()
-    return Optimizer(
+        return OptimizerConfig()
+    return OptimizerConfig(
         kind=body.type, dtype=body.optimizer_dtype, kwargs=dict(body.optimizer_kwargs or {})
     )
 
@@ -83,7 +83,7 @@ def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> Adam:
+def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> AdamParams:
     """The Adam parameters of a step: its own, then the model's, then Adam's defaults."""
     kept = {
         name: float(text)
@@ -95,14 +95,14 @@ def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> Adam:
         given["learning_rate"] = step.learning_rate
     if step.gradient_clip is not None:
         given["grad_clip_norm"] = step.gradient_clip
-    return Adam(**given)
+    return AdamParams(**given)
 
 
-def parse_sampling_params(body: SamplingBody) -> Sampling:
+def parse_sampling_params(body: SamplingBody) -> SamplingParams:
     """Sampling parameters. An empty list of stop sequences disables all of them, including the
     end-of-sequence token, which otherwise also stops."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    return Sampling(
+    return SamplingParams(
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_k=-1 if body.top_k == 0 else body.top_k,

@@ -18,15 +18,14 @@ from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire.decode_params import user_metadata
 from penstock.server.protocol.envelopes import Failure
 from penstock.server.protocol.results import (
-    Loaded,
-    ModelMade,
-    Passed,
+    CreateModelResult,
+    ForwardBackwardResult,
+    OptimStepResult,
     Result,
-    Sampled,
-    Saved,
-    Stepped,
+    SampleResult,
+    SaveResult,
 )
-from penstock.server.protocol.types import Array, Checkpoint, Run, Sequence
+from penstock.server.protocol.types import Array, Checkpoint, ModelInfo, SampledSequence
 
 NOT_FINITE = (
     "the result holds numbers that are not finite: the computation diverged, or what it was given"
@@ -43,7 +42,7 @@ def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
     """The response for a completed request."""
     told: dict[str, Any] = {"type": shape.kind}
     match result:
-        case Passed():
+        case ForwardBackwardResult():
             return told | {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
@@ -53,14 +52,14 @@ def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
                 "metrics": result.metrics,
                 "info": {},
             }
-        case Sampled():
+        case SampleResult():
             return told | _sampled(result, shape)
-        case Stepped():
-            return told | {"metrics": _of_step(result, shape)}
-        case ModelMade() | Loaded():
+        case OptimStepResult():
+            return told | {"metrics": _step_metrics(result, shape)}
+        case CreateModelResult():
             path = {} if shape.path is None else {"path": shape.path}
             return told | {"model_id": result.model} | path
-        case Saved():
+        case SaveResult():
             told["path"] = write_path(result.model, result.name)
             return (
                 told if result.sampler is None else told | {"sampling_session_id": result.sampler}
@@ -108,7 +107,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def encode_run(run: Run, owner: str) -> dict[str, Any]:
+def encode_run(run: ModelInfo, owner: str) -> dict[str, Any]:
     """A model that is or was trained."""
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
     return {
@@ -138,14 +137,14 @@ def last_logprobs(logprobs: Array, shape: ResultFormat) -> npt.NDArray[np.float3
     return numbers
 
 
-def _of_step(result: Stepped, shape: ResultFormat) -> dict[str, float]:
+def _step_metrics(result: OptimStepResult, shape: ResultFormat) -> dict[str, float]:
     """The SDK's clients add step metrics to their own log, where `step` is their own counter."""
     if shape.model is None or uri_scheme(shape.model) != "tinker":
         return result.metrics
     return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
 
 
-def _sampled(result: Sampled, shape: ResultFormat) -> dict[str, Any]:
+def _sampled(result: SampleResult, shape: ResultFormat) -> dict[str, Any]:
     """Samples; null for a prompt token without logprob."""
     told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
     if result.prompt_logprobs is not None:
@@ -157,7 +156,7 @@ def _sampled(result: Sampled, shape: ResultFormat) -> dict[str, Any]:
     return told
 
 
-def _sequence(one: Sequence) -> dict[str, Any]:
+def _sequence(one: SampledSequence) -> dict[str, Any]:
     told: dict[str, Any] = {
         "stop_reason": one.stop_reason,
         "tokens": one.tokens.numpy().tolist(),

@@ -14,7 +14,7 @@ from penstock.server.protocol.types import Loss
 
 
 @dataclass(frozen=True)
-class Chosen:
+class LossSpec:
     """A loss and its parameters."""
 
     loss: Loss
@@ -22,7 +22,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class _Foreign:
+class _XorlLoss:
     """An xorl loss: its name here, the names of its parameters here, and its defaults."""
 
     loss: Loss
@@ -37,26 +37,26 @@ LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}
 """SDK losses by name."""
 
 _OFF = (None, False, 0, 0.0)
-_DRGRPO = _Foreign(
+_DRGRPO = _XorlLoss(
     "drgrpo", clip=(0.2, 0.28), renamed={"beta": "kl_beta"}, neutral={"kl_type": ("k3", None)}
 )
 
-XORL: Mapping[str, _Foreign] = {
-    "causallm_loss": _Foreign("cross_entropy"),
-    "policy_loss": _Foreign(
+XORL: Mapping[str, _XorlLoss] = {
+    "causallm_loss": _XorlLoss("cross_entropy"),
+    "policy_loss": _XorlLoss(
         "ppo",
         clip=(0.2, 0.2),
         renamed={"eps_clip_c": "eps_clip_c"},
         neutral={"use_tis": _OFF, "icepop_beta": _OFF, "compute_kl_stats": _OFF},
     ),
-    "cispo": _Foreign("cispo", clip=(1.0, 3.0)),
+    "cispo": _XorlLoss("cispo", clip=(1.0, 3.0)),
     "drgrpo": _DRGRPO,
     "drgrpo_loss": _DRGRPO,
 }
 """xorl losses by name. xorl's clip parameters are distances from 1; here they are thresholds."""
 
 
-def choose(name: str, params: Mapping[str, Any]) -> Chosen:
+def resolve_loss(name: str, params: Mapping[str, Any]) -> LossSpec:
     """Look up an SDK loss and its parameters. Raises ApiError if unknown."""
     loss = LOSSES.get(name)
     if loss is None:
@@ -70,14 +70,14 @@ def choose(name: str, params: Mapping[str, Any]) -> Chosen:
             f"{name} takes no {', '.join(key[:100] for key in strange[:5])};"
             f" it takes {', '.join(known) or 'no numbers'}"
         )
-    return Chosen(loss, {key: _number(key, value) for key, value in params.items()})
+    return LossSpec(loss, {key: _number(key, value) for key, value in params.items()})
 
 
-def xorl_loss(name: str, params: Mapping[str, Any]) -> Chosen:
+def resolve_xorl_loss(name: str, params: Mapping[str, Any]) -> LossSpec:
     """Look up a loss by its xorl name, else by its SDK name."""
     foreign = XORL.get(name)
     if foreign is None:
-        return choose(name, params)
+        return resolve_loss(name, params)
     left = dict(params)
     for key, fine in (foreign.neutral or {}).items():
         if (given := left.pop(key, None)) is not None and given not in fine:
@@ -86,10 +86,10 @@ def xorl_loss(name: str, params: Mapping[str, Any]) -> Chosen:
         if (given := left.pop(there, None)) is not None:
             left[here] = given
     _clip(foreign, left)
-    return choose(foreign.loss, left)
+    return resolve_loss(foreign.loss, left)
 
 
-def _clip(foreign: _Foreign, params: dict[str, Any]) -> None:
+def _clip(foreign: _XorlLoss, params: dict[str, Any]) -> None:
     """Convert distances from 1 to thresholds; uses the loss's defaults if none are given."""
     if foreign.clip is None:
         return

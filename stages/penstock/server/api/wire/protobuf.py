@@ -10,11 +10,11 @@ from google.protobuf.message import DecodeError
 from penstock.server.api.errors import ApiError
 from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire import tinker_pb2 as pb
-from penstock.server.api.wire.datums import data_of_proto
+from penstock.server.api.wire.datums import datums_from_proto
 from penstock.server.api.wire.encode_results import last_logprobs
-from penstock.server.api.wire.loss_names import Chosen, choose
-from penstock.server.protocol.requests import Pass
-from penstock.server.protocol.results import Passed, Result, Sampled
+from penstock.server.api.wire.loss_names import LossSpec, resolve_loss
+from penstock.server.protocol.requests import ForwardBackward
+from penstock.server.protocol.results import ForwardBackwardResult, Result, SampleResult
 from penstock.server.protocol.types import Array
 
 DTYPES = {
@@ -35,7 +35,7 @@ def read_pass(body: bytes) -> pb.ForwardBackwardRequest:
         raise ApiError("the body is no ForwardBackwardRequest") from error
 
 
-def parse_loss(request: pb.ForwardBackwardRequest) -> Chosen:
+def parse_loss(request: pb.ForwardBackwardRequest) -> LossSpec:
     """The requested loss and its parameters. Raises ApiError if unknown."""
     params: dict[str, float | str] = {}
     if request.loss_fn_config_v2:
@@ -45,33 +45,33 @@ def parse_loss(request: pb.ForwardBackwardRequest) -> Chosen:
         params.update(request.loss_fn_config)
     if not request.data:
         raise ApiError("there are no samples in the request")
-    return choose(request.loss_fn, params)
+    return resolve_loss(request.loss_fn, params)
 
 
-def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: Chosen) -> Pass:
+def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: LossSpec) -> ForwardBackward:
     """The requested forward-backward pass. Raises ApiError naming what is invalid."""
-    return Pass(
+    return ForwardBackward(
         model=request.model_id,
-        data=data_of_proto(request.data, chosen.loss),
+        data=datums_from_proto(request.data, chosen.loss),
         loss=chosen.loss,
         params=chosen.params,
         forward_only=request.forward_only,
-        per="sum",
+        loss_reduction="sum",
     )
 
 
 def write_result(result: Result, shape: ResultFormat) -> bytes | None:
     """Encode forward passes and samples; None for other results, which have no protobuf message."""
     match result:
-        case Passed():
+        case ForwardBackwardResult():
             return _passed(result).SerializeToString()
-        case Sampled():
+        case SampleResult():
             return _sampled(result, shape).SerializeToString()
         case _:
             return None
 
 
-def _passed(result: Passed) -> pb.ForwardBackwardOutput:
+def _passed(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
     told = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
         # The SDK aggregates metrics of several requests by the suffix after the colon.
@@ -98,7 +98,7 @@ def _add_record(told: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Arra
         tensor.trailing_shape.extend(first.shape[1:])
 
 
-def _sampled(result: Sampled, shape: ResultFormat) -> pb.SampleResponse:
+def _sampled(result: SampleResult, shape: ResultFormat) -> pb.SampleResponse:
     told = pb.SampleResponse()
     for one in result.sequences:
         drawn = told.sequences.add(

@@ -22,26 +22,26 @@ from penstock.server.api.middleware.body_limit import (
     require_few_keys,
 )
 from penstock.server.api.schemas.requests import (
-    DrawBody,
+    AsampleBody,
     ForwardBackwardBody,
     ForwardBody,
     SamplesBody,
 )
 from penstock.server.api.wire.datums import (
-    data_of_json,
-    numbers_of_json,
-    numbers_of_proto,
-    tokens_of_chunks,
+    count_values_in_json,
+    count_values_in_proto,
+    datums_from_json,
+    tokens_from_chunks,
 )
 from penstock.server.api.wire.decode_params import parse_sampling_params
-from penstock.server.api.wire.loss_names import choose, xorl_loss
+from penstock.server.api.wire.loss_names import resolve_loss, resolve_xorl_loss
 from penstock.server.api.wire.protobuf import parse_forward_backward, parse_loss, read_pass
 from penstock.server.api.wire.tensors import token_array
 from penstock.server.protocol import requests
 from penstock.server.protocol.codec import Category, Code
 
 B = TypeVar("B", bound=BaseModel)
-Call = Literal["forward", "forward_backward", "asample"]
+SampleCall = Literal["forward", "forward_backward", "asample"]
 
 WINDOW = 1 << 27
 """Maximum window size in bytes for decompression."""
@@ -61,26 +61,26 @@ INLINE_NUMBERS = 1 << 16
 class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How to decode a body."""
 
-    call: Call
+    call: SampleCall
     kind: str
     """Its media type."""
     encoding: str
     """`identity` or `zstd`."""
     max_bytes: int
     """Maximum bytes after decompression."""
-    ask: str = ""
+    request_id: str = ""
     owner: str = ""
     """The id and owner of its request."""
 
 
-class Decoded(msgspec.Struct, frozen=True, kw_only=True):
+class DecodedBody(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a body besides its request."""
 
     seq: int | None = None
     forward_only: bool = False
     base_model: str | None = None
     """The base model to sample from, if there is no sampler and no path."""
-    again: str = ""
+    retry_key: str = ""
     """Idempotency key, if the client's names identify a repeated request."""
     last_prompt_logprobs: int | None = None
     count: int = 1
@@ -88,7 +88,7 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
+class BodyError(msgspec.Struct, frozen=True, kw_only=True):
     """A rejected body, passed between processes."""
 
     error: str
@@ -97,7 +97,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
     code: Code = "invalid"
     faults: list[dict[str, Any]] | None = None
     """The validation errors."""
-    known: dict[str, Any] | None = None
+    model_and_seq: dict[str, Any] | None = None
     """The model and sequence number of an invalid request."""
 
 
@@ -105,15 +105,17 @@ class NotInlineError(Exception):
     """The body is too large to be decoded in the event loop."""
 
 
-class SampleBody:
+class BodyDecoder:
     """A body being decoded; `known` has the model and sequence number as soon as they are known."""
 
     def __init__(self, job: BodyJob, *, is_inline: bool) -> None:
         """`is_inline`: raise NotInlineError for a body that takes more than some milliseconds."""
         self._job, self._is_inline = job, is_inline
-        self.known: dict[str, Any] | None = None
+        self.model_and_seq: dict[str, Any] | None = None
 
-    def decode(self, packed: bytes) -> tuple[Decoded, requests.Pass | requests.Sample]:
+    def decode(
+        self, packed: bytes
+    ) -> tuple[DecodedBody, requests.ForwardBackward | requests.Sample]:
         """Decode the body. Raises ApiError and RequestValidationError."""
         job = self._job
         body = self._decompressed(packed)
@@ -122,7 +124,7 @@ class SampleBody:
         if job.kind not in (JSON, ""):
             raise RequestValidationError([_NO_OBJECT])
         parsed = parsed_json(body, MAX_VALUES, MAX_CONTAINERS)
-        self.known = _known(parsed)
+        self.model_and_seq = _find_model_and_seq(parsed)
         match job.call:
             case "forward_backward":
                 said = _validated(ForwardBackwardBody, parsed)
@@ -131,7 +133,7 @@ class SampleBody:
                 said = _validated(ForwardBody, parsed)
                 return self._json_pass(said, said.forward_input, forward_only=True)
             case "asample":
-                return _draw(_validated(DrawBody, parsed))
+                return _draw(_validated(AsampleBody, parsed))
 
     def _decompressed(self, packed: bytes) -> bytes:
         job = self._job
@@ -143,40 +145,42 @@ class SampleBody:
         except ApiError as refusal:
             raise NotInlineError from refusal
 
-    def _proto_pass(self, body: bytes) -> tuple[Decoded, requests.Pass]:
+    def _proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
         message = read_pass(body)
-        self.known = {"model_id": message.model_id, "seq_id": message.seq_id}
+        self.model_and_seq = {"model_id": message.model_id, "seq_id": message.seq_id}
         if message.seq_id < 1:
             raise ApiError(f"seq_id is {message.seq_id}, and the first is 1")
         self._require_samples(len(message.data))
         chosen = parse_loss(message)
-        self._require_numbers(numbers_of_proto(message.data, chosen.loss))
-        decoded = Decoded(
+        self._require_numbers(count_values_in_proto(message.data, chosen.loss))
+        decoded = DecodedBody(
             seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
         )
         return decoded, parse_forward_backward(message, chosen)
 
     def _json_pass(
         self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
-    ) -> tuple[Decoded, requests.Pass]:
+    ) -> tuple[DecodedBody, requests.ForwardBackward]:
         """A forward-backward pass in JSON. xorl clients use their own model and loss names, and sum
         gradients, which the optimizer step divides by the number of tokens."""
         ours = uri_scheme(said.model_id) == "tinker"
         params = body.loss_fn_params or {}
-        chosen = choose(body.loss_fn, params) if ours else xorl_loss(body.loss_fn, params)
+        chosen = (
+            resolve_loss(body.loss_fn, params) if ours else resolve_xorl_loss(body.loss_fn, params)
+        )
         self._require_samples(len(body.data))
         data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
-        self._require_numbers(numbers_of_json(data, chosen.loss))
-        work = requests.Pass(
+        self._require_numbers(count_values_in_json(data, chosen.loss))
+        operation = requests.ForwardBackward(
             model=said.model_id,
-            data=data_of_json(data, chosen.loss),
+            data=datums_from_json(data, chosen.loss),
             loss=chosen.loss,
             params=chosen.params,
             forward_only=forward_only,
-            per="sum" if ours else "token",
+            loss_reduction="sum" if ours else "token",
         )
-        decoded = Decoded(seq=said.seq_id, forward_only=forward_only, model=said.model_id)
-        return decoded, work
+        decoded = DecodedBody(seq=said.seq_id, forward_only=forward_only, model=said.model_id)
+        return decoded, operation
 
     def _require_samples(self, count: int) -> None:
         if count > MAX_SAMPLES:
@@ -189,20 +193,24 @@ class SampleBody:
             raise NotInlineError
 
 
-def refused_by(error: ApiError | RequestValidationError, known: dict[str, Any] | None) -> Refused:
+def to_body_error(
+    error: ApiError | RequestValidationError, model_and_seq: dict[str, Any] | None
+) -> BodyError:
     """The error in a form that can be passed to another process."""
     if isinstance(error, RequestValidationError):
-        return Refused(error="", status=422, faults=list(error.errors()), known=known)
-    return Refused(
+        return BodyError(
+            error="", status=422, faults=list(error.errors()), model_and_seq=model_and_seq
+        )
+    return BodyError(
         error=error.error,
         status=error.status_code,
         category=error.category,
         code=error.code,
-        known=known,
+        model_and_seq=model_and_seq,
     )
 
 
-def to_decode_error(refused: Refused) -> ApiError | RequestValidationError:
+def to_decode_error(refused: BodyError) -> ApiError | RequestValidationError:
     """The error received from another process."""
     if refused.faults is not None:
         return RequestValidationError(refused.faults)
@@ -218,7 +226,7 @@ _NO_OBJECT = {
 }
 
 
-def _known(parsed: Any) -> dict[str, Any] | None:
+def _find_model_and_seq(parsed: Any) -> dict[str, Any] | None:
     """The model and sequence number; a sampler's sequence number is not one of a model."""
     if not isinstance(parsed, dict) or "sampling_session_id" in parsed:
         return None
@@ -252,11 +260,11 @@ def _require_few_keys(parsed: Any) -> None:
         require_few_keys(found)
 
 
-def _draw(body: DrawBody) -> tuple[Decoded, requests.Sample]:
+def _draw(body: AsampleBody) -> tuple[DecodedBody, requests.Sample]:
     given = (body.sampling_session_id, body.model_path, body.base_model)
     if sum(source is not None for source in given) != 1:
         raise ApiError("send sampling_session_id, model_path or base_model, one of them")
-    tokens = tokens_of_chunks(body.prompt.chunks, "the prompt")
+    tokens = tokens_from_chunks(body.prompt.chunks, "the prompt")
     if not len(tokens):
         raise ApiError("the prompt has no tokens")
     last = body.prompt_logprobs_last_n
@@ -265,7 +273,7 @@ def _draw(body: DrawBody) -> tuple[Decoded, requests.Sample]:
             f"prompt_logprobs_last_n is {last} for a prompt of {len(tokens)} tokens: it is less,"
             " and prompt_logprobs is true"
         )
-    work = requests.Sample(
+    operation = requests.Sample(
         prompt=token_array(tokens, "the prompt"),
         sampling=parse_sampling_params(body.sampling_params),
         count=body.num_samples,
@@ -275,13 +283,13 @@ def _draw(body: DrawBody) -> tuple[Decoded, requests.Sample]:
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
     )
-    again = ""
+    retry_key = ""
     if body.sampling_session_id is not None and body.seq_id is not None:
-        again = f"draw {body.sampling_session_id} {body.seq_id}"
-    decoded = Decoded(
+        retry_key = f"draw {body.sampling_session_id} {body.seq_id}"
+    decoded = DecodedBody(
         base_model=body.base_model,
-        again=again,
+        retry_key=retry_key,
         last_prompt_logprobs=last,
         count=body.num_samples,
     )
-    return decoded, work
+    return decoded, operation

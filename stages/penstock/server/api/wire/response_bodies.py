@@ -13,9 +13,9 @@ from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire.encode_results import encode, json_of_failure, json_of_result
 from penstock.server.api.wire.protobuf import write_result
 from penstock.server.protocol.envelopes import Failure
-from penstock.server.protocol.results import Passed, Result, Sampled
+from penstock.server.protocol.results import ForwardBackwardResult, Result, SampleResult
 
-Form = Literal["json", "protobuf"]
+ResultEncoding = Literal["json", "protobuf"]
 
 INLINE_BYTES = {"json": 1 << 17, "protobuf": 1 << 22}
 """Maximum array bytes of a result for encoding in the event loop."""
@@ -23,7 +23,7 @@ INLINE_ARRAYS = 512
 """Maximum number of samples for encoding in the event loop."""
 MAX_JSON_BYTES = 16 << 20
 """Maximum array bytes of a JSON result; JSON takes six times as many."""
-PIECE = 1 << 16
+CHUNK_BYTES = 1 << 16
 """Chunk size of a response in bytes, sent as the client reads."""
 
 TOO_LARGE = Failure(
@@ -41,28 +41,32 @@ class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How to encode a result, which follows in msgpack."""
 
     shape: ResultFormat
-    form: Form
+    form: ResultEncoding
 
 
-def is_small(result: Result, size: int, form: Form) -> bool:
+def is_small(result: Result, size: int, form: ResultEncoding) -> bool:
     """Whether encoding takes at most some milliseconds. `size`: bytes of its arrays."""
     parts = 0
     match result:
-        case Passed(outputs=outputs):
+        case ForwardBackwardResult(outputs=outputs):
             parts = len(outputs)
-        case Sampled(sequences=sequences):
+        case SampleResult(sequences=sequences):
             parts = len(sequences)
         case _:
             pass
     return size <= INLINE_BYTES[form] and parts <= INLINE_ARRAYS
 
 
-def negotiate_format(result: Result, accept: str) -> Form:
+def negotiate_format(result: Result, accept: str) -> ResultEncoding:
     """The format for a client's Accept header."""
-    return "protobuf" if "protobuf" in accept and isinstance(result, Passed | Sampled) else "json"
+    return (
+        "protobuf"
+        if "protobuf" in accept and isinstance(result, ForwardBackwardResult | SampleResult)
+        else "json"
+    )
 
 
-def write(result: Result, shape: ResultFormat, form: Form, size: int) -> bytes:
+def write(result: Result, shape: ResultFormat, form: ResultEncoding, size: int) -> bytes:
     """Encode the result."""
     if form == "protobuf":
         message = write_result(result, shape)
@@ -73,7 +77,7 @@ def write(result: Result, shape: ResultFormat, form: Form, size: int) -> bytes:
     return encode(json_of_result(result, shape))
 
 
-class PiecesResponse(Response):
+class ChunkedResponse(Response):
     """A response sent in chunks, so that no connection buffers a copy."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +91,7 @@ class PiecesResponse(Response):
             }
         )
         body = memoryview(self.body)
-        for at in range(0, max(1, len(body)), PIECE):
-            piece = bytes(body[at : at + PIECE])
-            is_last = at + PIECE >= len(body)
+        for at in range(0, max(1, len(body)), CHUNK_BYTES):
+            piece = bytes(body[at : at + CHUNK_BYTES])
+            is_last = at + CHUNK_BYTES >= len(body)
             await send({"type": "http.response.body", "body": piece, "more_body": not is_last})

@@ -74,7 +74,7 @@ def from_json(tensor: Mapping[str, Any], what: str) -> Numbers:
         return _shaped(values, shape, what)
     if not isinstance(rows, list) or not isinstance(columns, list):
         raise ApiError(f"{what} needs sparse_crow_indices and sparse_col_indices, or neither")
-    indices = [whole(from_list(given, what), what) for given in (rows, columns)]
+    indices = [to_integers(from_list(given, what), what) for given in (rows, columns)]
     return _dense(values, indices[0], indices[1], shape, what)
 
 
@@ -87,13 +87,13 @@ def from_proto(tensor: pb.Tensor, what: str) -> Numbers:
         return _shaped(_read(tensor.dense, tensor.dtype, what), shape, what)
     sparse = tensor.sparse_csr
     rows, columns = (
-        whole(_read(given, pb.DTYPE_INT64, what), what)
+        to_integers(_read(given, pb.DTYPE_INT64, what), what)
         for given in (sparse.crow_indices, sparse.col_indices)
     )
     return _dense(_read(sparse.values, tensor.dtype, what), rows, columns, shape, what)
 
 
-def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
+def shape_from_json(tensor: Any, what: str) -> tuple[int, ...]:
     """The dense shape of a JSON tensor without reading its values: all rows of a nested list count
     as long as the first. Raises ApiError for a shape over the limit."""
     if isinstance(tensor, list):
@@ -106,19 +106,19 @@ def claimed_by_json(tensor: Any, what: str) -> tuple[int, ...]:
     return shape if shape is not None else (len(data) if isinstance(data, list) else 0,)
 
 
-def claimed_by_proto(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
+def shape_from_proto(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
     """The dense shape of a tensor of the SDK. Raises ApiError for one over the limit."""
     shape = _shape(list(tensor.shape), what) if tensor.shape else None
     kind = _PROTO.get(tensor.dtype)
     return shape if shape is not None else (len(tensor.dense) // (kind.itemsize if kind else 1),)
 
 
-def tokens_of_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
+def tokens_from_bytes(data: bytes, what: str) -> npt.NDArray[np.int64]:
     """Tokens in the SDK's encoding: int32, little-endian."""
-    return whole(_read(data, pb.DTYPE_INT32, what), what)
+    return to_integers(_read(data, pb.DTYPE_INT32, what), what)
 
 
-def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
+def per_token(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
     """One value per token, [T]; also accepts [1, T] and [T, 1]. Raises ApiError."""
     if numbers.size != length or max(numbers.shape, default=0) != length:
         raise ApiError(
@@ -127,16 +127,16 @@ def for_tokens(numbers: Numbers, length: int, what: str) -> npt.NDArray[Any]:
     return numbers.reshape(length)
 
 
-def for_targets(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
+def per_target(numbers: Numbers, shape: tuple[int, ...], what: str) -> npt.NDArray[Any]:
     """One value per target of shape [T] or [T, K]; a value per token is broadcast to its targets.
     Raises ApiError."""
     if numbers.shape == shape:
         return numbers
-    each = for_tokens(numbers, shape[0], what)
+    each = per_token(numbers, shape[0], what)
     return each if len(shape) == 1 else np.broadcast_to(each[:, None], shape)
 
 
-def whole(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
+def to_integers(numbers: Numbers, what: str) -> npt.NDArray[np.int64]:
     """Integer values such as tokens. Raises ApiError for fractions."""
     if numbers.dtype.kind == "f":
         if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
