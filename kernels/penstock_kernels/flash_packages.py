@@ -30,7 +30,7 @@ class Package:
     soft_cap: bool = True
     """Whether it supports these, in its backward pass too."""
 
-    def missing(self) -> str | None:
+    def missing_reason(self) -> str | None:
         """Why it cannot be imported here; None if it can."""
         spec = find_spec(self.module.split(".", maxsplit=1)[0])
         # find_spec of a submodule would import the package.

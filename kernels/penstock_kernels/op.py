@@ -20,7 +20,7 @@ R = TypeVar("R")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton kernels run in Triton's interpreter: correct, on any machine, and very slow."""
 
-BUILT_FOR_GPUS = torch.backends.cuda.is_built()
+HAS_CUDA_BUILD = torch.backends.cuda.is_built()
 """Whether this PyTorch was built for CUDA; does not query a driver."""
 
 HAS_TRITON = find_spec("triton") is not None
@@ -33,19 +33,19 @@ class UnsupportedError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelImpl(Generic[P, R]):
-    """One fast implementation, and `refuses`: why it does not support inputs, or None."""
+    """A fast implementation; `unsupported_reason` says why inputs are not supported, or None."""
 
     run: Callable[P, R]
-    refuses: Callable[P, str | None]
-    written_in: Literal["torch", "triton"] = "torch"
-    missing: str | None = None
+    unsupported_reason: Callable[P, str | None]
+    language: Literal["torch", "triton"] = "torch"
+    missing_reason: str | None = None
     """Why it is not available on this machine, independent of inputs."""
 
     @property
-    def may_be_picked(self) -> bool:
+    def is_auto_selectable(self) -> bool:
         """Interpreted kernels run only by name, in tests; they are never selected automatically."""
-        runs = self.written_in == "torch" or (BUILT_FOR_GPUS and not INTERPRETED)
-        return self.missing is None and runs
+        runs = self.language == "torch" or (HAS_CUDA_BUILD and not INTERPRETED)
+        return self.missing_reason is None and runs
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Op(Generic[P, R]):
     """Fast implementations by name, in order of preference."""
     reference_name: str = "reference"
     """The reference's name for users, if it has its own."""
-    able: tuple[KernelImpl[P, R], ...] = field(init=False, repr=False, compare=False)
-    """Those that may be picked on this machine, found once: a small operation is done in the time
-    of a few questions."""
+    available: tuple[KernelImpl[P, R], ...] = field(init=False, repr=False, compare=False)
+    """Implementations that may be selected on this machine. Computed once: a small operation takes
+    no longer than a few such checks."""
 
     def __post_init__(self) -> None:
         """Find the available implementations."""
-        found = tuple(backend for backend in self.fast.values() if backend.may_be_picked)
+        found = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
         object.__setattr__(self, "able", found)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the first fast backend that supports the inputs, else the reference."""
-        for backend in self.able:
-            if backend.refuses(*args, **kwargs) is None:
+        for backend in self.available:
+            if backend.unsupported_reason(*args, **kwargs) is None:
                 return backend.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -94,15 +94,15 @@ class Op(Generic[P, R]):
             have = ", ".join(self.backends)
             raise UnsupportedError(f"{self.name} has no backend {name!r}; it has {have}")
         fast = self.fast[name]
-        if fast.missing:
-            raise UnsupportedError(f"{self.name} cannot run on {name}: {fast.missing}")
+        if fast.missing_reason:
+            raise UnsupportedError(f"{self.name} cannot run on {name}: {fast.missing_reason}")
 
-        def obey(*args: P.args, **kwargs: P.kwargs) -> R:
-            if reason := fast.refuses(*args, **kwargs):
+        def run_or_raise(*args: P.args, **kwargs: P.kwargs) -> R:
+            if reason := fast.unsupported_reason(*args, **kwargs):
                 raise UnsupportedError(f"{self.name} cannot run on {name}: {reason}")
             return fast.run(*args, **kwargs)
 
-        return obey
+        return run_or_raise
 
 
 def cache_home() -> Path:

@@ -188,12 +188,12 @@ def compile_group_gemm() -> None:
 
 def compile_quant() -> None:
     from penstock_kernels.noise import triton as noise
-    from penstock_kernels.quant import FORMATS, format_named
+    from penstock_kernels.quant import FORMATS, get_format
     from penstock_kernels.quant import triton_dequantize as dequantize
     from penstock_kernels.quant import triton_matmul as matmul
     from penstock_kernels.quant import triton_quantize as quantize
 
-    for kept in (*FORMATS.values(), *([format_named("nf4", 4096)] if ALL else [])):
+    for kept in (*FORMATS.values(), *([get_format("nf4", 4096)] if ALL else [])):
         scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
         tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
         rows, columns = dequantize.tile(4096, kept.group)

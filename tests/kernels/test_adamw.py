@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, StepTensors, adamw_, adamw_foreach_
 from penstock_kernels.rng_rows import side_by_side, words
 from penstock_kernels.stochastic_rounding import stochastic_round
 from tests.kernels.quant.matrices import normal
@@ -244,12 +244,12 @@ def test_many_are_stepped_as_each_is_alone(shapes, kinds, keeps, small):
     for shape, (weight, states) in zip(shapes, kinds, strict=False):
         made = inputs(*shape, weight=weight, states=states)
         lost = normal(*shape, seed=4, scale=1e-4).to(weight) if keeps else None
-        together.append(Stepped(*made, lost))
+        together.append(StepTensors(*made, lost))
         mine = [None if part is None else part.clone() for part in together[-1]]
         rows = [None if part is None else part.view(-1, part.shape[-1]) for part in mine]
         adamw_(*rows[:4], STEP, lost=rows[4])
         alone.append(mine)
-    adamw_each_(together, STEP, adamw_, small)
+    adamw_foreach_(together, STEP, adamw_, small)
     for mine, theirs in zip(together, alone, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one is other or torch.equal(one, other)

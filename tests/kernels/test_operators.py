@@ -15,7 +15,7 @@ from penstock.models.layers.router import Router
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.permute import sort_by_expert
-from penstock_kernels.quant import format_named, quantize
+from penstock_kernels.quant import get_format, quantize
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
 
 BACKENDS = ["native", "loops", *(["triton"] if CAN_RUN_TRITON else [])]
@@ -70,7 +70,7 @@ def numbered(module: OpModule):
 
 
 def test_what_programs_ask_of_modules_by_number():
-    matrix = QuantizedMatrix(format_named("nvfp4"), (4, 24), torch.device(DEVICE))
+    matrix = QuantizedMatrix(get_format("nvfp4"), (4, 24), torch.device(DEVICE))
     for leaf, raw in quantize(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
         matrix.get_parameter(leaf).data = raw
     tensors = [matrix.get_parameter(leaf) for leaf in LEAVES]

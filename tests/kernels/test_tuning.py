@@ -12,7 +12,7 @@ import torch.distributed as dist
 from penstock.core import env
 from penstock_kernels import op
 from penstock_kernels.tuning import autotune_cache as books
-from penstock_kernels.tuning import chosen
+from penstock_kernels.tuning import select_config
 from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Device
 from penstock_kernels.tuning.tuner import Autotuner, size_class
 from tests.ranks import on_ranks
@@ -165,7 +165,7 @@ def test_who_waits_too_long_for_another_process_takes_the_rule(tmp_path, monkeyp
     monkeypatch.setattr(books, "PATIENCE", 0.01)
     bench = Bench()
     with (
-        AutotuneCache(tmp_path, H200).alone(),
+        AutotuneCache(tmp_path, H200).lock(),
         pytest.warns(RuntimeWarning, match="held by another process"),
     ):
         assert ask(process(tmp_path, bench), bench) == RULE
@@ -188,7 +188,7 @@ def test_no_kernel_is_measured_in_the_interpreter_or_on_a_cpu():
         raise AssertionError("nothing is launched")
 
     with warnings.catch_warnings(action="error"):
-        found = chosen(torch.mm, torch.empty(8), (8,), (RULE, FAST), launch)
+        found = select_config(torch.mm, torch.empty(8), (8,), (RULE, FAST), launch)
     assert found == RULE
 
 

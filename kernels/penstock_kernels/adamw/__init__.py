@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from penstock_kernels.adamw.foreach import Stepped, adamw_each_
+from penstock_kernels.adamw.foreach import StepTensors, adamw_foreach_
 from penstock_kernels.adamw.reference import adamw_ as _reference
 from penstock_kernels.adamw.settings import Settings
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 from penstock_kernels.rng_rows import RowKeys
 
-__all__ = ["RowKeys", "Settings", "Stepped", "adamw_", "adamw_each_"]
+__all__ = ["RowKeys", "Settings", "StepTensors", "adamw_", "adamw_foreach_"]
 
 
-def _refuses(
+def _unsupported_reason(
     weight: torch.Tensor,
     gradient: torch.Tensor,
     first: torch.Tensor,
@@ -35,6 +35,6 @@ _FAST: Mapping[str, KernelImpl[..., None]] = {}
 if HAS_TRITON:
     from penstock_kernels.adamw.triton import adamw_ as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
 adamw_: Op[..., None] = Op("adamw_", _reference, _FAST)

@@ -9,11 +9,11 @@ from penstock_kernels.adamw.settings import Settings
 
 SMALL = 1 << 16
 """Elements of a tensor that is concatenated: calls cost more than copies."""
-TOGETHER = 1 << 22
+MAX_CONCATENATED = 1 << 22
 """Maximum elements of a concatenation of several tensors."""
 
 
-class Stepped(NamedTuple):
+class StepTensors(NamedTuple):
     """Inputs and outputs of a step of one weight: tensors of one shape, as in `adamw_`."""
 
     weight: torch.Tensor
@@ -23,8 +23,8 @@ class Stepped(NamedTuple):
     lost: torch.Tensor | None = None
 
 
-def adamw_each_(
-    each: Sequence[Stepped], settings: Settings, step: Callable[..., None], small: int = SMALL
+def adamw_foreach_(
+    each: Sequence[StepTensors], settings: Settings, step: Callable[..., None], small: int = SMALL
 ) -> None:
     """Apply `step` (an `adamw_`) to every weight, without stochastic rounding.
 
@@ -34,7 +34,7 @@ def adamw_each_(
     Raises:
         ValueError: as `step` does.
     """
-    alike: dict[tuple[object, ...], list[Stepped]] = {}
+    alike: dict[tuple[object, ...], list[StepTensors]] = {}
     for one in each:
         if not one.weight.numel():
             continue
@@ -51,14 +51,16 @@ def adamw_each_(
                 _side_by_side(some, settings, step)
 
 
-def _alone(one: Stepped, settings: Settings, step: Callable[..., None]) -> None:
+def _alone(one: StepTensors, settings: Settings, step: Callable[..., None]) -> None:
     columns = one.weight.shape[-1] if one.weight.ndim else 1
     weight, gradient, first, second = (part.view(-1, columns) for part in one[:4])
     lost = None if one.lost is None else one.lost.view(-1, columns)
     step(weight, gradient, first, second, settings, lost=lost)
 
 
-def _side_by_side(some: Sequence[Stepped], settings: Settings, step: Callable[..., None]) -> None:
+def _side_by_side(
+    some: Sequence[StepTensors], settings: Settings, step: Callable[..., None]
+) -> None:
     columns = [[part for part in parts if part is not None] for parts in zip(*some, strict=True)]
     flat = [torch.cat([part.view(-1) for part in parts])[None] for parts in columns if parts]
     step(*flat[:4], settings, lost=flat[4] if columns[4] else None)
@@ -70,13 +72,13 @@ def _side_by_side(some: Sequence[Stepped], settings: Settings, step: Callable[..
         torch._foreach_copy_([part.view(-1) for part in parts], list(pieces))
 
 
-def _batches(ones: Sequence[Stepped]) -> list[list[Stepped]]:
-    found: list[list[Stepped]] = []
+def _batches(ones: Sequence[StepTensors]) -> list[list[StepTensors]]:
+    found: list[list[StepTensors]] = []
     room = 0
     for one in ones:
         if one.weight.numel() > room:
             found.append([])
-            room = TOGETHER
+            room = MAX_CONCATENATED
         found[-1].append(one)
         room -= one.weight.numel()
     return found

@@ -10,7 +10,7 @@ import torch
 
 from penstock_kernels.adamw.settings import Settings, require_step
 from penstock_kernels.rng_rows import RowKeys, blocks
-from penstock_kernels.stochastic_rounding.reference import LOW, drawn_words, rounded
+from penstock_kernels.stochastic_rounding.reference import LOW, random_words, rounded
 
 
 def adamw_(
@@ -52,16 +52,16 @@ def adamw_(
     for here, run in blocks([RowKeys(rows, 0)] if runs is None else runs, columns):
         drawn = None
         if runs is not None:
-            drawn = drawn_words(run, first_column, columns, weight.device)
+            drawn = random_words(run, first_column, columns, weight.device)
         g = gradient_RK[here].float()
         m = first_RK[here].float()
         m = m + (g - m) * (1 - settings.beta1)
         v = second_RK[here].float() * settings.beta2 + g * g * (1 - settings.beta2)
-        update = m / (v.sqrt() / settings.root + settings.eps)
+        update = m / (v.sqrt() / settings.bias_correction2_sqrt + settings.eps)
         w = weight_RK[here].float()
         if lost_RK is not None:
             w = w + lost_RK[here].float()
-        w = w * settings.kept - update * settings.size
+        w = w * settings.decay_factor - update * settings.step_size
         first_RK[here] = m
         second_RK[here] = _as(second.dtype, v, None if drawn is None else drawn >> 16)
         if lost_RK is None:

@@ -24,18 +24,18 @@ class Settings:
     """From 1."""
 
     @property
-    def kept(self) -> float:
-        """The share of a weight that decay leaves."""
+    def decay_factor(self) -> float:
+        """Factor of the weight in decoupled weight decay: 1 - lr * weight_decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
-    def size(self) -> float:
-        """The rate, for a first moment that began at zero."""
+    def step_size(self) -> float:
+        """The learning rate with the bias correction of the first moment."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
-    def root(self) -> float:
-        """What the second moment's root is divided by, as it began at zero."""
+    def bias_correction2_sqrt(self) -> float:
+        """Bias correction of the square root of the second moment."""
         return math.sqrt(1 - self.beta2**self.step)
 
 

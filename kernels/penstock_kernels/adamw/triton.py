@@ -13,15 +13,15 @@ from penstock_kernels.rng_rows import RowKeys, table
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
     as_bfloat16,
-    at_random,
-    drawn_for,
+    random_words,
+    round_stochastically,
+    round_to_nearest,
     tile,
-    to_nearest,
 )
 
 
 @triton.jit
-def _put(at, x, inside):
+def _store(at, x, inside):
     """x, of which bfloat16 holds every number where it is put as that."""
     if at.dtype.element_ty == tl.bfloat16:
         x = as_bfloat16(x)
@@ -72,22 +72,26 @@ def _step(
         w += tl.load(lost_ptr + at, mask=inside, other=0).to(tl.float32)
     w = w * kept - update * size
     if RUNS:
-        drawn = drawn_for(row, runs_ptr, num_runs, first_column, ROWS, ACROSS, RUNS)
+        drawn = random_words(row, runs_ptr, num_runs, first_column, ROWS, ACROSS, RUNS)
     if first_ptr.dtype.element_ty == tl.bfloat16:
-        m = to_nearest(m)
-    _put(first_ptr + at, m, inside)
+        m = round_to_nearest(m)
+    _store(first_ptr + at, m, inside)
     if second_ptr.dtype.element_ty == tl.bfloat16:
-        v = at_random(v, drawn >> 16) if RUNS else to_nearest(v)
-    _put(second_ptr + at, v, inside)
+        v = round_stochastically(v, drawn >> 16) if RUNS else round_to_nearest(v)
+    _store(second_ptr + at, v, inside)
     here = w
     if weight_ptr.dtype.element_ty == tl.bfloat16:
-        here = at_random(w, drawn & LOW) if RUNS and lost_ptr is None else to_nearest(w)
-    _put(weight_ptr + at, here, inside)
+        here = (
+            round_stochastically(w, drawn & LOW)
+            if RUNS and lost_ptr is None
+            else round_to_nearest(w)
+        )
+    _store(weight_ptr + at, here, inside)
     if lost_ptr is not None:
         rest = w - here
         if lost_ptr.dtype.element_ty == tl.bfloat16:
-            rest = to_nearest(rest)
-        _put(lost_ptr + at, rest, inside)
+            rest = round_to_nearest(rest)
+        _store(lost_ptr + at, rest, inside)
 
 
 def adamw_(
@@ -127,9 +131,9 @@ def adamw_(
         settings.beta2,
         1 - settings.beta2,
         settings.eps,
-        settings.kept,
-        settings.size,
-        settings.root,
+        settings.decay_factor,
+        settings.step_size,
+        settings.bias_correction2_sqrt,
         ROWS=rows,
         ACROSS=across,
         RUNS=0 if runs is None else triton.next_power_of_2(len(runs)),

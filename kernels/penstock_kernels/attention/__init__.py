@@ -19,8 +19,8 @@ __all__ = ["VarlenMetadata", "attention"]
 
 
 def _packaged(name: str, run: Callable[..., torch.Tensor]) -> KernelImpl[..., torch.Tensor]:
-    refuses = partial(_packages.refusal, name)
-    return KernelImpl(run, refuses, missing=PACKAGES[name].missing())
+    unsupported_reason = partial(_packages.unsupported_reason, name)
+    return KernelImpl(run, unsupported_reason, missing_reason=PACKAGES[name].missing_reason())
 
 
 attention = Op(
@@ -29,7 +29,7 @@ attention = Op(
     {
         "flash_attention_3": _packaged("flash_attention_3", _packages.flash_attention_3),
         "native": KernelImpl(_native.native, _native.unsupported_reason),
-        "sdpa": KernelImpl(_sdpa.sdpa, _sdpa.refuses),
+        "sdpa": KernelImpl(_sdpa.sdpa, _sdpa.unsupported_reason),
         # By name only: version 4 is new, and PyTorch includes version 2's kernels.
         "flash_attention_4": _packaged("flash_attention_4", _packages.flash_attention_4),
         "flash_attention_2": _packaged("flash_attention_2", _packages.flash_attention_2),

@@ -7,7 +7,9 @@ MULTIPLE = 8
 WIDEST = 256
 
 
-def refuses_tensors(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> str | None:
+def unsupported_tensors(
+    q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+) -> str | None:
     """bf16 and fp16 on CUDA only."""
     if not all(part.is_cuda for part in (q_TNH, k_TKH, v_TKH)):
         return f"its tensors are on {q_TNH.device.type}, and it needs cuda"

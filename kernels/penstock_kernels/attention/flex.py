@@ -24,7 +24,7 @@ NARROWEST = 16
 """Minimum head width of its kernels' matrix units."""
 
 
-def refuses_width(q_TNH: torch.Tensor) -> str | None:
+def unsupported_width(q_TNH: torch.Tensor) -> str | None:
     """Heads too narrow for it."""
     if q_TNH.shape[-1] >= NARROWEST:
         return None
@@ -51,7 +51,7 @@ def flex(
         k,
         v,
         score_mod=None if soft_cap is None else capped(soft_cap),
-        block_mask=blocks(segments, segments.narrowed(window)),
+        block_mask=blocks(segments, segments.effective_window(window)),
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=sinks_N is not None),

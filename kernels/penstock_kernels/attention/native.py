@@ -8,11 +8,11 @@ from functools import cache
 import torch
 
 from penstock_kernels.attention.block import native as block
-from penstock_kernels.attention.flash import refuses_tensors
-from penstock_kernels.attention.flex import flex, refuses_width
+from penstock_kernels.attention.flash import unsupported_tensors
+from penstock_kernels.attention.flex import flex, unsupported_width
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.attention.sinks import refuses_sinks
+from penstock_kernels.attention.sinks import unsupported_sinks
 
 
 @cache
@@ -39,12 +39,12 @@ def unsupported_reason(
 ) -> str | None:
     """bf16 and fp16 on CUDA only."""
     del scale, window
-    if reason := refuses_tensors(q_TNH, k_TKH, v_TKH) or refuses_sinks(q_TNH, sinks_N):
+    if reason := unsupported_tensors(q_TNH, k_TKH, v_TKH) or unsupported_sinks(q_TNH, sinks_N):
         return reason
     if segments.num_tokens != q_TNH.shape[0]:
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
     if _needs_flex(segments, soft_cap):
-        return refuses_width(q_TNH)
+        return unsupported_width(q_TNH)
     # Already called before compilation; a cache would break the graph.
     if not torch.compiler.is_compiling() and (lacks := _lacks()):
         return f"this PyTorch's varlen_attn does not take {', '.join(lacks)}"

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from penstock_kernels.attention.flash import refuses_tensors
+from penstock_kernels.attention.flash import unsupported_tensors
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.attention.sinks import gradient_of_sinks, refuses_sinks
+from penstock_kernels.attention.sinks import gradient_of_sinks, unsupported_sinks
 from penstock_kernels.flash_packages import HOPPER, PACKAGES
 
 
-def refusal(
+def unsupported_reason(
     name: str,
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
@@ -36,7 +36,7 @@ def refusal(
     """Why the package of that name does not support this; None if it does."""
     del scale
     package = PACKAGES[name]
-    if reason := refuses_tensors(q_TNH, k_TKH, v_TKH) or refuses_sinks(q_TNH, sinks_N):
+    if reason := unsupported_tensors(q_TNH, k_TKH, v_TKH) or unsupported_sinks(q_TNH, sinks_N):
         return reason
     if segments.num_tokens != q_TNH.shape[0]:
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
@@ -150,7 +150,7 @@ def _past(
     """Window to the left and to the right. Without a window both are `everything`, and the causal
     mask hides the right.
     """
-    narrowed = segments.narrowed(window)
+    narrowed = segments.effective_window(window)
     return (everything, everything) if narrowed is None else (narrowed - 1, 0)
 
 

@@ -32,7 +32,7 @@ def eager(
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
-    window = segments.narrowed(window)
+    window = segments.effective_window(window)
     outputs = []
     first = 0
     for q_LNH, k_LKH, v_LKH in zip(

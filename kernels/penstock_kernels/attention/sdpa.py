@@ -14,12 +14,12 @@ from penstock_kernels.attention.cpu_strips import cpu_flash_attention, should_us
 from penstock_kernels.attention.custom_op import traced
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import Layout, LengthBucket, VarlenMetadata
-from penstock_kernels.attention.sinks import refuses_sinks
+from penstock_kernels.attention.sinks import unsupported_sinks
 
 _BLOCK = Block(block.block, block.block_backward)
 
 
-def refuses(
+def unsupported_reason(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     v_TKH: torch.Tensor,
@@ -37,7 +37,7 @@ def refuses(
     sizes = (q_TNH.shape[0], k_TKH.shape[0], v_TKH.shape[0], segments.num_tokens)
     if any(size != sizes[0] for size in sizes):
         return f"q, k, v and the documents hold different numbers of tokens: {sorted({*sizes})}"
-    if reason := refuses_sinks(q_TNH, sinks_N):
+    if reason := unsupported_sinks(q_TNH, sinks_N):
         return reason
     # No difference on a CPU, and the longest document's length would be a data-dependent size.
     if q_TNH.device.type == "cpu" or _is_plain(segments, window, sinks_N):
@@ -69,7 +69,11 @@ def sdpa(
 
 def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tensor | None) -> bool:
     """Whether attention is causal within documents, without any other mask."""
-    return segments.narrowed(window) is None and segments.start_rows is None and sinks_N is None
+    return (
+        segments.effective_window(window) is None
+        and segments.start_rows is None
+        and sinks_N is None
+    )
 
 
 def _by_buckets(

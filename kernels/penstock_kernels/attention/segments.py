@@ -64,7 +64,7 @@ class VarlenMetadata:
     kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     """Values that backends compute once for all layers."""
 
-    def narrowed(self, window: int | None) -> int | None:
+    def effective_window(self, window: int | None) -> int | None:
         """The window, if it masks a token of some document; else None.
 
         Raises:

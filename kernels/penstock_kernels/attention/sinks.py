@@ -11,7 +11,7 @@ T tokens, N query heads, H head width.
 import torch
 
 
-def refuses_sinks(q_TNH: torch.Tensor, sinks_N: torch.Tensor | None) -> str | None:
+def unsupported_sinks(q_TNH: torch.Tensor, sinks_N: torch.Tensor | None) -> str | None:
     """Reason if there is not one sink for each query head."""
     if sinks_N is None or sinks_N.shape == q_TNH.shape[1:2]:
         return None

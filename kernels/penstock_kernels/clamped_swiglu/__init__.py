@@ -10,7 +10,7 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_fl
 __all__ = ["clamped_gate"]
 
 
-def _refuses(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
+def _unsupported_reason(both_T2F: torch.Tensor, alpha: float, limit: float) -> str | None:
     del alpha
     if not both_T2F.ndim or both_T2F.shape[-1] % 2:
         return f"its input is {tuple(both_T2F.shape)}, which is not gate and up by turns"
@@ -23,6 +23,6 @@ _FAST: Mapping[str, KernelImpl[[torch.Tensor, float, float], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.clamped_swiglu.triton import clamped_gate as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
 clamped_gate = Op("clamped_gate", _reference, _FAST)

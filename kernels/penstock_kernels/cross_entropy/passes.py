@@ -30,7 +30,7 @@ def _misfit(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
     return None
 
 
-def _refuses_tally(
+def _unsupported_tally(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> str | None:
     del terms
@@ -43,7 +43,7 @@ def _refuses_tally(
     return needs_cuda(logits_CV, labels_C)
 
 
-def _refuses_slope(
+def _unsupported_slope(
     logits_CV: torch.Tensor,
     labels_C: torch.Tensor,
     log_sum_C: torch.Tensor,
@@ -53,7 +53,7 @@ def _refuses_slope(
     for numbers in (log_sum_C, *slopes):
         if numbers is not None and (numbers.shape != labels_C.shape or not numbers.is_contiguous()):
             return f"numbers of {tuple(labels_C.shape)} tokens are {tuple(numbers.shape)}"
-    return _refuses_tally(logits_CV, labels_C, terms)
+    return _unsupported_tally(logits_CV, labels_C, terms)
 
 
 def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *rest: object) -> str | None:
@@ -72,8 +72,8 @@ _SLOPE: dict[
 if HAS_TRITON:
     from penstock_kernels.cross_entropy import triton
 
-    _TALLY = {"triton": KernelImpl(triton.tally, _refuses_tally, written_in="triton"), **_TALLY}
-    _SLOPE = {"triton": KernelImpl(triton.slope_, _refuses_slope, written_in="triton"), **_SLOPE}
+    _TALLY = {"triton": KernelImpl(triton.tally, _unsupported_tally, language="triton"), **_TALLY}
+    _SLOPE = {"triton": KernelImpl(triton.slope_, _unsupported_slope, language="triton"), **_SLOPE}
 
 tally = Op("tally", reference.softmax_stats, _TALLY)
 slope_ = Op("slope_", reference.logits_to_grad_, _SLOPE)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
-from penstock_kernels.tuning import chosen
+from penstock_kernels.tuning import select_config
 
 BLOCK = 4096
 WARPS = 8
@@ -179,5 +179,7 @@ def slope_(
         return logits_CV[: max(1, TRIED // (width * logits_CV.element_size()))].clone()
 
     kind = "capped" if terms.soft_cap else ""
-    tile = chosen(_slope, logits_CV, (width,), TILES, lambda tile: launch(some_rows(), tile), kind)
+    tile = select_config(
+        _slope, logits_CV, (width,), TILES, lambda tile: launch(some_rows(), tile), kind
+    )
     launch(logits_CV, tile)

@@ -15,7 +15,7 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 __all__ = ["dropout", "on_host"]
 
 
-def _refuses(
+def _unsupported_reason(
     x_TF: torch.Tensor,
     places_T: torch.Tensor,
     rate: float | torch.Tensor,
@@ -34,6 +34,8 @@ _FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.dropout.triton import drop as _triton
 
-    _FAST = {"triton": KernelImpl(dropping("triton", _triton), _refuses, written_in="triton")}
+    _FAST = {
+        "triton": KernelImpl(dropping("triton", _triton), _unsupported_reason, language="triton")
+    }
 
 dropout = Op("dropout", dropping("reference", _reference), _FAST)

@@ -12,15 +12,19 @@ __all__ = ["multiply", "quantize"]
 
 _QUANTIZE: Mapping[str, KernelImpl[..., Float8Matrix]] = {}
 _MULTIPLY: Mapping[str, KernelImpl[..., torch.Tensor]] = {
-    "scaled": KernelImpl(scaled_mm.multiply, scaled_mm.refuses),
+    "scaled": KernelImpl(scaled_mm.multiply, scaled_mm.unsupported_reason),
 }
 if HAS_TRITON:
     from penstock_kernels.float8 import triton_multiply, triton_quantize
 
-    _QUANTIZE = {"triton": KernelImpl(triton_quantize.quantize, triton_quantize.refuses, "triton")}
+    _QUANTIZE = {
+        "triton": KernelImpl(triton_quantize.quantize, triton_quantize.unsupported_reason, "triton")
+    }
     _MULTIPLY = {
         **_MULTIPLY,
-        "triton": KernelImpl(triton_multiply.multiply, triton_multiply.refuses, "triton"),
+        "triton": KernelImpl(
+            triton_multiply.multiply, triton_multiply.unsupported_reason, "triton"
+        ),
     }
 
 quantize: Op[..., Float8Matrix] = Op("float8 quantize", reference.quantize, _QUANTIZE)

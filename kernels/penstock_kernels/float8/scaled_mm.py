@@ -27,7 +27,7 @@ def multiply(
     )
 
 
-def refuses(
+def unsupported_reason(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> str | None:
     """Why these inputs are not supported."""

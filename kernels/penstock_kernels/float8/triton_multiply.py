@@ -147,7 +147,7 @@ def multiply(
     return _product(*codes, *scales, _kind(a_MK), _kind(b_NK), tiles, dtype)
 
 
-def refuses(
+def unsupported_reason(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> str | None:
     """Why these inputs are not supported."""

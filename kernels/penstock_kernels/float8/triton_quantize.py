@@ -131,7 +131,7 @@ def quantize(
     return Float8Matrix(codes.view(DTYPES[kind]), found, sharing)
 
 
-def refuses(
+def unsupported_reason(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> str | None:
     """Why these inputs are not supported."""

@@ -13,7 +13,7 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_fl
 __all__ = ["geglu", "geglu_tanh", "swiglu"]
 
 
-def _refuses(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> str | None:
+def _unsupported_reason(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> str | None:
     if gate_TF.shape != up_TF.shape:
         return f"gate is {tuple(gate_TF.shape)} and up is {tuple(up_TF.shape)}"
     if gate_TF.dtype != up_TF.dtype:
@@ -27,7 +27,9 @@ def _fast(activation: str) -> Mapping[str, KernelImpl[[torch.Tensor, torch.Tenso
     from penstock_kernels.glu.triton import glu  # noqa: PLC0415 - published for Linux alone
 
     return {
-        "triton": KernelImpl(partial(glu, activation=activation), _refuses, written_in="triton")
+        "triton": KernelImpl(
+            partial(glu, activation=activation), _unsupported_reason, language="triton"
+        )
     }
 
 

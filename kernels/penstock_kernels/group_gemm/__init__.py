@@ -12,14 +12,16 @@ from penstock_kernels.group_gemm import loops as _loops
 from penstock_kernels.group_gemm import native as _native
 from penstock_kernels.group_gemm import quack as _quack
 from penstock_kernels.group_gemm.reference import group_gemm as _reference
-from penstock_kernels.group_gemm.shapes import refuses_pairs, refuses_shapes
+from penstock_kernels.group_gemm.shapes import unsupported_pairs, unsupported_shapes
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 
 __all__ = ["group_gemm"]
 
 
-def _refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
-    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+def _unsupported_reason(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> str | None:
+    if reason := unsupported_shapes(x_TK, weight_GNK, counts_G):
         return reason
     return needs_cuda(x_TK, weight_GNK, counts_G)
 
@@ -28,16 +30,18 @@ _TRITON: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor, torch.Tensor], tor
 if HAS_TRITON:
     from penstock_kernels.group_gemm.triton import PRODUCTS
 
-    _TRITON = {"triton": KernelImpl(PRODUCTS.by_rows, _refuses, written_in="triton")}
+    _TRITON = {"triton": KernelImpl(PRODUCTS.by_rows, _unsupported_reason, language="triton")}
 
 group_gemm = Op(
     "group_gemm",
     _reference,
     {
-        "native": KernelImpl(_native.PRODUCTS.by_rows, _native.refuses),
+        "native": KernelImpl(_native.PRODUCTS.by_rows, _native.unsupported_reason),
         **_TRITON,
-        "quack": KernelImpl(_quack.PRODUCTS.by_rows, _quack.refuses, missing=_quack.MISSING),
-        "loops": KernelImpl(_loops.PRODUCTS.by_rows, refuses_pairs),
+        "quack": KernelImpl(
+            _quack.PRODUCTS.by_rows, _quack.unsupported_reason, missing_reason=_quack.MISSING
+        ),
+        "loops": KernelImpl(_loops.PRODUCTS.by_rows, unsupported_pairs),
     },
     reference_name="eager",
 )

@@ -5,7 +5,11 @@ import torch.nn.functional as F
 
 from penstock_kernels.group_gemm import even
 from penstock_kernels.group_gemm.autograd import operators
-from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
+from penstock_kernels.group_gemm.shapes import (
+    unsupported_shapes,
+    unsupported_widths,
+    with_unit_stride,
+)
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 
 GENERATIONS = (9, 10)
@@ -13,11 +17,13 @@ GENERATIONS = (9, 10)
 bfloat16, it fetches the offsets to the host and multiplies one group after another."""
 
 
-def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
+def unsupported_reason(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> str | None:
     """Operands that PyTorch does not support, or that need a synchronization on a GPU."""
-    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+    if reason := unsupported_shapes(x_TK, weight_GNK, counts_G):
         return reason
-    if reason := refuses_widths(x_TK, weight_GNK):
+    if reason := unsupported_widths(x_TK, weight_GNK):
         return reason
     if x_TK.is_cuda:
         if x_TK.dtype != torch.bfloat16:

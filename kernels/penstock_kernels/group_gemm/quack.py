@@ -7,7 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from penstock_kernels.group_gemm.autograd import operators
-from penstock_kernels.group_gemm.shapes import refuses_shapes, refuses_widths, with_unit_stride
+from penstock_kernels.group_gemm.shapes import (
+    unsupported_shapes,
+    unsupported_widths,
+    with_unit_stride,
+)
 from penstock_kernels.group_gemm.zeroing import zero_tail_rows
 
 OLDEST = 9
@@ -27,13 +31,15 @@ MISSING = _missing()
 """Why QuACK is not available, or None if it is."""
 
 
-def refuses(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor) -> str | None:
+def unsupported_reason(
+    x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
+) -> str | None:
     """No Hopper GPU, or unsupported operands."""
-    if reason := refuses_shapes(x_TK, weight_GNK, counts_G):
+    if reason := unsupported_shapes(x_TK, weight_GNK, counts_G):
         return reason
     if x_TK.dtype not in (torch.bfloat16, torch.float16):
         return f"x is {x_TK.dtype}, and it takes bfloat16 and float16"
-    if reason := refuses_widths(x_TK, weight_GNK):
+    if reason := unsupported_widths(x_TK, weight_GNK):
         return reason
     if not x_TK.is_cuda or torch.version.hip is not None:
         return f"its tensors are on {x_TK.device.type}, and it needs a GPU of NVIDIA's"

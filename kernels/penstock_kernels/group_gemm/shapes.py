@@ -10,11 +10,11 @@ VECTOR = 16
 """Bytes that group GEMMs copy at a time; rows must be a multiple of it."""
 
 
-def refuses_shapes(
+def unsupported_shapes(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
     """Inconsistent operands, or dtypes that no device's matmul supports."""
-    if reason := refuses_pairs(x_TK, weight_GNK, counts_G):
+    if reason := unsupported_pairs(x_TK, weight_GNK, counts_G):
         return reason
     if x_TK.dtype not in DTYPES:
         takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -22,7 +22,7 @@ def refuses_shapes(
     return None
 
 
-def refuses_pairs(
+def unsupported_pairs(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
     """Inconsistent operands, for any implementation."""
@@ -39,7 +39,7 @@ def refuses_pairs(
     return None
 
 
-def refuses_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | None:
+def unsupported_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | None:
     """Rows that are not a whole number of vectors."""
     for name, width in (("K", weight_GNK.shape[2]), ("N", weight_GNK.shape[1])):
         if width * x_TK.element_size() % VECTOR:

@@ -18,7 +18,7 @@ from penstock_kernels.group_gemm import tiles
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import VECTOR, with_unit_stride
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.tuning import chosen
+from penstock_kernels.tuning import select_config
 
 DESCRIPTORS_SINCE = 9
 """CUDA capability with tensor descriptors."""
@@ -234,7 +234,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
         )
 
     several = tiles.candidates(tiles.by_rows(x_TK, G), x_TK)
-    launch(chosen(_by_rows, x_TK, (T, G, N, K), several, launch, f"{weight} {copy}"))
+    launch(select_config(_by_rows, x_TK, (T, G, N, K), several, launch, f"{weight} {copy}"))
     return y_TN
 
 
@@ -274,7 +274,7 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
         )
 
     several = tiles.candidates(tiles.of_groups(a_TM), a_TM)
-    launch(chosen(_of_groups, a_TM, (T, G, M, N), several, launch, copy))
+    launch(select_config(_of_groups, a_TM, (T, G, M, N), several, launch, copy))
     return y_GMN
 
 

@@ -12,7 +12,7 @@ def _reference(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor
     return y_RW.masked_fill_(is_unwritten_R[:, None], 0)
 
 
-def _refuses(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> str | None:
+def _unsupported_reason(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> str | None:
     if not y_RW.is_contiguous():
         return f"rows of {tuple(y_RW.shape)} lie {y_RW.stride()} apart; they must be contiguous"
     return needs_cuda(y_RW, is_unwritten_R)
@@ -22,7 +22,7 @@ _FAST: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.group_gemm.zeroing_triton import zero_rows as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
 zero_rows = Op("zero_rows", _reference, _FAST)
 

@@ -11,19 +11,21 @@ from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
 __all__ = ["COEFFICIENTS", "EPS", "STEPS", "each_by_shape", "newton_schulz"]
 
 
-def _refuses_none(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
+def _unsupported_none(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
     del matrix_NK, steps
 
 
-def _refuses(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
+def _unsupported_reason(matrix_NK: torch.Tensor, steps: int = STEPS) -> str | None:
     del steps
     return needs_cuda(matrix_NK)
 
 
-_FAST: dict[str, KernelImpl[..., torch.Tensor]] = {"batched": KernelImpl(_batched, _refuses_none)}
+_FAST: dict[str, KernelImpl[..., torch.Tensor]] = {
+    "batched": KernelImpl(_batched, _unsupported_none)
+}
 if HAS_TRITON:
     from penstock_kernels.newton_schulz.triton import newton_schulz as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton"), **_FAST}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton"), **_FAST}
 
 newton_schulz: Op[..., torch.Tensor] = Op("newton_schulz", _reference, _FAST)

@@ -22,7 +22,7 @@ from penstock_kernels.newton_schulz.reference import (
 )
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.tuning import chosen
+from penstock_kernels.tuning import select_config
 
 
 class Tile(NamedTuple):
@@ -137,5 +137,5 @@ def _product(
 
     several = [first, *OTHERS] if rows == TILE and depth == DEPTH else [first]
     kind = "alone" if add_BNN is None else "added"
-    launch(chosen(_symmetric, x_BNK, (B, N, K), several, launch, kind))
+    launch(select_config(_symmetric, x_BNK, (B, N, K), several, launch, kind))
     return y_BNN

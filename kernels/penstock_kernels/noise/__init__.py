@@ -16,7 +16,7 @@ from penstock_kernels.rng_rows import RowKeys
 __all__ = ["RowKeys", "add_noise_"]
 
 
-def _refuses(
+def _unsupported_reason(
     weight_NK: torch.Tensor,
     quantized: QuantizedTensor,
     alpha: float,
@@ -35,6 +35,6 @@ _FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.noise.triton import add_noise_ as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
 add_noise_: Op[..., torch.Tensor] = Op("add_noise_", _reference, _FAST)

@@ -12,13 +12,13 @@ from penstock_kernels.permute.reference import unpermute as _unpermute
 __all__ = ["Order", "permute", "sort_by_expert", "unpermute"]
 
 
-def _permute_refuses(x_TD: torch.Tensor, order: Order) -> str | None:
+def _unsupported_permute(x_TD: torch.Tensor, order: Order) -> str | None:
     if x_TD.dim() != 2 or x_TD.shape[0] != order.row_of_copy.shape[0]:
         return f"x is {tuple(x_TD.shape)} and the order of {order.row_of_copy.shape[0]} tokens"
     return needs_cuda(x_TD, order.copy_of_row)
 
 
-def _unpermute_refuses(
+def _unsupported_unpermute(
     y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order
 ) -> str | None:
     if y_RD.dim() != 2 or y_RD.shape[0] != order.copy_of_row.shape[0]:
@@ -37,8 +37,10 @@ if HAS_TRITON:
     from penstock_kernels.permute.triton import permute as _triton_permute
     from penstock_kernels.permute.triton import unpermute as _triton_unpermute
 
-    _PERMUTE = {"triton": KernelImpl(_triton_permute, _permute_refuses, written_in="triton")}
-    _UNPERMUTE = {"triton": KernelImpl(_triton_unpermute, _unpermute_refuses, written_in="triton")}
+    _PERMUTE = {"triton": KernelImpl(_triton_permute, _unsupported_permute, language="triton")}
+    _UNPERMUTE = {
+        "triton": KernelImpl(_triton_unpermute, _unsupported_unpermute, language="triton")
+    }
 
 permute = Op("permute", _permute, _PERMUTE, reference_name="eager")
 unpermute = Op("unpermute", _unpermute, _UNPERMUTE, reference_name="eager")

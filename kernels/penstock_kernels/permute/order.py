@@ -7,7 +7,7 @@ import torch
 SMALL = torch.int16
 """Dtype of expert indices for sorting: a radix sort's cost depends on the width."""
 
-NOBODY = -1
+NO_EXPERT = -1
 """Index for a copy without a row, or a row without a copy."""
 
 
@@ -40,7 +40,7 @@ def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     experts = torch.arange(num_experts, dtype=dtype, device=choice_TK.device)
     ends_E = torch.searchsorted(sorted_R, experts, right=True)
     return Order(
-        copy_of_row.masked_fill(sorted_R == num_experts, NOBODY),
-        row_of_copy.view_as(choice_TK).masked_fill(~is_somebody_TK, NOBODY),
+        copy_of_row.masked_fill(sorted_R == num_experts, NO_EXPERT),
+        row_of_copy.view_as(choice_TK).masked_fill(~is_somebody_TK, NO_EXPERT),
         ends_E.diff(prepend=ends_E.new_zeros(1)),
     )

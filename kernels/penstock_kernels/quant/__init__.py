@@ -3,7 +3,7 @@
 T rows of x, matrices of N rows and K columns, a stack of them with leading dimensions.
 """
 
-from penstock_kernels.quant.formats import FORMATS, Format, format_named
+from penstock_kernels.quant.formats import FORMATS, Format, get_format
 from penstock_kernels.quant.linear import group_linear, linear
 from penstock_kernels.quant.operations import dequantize, matmul, quantize
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor, cat
@@ -16,7 +16,7 @@ __all__ = [
     "QuantizedTensor",
     "cat",
     "dequantize",
-    "format_named",
+    "get_format",
     "group_linear",
     "largest",
     "linear",

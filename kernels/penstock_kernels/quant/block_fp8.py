@@ -6,7 +6,7 @@ Tiles at a matrix's last rows and columns may be smaller.
 import torch
 
 from penstock_kernels.quant.fp8 import cast_to_fp8, compute_scales
-from penstock_kernels.quant.packing import grouped
+from penstock_kernels.quant.packing import split_groups
 
 TILE = 128
 
@@ -17,5 +17,5 @@ def quantize(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tens
     Given the largest magnitude [..., N, G] of the tile that each row's group lies in.
     """
     scales = compute_scales(largest).contiguous()
-    scaled = grouped(weight_NK, TILE) / scales[..., None]
+    scaled = split_groups(weight_NK, TILE) / scales[..., None]
     return cast_to_fp8(scaled.flatten(-2)[..., : weight_NK.shape[-1]]).contiguous(), scales

@@ -12,7 +12,7 @@ import torch
 
 from penstock_kernels.quant.levels import E2M1, INT4, NF4
 
-__all__ = ["FORMATS", "Format", "format_named"]
+__all__ = ["FORMATS", "Format", "get_format"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ FORMATS: Mapping[str, Format] = {
 """All formats by name, with the published group sizes."""
 
 
-def format_named(name: str, group: int | None = None) -> Format:
+def get_format(name: str, group: int | None = None) -> Format:
     """The format of this name, optionally with another group size.
 
     Raises:

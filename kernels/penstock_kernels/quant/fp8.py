@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_kernels.quant.scales import E4M3_MOST, SMALLEST, divided
+from penstock_kernels.quant.scales import E4M3_MOST, SMALLEST, divide_float32
 
 
 def quantize(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -13,7 +13,7 @@ def quantize(weight_NK: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tens
 
 def compute_scales(largest: torch.Tensor) -> torch.Tensor:
     """Scales that map the maxima to the largest value of e4m3."""
-    return divided(largest, E4M3_MOST).clamp(min=SMALLEST)
+    return divide_float32(largest, E4M3_MOST).clamp(min=SMALLEST)
 
 
 def cast_to_fp8(scaled: torch.Tensor) -> torch.Tensor:

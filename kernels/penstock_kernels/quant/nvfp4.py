@@ -7,8 +7,8 @@ is another convention of the same layout.)
 
 import torch
 
-from penstock_kernels.quant.packing import grouped, pack
-from penstock_kernels.quant.scales import E2M1_MOST, E4M3_MOST, SMALLEST, divided
+from penstock_kernels.quant.packing import pack, split_groups
+from penstock_kernels.quant.scales import E2M1_MOST, E4M3_MOST, SMALLEST, divide_float32
 
 GROUP = 16
 
@@ -17,7 +17,7 @@ def quantize(
     weight_NK: torch.Tensor, largest: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales and global scales of [..., N, K], given the largest magnitudes [..., N, 1]."""
-    x = grouped(weight_NK, GROUP)
+    x = split_groups(weight_NK, GROUP)
     of_group = x.abs().amax(-1).clamp(min=SMALLEST)
     largest = largest.clamp(min=SMALLEST)
     scaled = (x * (x.new_full((), E2M1_MOST) / of_group)[..., None]).clamp(-E2M1_MOST, E2M1_MOST)
@@ -27,7 +27,7 @@ def quantize(
 
 def global_scales(largest: torch.Tensor) -> torch.Tensor:
     """The float32 scale of a matrix: 448 times 6 of it is the absolute maximum."""
-    return divided(largest.clamp(min=SMALLEST), E2M1_MOST * E4M3_MOST).contiguous()
+    return divide_float32(largest.clamp(min=SMALLEST), E2M1_MOST * E4M3_MOST).contiguous()
 
 
 def e2m1(x: torch.Tensor) -> torch.Tensor:

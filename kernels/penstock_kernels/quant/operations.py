@@ -14,7 +14,7 @@ __all__ = ["dequantize", "matmul", "quantize"]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _refuses_quantize(
+def _unsupported_quantize(
     weight_NK: torch.Tensor,
     format: Format,
     largest: torch.Tensor | None = None,
@@ -25,7 +25,7 @@ def _refuses_quantize(
     return needs_cuda(weight_NK)
 
 
-def _refuses_dequantize(
+def _unsupported_dequantize(
     quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     if dtype not in _FLOATS:
@@ -44,7 +44,7 @@ _MATMUL: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.quant import triton_dequantize, triton_matmul, triton_quantize
 
-    def _refuses_matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> str | None:
+    def _unsupported_matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> str | None:
         most, group = triton_matmul.MOST_ROWS, quantized.format.group
         if x_TK.ndim != 2 or quantized.shape[1:] != x_TK.shape[1:]:
             return f"x is {tuple(x_TK.shape)}, and the matrix {quantized.shape}"
@@ -56,11 +56,11 @@ if HAS_TRITON:
             return f"x is {x_TK.dtype}"
         return needs_cuda(x_TK, *quantized.tensors.values())
 
-    _QUANTIZE = {"triton": KernelImpl(triton_quantize.quantize, _refuses_quantize, "triton")}
+    _QUANTIZE = {"triton": KernelImpl(triton_quantize.quantize, _unsupported_quantize, "triton")}
     _DEQUANTIZE = {
-        "triton": KernelImpl(triton_dequantize.dequantize, _refuses_dequantize, "triton")
+        "triton": KernelImpl(triton_dequantize.dequantize, _unsupported_dequantize, "triton")
     }
-    _MATMUL = {"triton": KernelImpl(triton_matmul.matmul, _refuses_matmul, "triton")}
+    _MATMUL = {"triton": KernelImpl(triton_matmul.matmul, _unsupported_matmul, "triton")}
 
 quantize: Op[..., QuantizedTensor] = Op("quantize", reference.quantize, _QUANTIZE)
 dequantize: Op[..., torch.Tensor] = Op("dequantize", reference.dequantize, _DEQUANTIZE)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 
-def grouped(weight_K: torch.Tensor, group: int) -> torch.Tensor:
+def split_groups(weight_K: torch.Tensor, group: int) -> torch.Tensor:
     """[..., K] as float32 [..., G, group]; the last group is filled with zeros."""
     missing = -weight_K.shape[-1] % group
     numbers = weight_K.float()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock_kernels.quant.block_fp8 import TILE
-from penstock_kernels.quant.formats import FORMATS, format_named
+from penstock_kernels.quant.formats import FORMATS, get_format
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -41,7 +41,7 @@ def nf4_of_bitsandbytes(
         )
     codes = packed.reshape(*rows, columns // 2)
     return QuantizedTensor(
-        format_named("nf4", group),
+        get_format("nf4", group),
         columns,
         codes >> 4 | codes << 4,
         scales.float().reshape(*rows, columns // group),

@@ -5,9 +5,9 @@ import torch
 from penstock_kernels.quant import block_fp8, fp8, integers, nf4, nvfp4
 from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
-from penstock_kernels.quant.packing import grouped, unpack
+from penstock_kernels.quant.packing import split_groups, unpack
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
-from penstock_kernels.quant.scales import of_rows
+from penstock_kernels.quant.scales import row_maxima
 
 
 def quantize(
@@ -22,7 +22,7 @@ def quantize(
             has another shape.
     """
     require_matrix(weight_NK)
-    largest = of_rows(weight_NK, format, largest)
+    largest = row_maxima(weight_NK, format, largest)
     global_scales = None
     match format.name:
         case "nf4":
@@ -65,5 +65,5 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
         scales = scales * quantized.global_scales
     if format.group is None:
         return (values * scales).to(dtype)
-    numbers = grouped(values, format.group) * scales[..., None]
+    numbers = split_groups(values, format.group) * scales[..., None]
     return numbers.flatten(-2)[..., : quantized.columns].to(dtype)

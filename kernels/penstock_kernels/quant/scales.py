@@ -15,7 +15,7 @@ INT4_MOST = 7.0
 """Symmetric: -8 is never used."""
 
 
-def divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+def divide_float32(numbers: torch.Tensor, by: float) -> torch.Tensor:
     """Correctly rounded division in float32, on every device.
 
     PyTorch multiplies by a reciprocal where one operand of a division is a plain number: of
@@ -42,7 +42,7 @@ def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torc
     return None
 
 
-def of_rows(
+def row_maxima(
     weight_NK: torch.Tensor, format: Format, given: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`largest`, given or computed, for each row of the weight: [..., N, 1] or [..., N, G].

@@ -15,7 +15,7 @@ from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_dequantize import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.tuning import chosen
+from penstock_kernels.tuning import select_config
 
 MOST_ROWS = 64
 """One tile of x: with more rows, codes would be read and decoded more than once."""
@@ -124,5 +124,5 @@ def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
 
     if y_TN.numel():
         kind = f"{format.name} {format.group}"
-        launch(chosen(_multiply, x_TK, (x_rows, N, K), TILES, launch, kind))
+        launch(select_config(_multiply, x_TK, (x_rows, N, K), TILES, launch, kind))
     return y_TN

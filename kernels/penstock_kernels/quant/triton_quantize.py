@@ -16,7 +16,7 @@ from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.fp8 import compute_scales
 from penstock_kernels.quant.integers import int8_scales
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
-from penstock_kernels.quant.scales import of_rows
+from penstock_kernels.quant.scales import row_maxima
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import (
     E2M1_MOST,
@@ -143,7 +143,7 @@ def quantize(
     """Bitwise identical to the reference."""
     require_matrix(weight_NK)
     in_tiles = format.tile_rows > 1 and largest is None
-    magnitudes = None if in_tiles else of_rows(weight_NK, format, largest)
+    magnitudes = None if in_tiles else row_maxima(weight_NK, format, largest)
     weight = weight_NK.contiguous()
     *outer, N, K = weight.shape
     R = weight.numel() // K

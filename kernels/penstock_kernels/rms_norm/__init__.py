@@ -41,12 +41,12 @@ def _too_wide(x_TD: torch.Tensor) -> str | None:
     return None
 
 
-def _refuses(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
+def _unsupported_reason(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
     # The device is checked first, because every norm on a CPU gets here.
     return needs_cuda(x_TD, weight_D) or _misfit(x_TD, weight_D, eps) or _too_wide(x_TD)
 
 
-def _add_refuses(
+def _unsupported_add(
     x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> str | None:
     misplaced = needs_cuda(x_TD, stream_TD, weight_D)
@@ -65,8 +65,8 @@ if HAS_TRITON:
     from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
     from penstock_kernels.rms_norm.triton import rms_norm as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
-    _ADD_FAST = {"triton": KernelImpl(_add_triton, _add_refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
+    _ADD_FAST = {"triton": KernelImpl(_add_triton, _unsupported_add, language="triton")}
 
 rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _misfit)})
 add_rms_norm = Op(

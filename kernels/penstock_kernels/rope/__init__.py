@@ -12,7 +12,7 @@ from penstock_kernels.rope.reference import rope as _reference
 __all__ = ["Pairs", "rope"]
 
 
-def _refuses(
+def _unsupported_reason(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     cos_TR: torch.Tensor,
@@ -37,6 +37,6 @@ _FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
 if HAS_TRITON:
     from penstock_kernels.rope.triton import rope as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
-rope = Op("rope", _reference, {**_FAST, "lean": KernelImpl(_lean.rope, _lean.refuses)})
+rope = Op("rope", _reference, {**_FAST, "lean": KernelImpl(_lean.rope, _lean.unsupported_reason)})

@@ -5,13 +5,13 @@ This copies both, which is cheap compared with the calls for few tokens, as in g
 
 import torch
 
-from penstock_kernels.rope.reference import Pairs, turned
+from penstock_kernels.rope.reference import Pairs, rotate
 
 MOST = 256
 """Tokens."""
 
 
-def refuses(
+def unsupported_reason(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
     cos_TR: torch.Tensor,
@@ -36,6 +36,6 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bitwise identical to the reference."""
     both = torch.cat((q_TNH, k_TKH), dim=1)
-    both = turned(both, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
+    both = rotate(both, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
     heads = q_TNH.shape[1]
     return both[:, :heads], both[:, heads:]

@@ -23,16 +23,16 @@ def rope(
     dtypes of q and k.
     """
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    return turned(q_TNH, cos_T1R, sin_T1R, pairs), turned(k_TKH, cos_T1R, sin_T1R, pairs)
+    return rotate(q_TNH, cos_T1R, sin_T1R, pairs), rotate(k_TKH, cos_T1R, sin_T1R, pairs)
 
 
-def turned(
+def rotate(
     x_TNH: torch.Tensor, cos_T1R: torch.Tensor, sin_T1R: torch.Tensor, pairs: Pairs
 ) -> torch.Tensor:
     """One rotated tensor, in its dtype."""
     width = cos_T1R.shape[-1]
     if width < x_TNH.shape[-1]:
-        turned_TNR = turned(x_TNH[..., :width], cos_T1R, sin_T1R, pairs)
+        turned_TNR = rotate(x_TNH[..., :width], cos_T1R, sin_T1R, pairs)
         return torch.cat((turned_TNR, x_TNH[..., width:]), dim=-1)
     if pairs == "halves":
         first, second = x_TNH.chunk(2, dim=-1)

@@ -14,7 +14,9 @@ from penstock_kernels.stochastic_rounding.reference import stochastic_round as _
 __all__ = ["RowKeys", "stochastic_round"]
 
 
-def _refuses(x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0) -> str | None:
+def _unsupported_reason(
+    x_NK: torch.Tensor, runs: Sequence[RowKeys], first_column: int = 0
+) -> str | None:
     del runs, first_column
     return needs_cuda(x_NK)
 
@@ -23,6 +25,6 @@ _FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
 if HAS_TRITON:
     from penstock_kernels.stochastic_rounding.triton import stochastic_round as _triton
 
-    _FAST = {"triton": KernelImpl(_triton, _refuses, written_in="triton")}
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
 
 stochastic_round: Op[..., torch.Tensor] = Op("stochastic_round", _reference, _FAST)

@@ -25,7 +25,7 @@ def tile(columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def drawn_for(
+def random_words(
     row, runs_ptr, num_runs, first, ROWS: tl.constexpr, ACROSS: tl.constexpr, RUNS: tl.constexpr
 ):
     """A word of 32 bits for each of ROWS x ACROSS elements, those of the program's columns."""
@@ -50,14 +50,14 @@ def drawn_for(
 
 
 @triton.jit
-def at_random(x, drawn):
+def round_stochastically(x, drawn):
     """x rounded to bfloat16 by random numbers from 0 to 65535, as float32."""
     bits = (x.to(tl.uint32, bitcast=True) + drawn) & 0xFFFF0000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
-def to_nearest(x):
+def round_to_nearest(x):
     """x rounded to the nearest bfloat16, ties to even, as float32."""
     return tl.where(x == x, to_bf16_grid(x), x)
 

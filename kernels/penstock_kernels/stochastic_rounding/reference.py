@@ -41,7 +41,7 @@ def stochastic_round(
     # Not -1, which an empty tensor could not infer.
     x_RK, y_RK = (one.flatten(0, -2) for one in (x_NK, y_NK))
     for here, run in blocks(runs, columns):
-        drawn = drawn_words(run, first_column, columns, x_NK.device)
+        drawn = random_words(run, first_column, columns, x_NK.device)
         y_RK[here] = rounded(x_RK[here], drawn & LOW)
     return y_NK
 
@@ -54,7 +54,7 @@ def require_float32(x: torch.Tensor) -> None:
         raise ValueError(f"x is {tuple(x.shape)}; it must have rows and columns")
 
 
-def drawn_words(
+def random_words(
     run: RowKeys, first_column: int, columns: int, device: torch.device
 ) -> torch.Tensor:
     """A word of 32 bits for each element of a run's rows, int64 [rows, columns]."""

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.rng_rows import RowKeys, require_rows, table
-from penstock_kernels.stochastic_rounding.draws import LOW, as_bfloat16, at_random, drawn_for, tile
+from penstock_kernels.stochastic_rounding.draws import (
+    LOW,
+    as_bfloat16,
+    random_words,
+    round_stochastically,
+    tile,
+)
 from penstock_kernels.stochastic_rounding.reference import require_float32
 
 
@@ -27,12 +33,12 @@ def _round(
     RUNS: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    drawn = drawn_for(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
+    drawn = random_words(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
     column = tl.program_id(1) * ACROSS - first % 4 + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
     at = row[:, None] * K + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0)
-    tl.store(y_ptr + at, as_bfloat16(at_random(x, drawn & LOW)), mask=inside)
+    tl.store(y_ptr + at, as_bfloat16(round_stochastically(x, drawn & LOW)), mask=inside)
 
 
 def stochastic_round(

@@ -19,12 +19,12 @@ from penstock_kernels.op import INTERPRETED, cache_home
 from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Device
 from penstock_kernels.tuning.tuner import Autotuner, Candidate, size_class
 
-__all__ = ["chosen"]
+__all__ = ["select_config"]
 
 FOLDER = "tuning"
 
 
-def chosen(
+def select_config(
     kernel: Any,
     like: torch.Tensor,
     sizes: Sequence[int],

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 FORMAT = 1
 
-PATIENCE = 300.0
+LOCK_TIMEOUT_SECONDS = 300.0
 """Seconds to wait for another process that is measuring: more than a kernel's candidates take."""
 
 Choice = Sequence[int]
@@ -84,14 +84,14 @@ class AutotuneCache:
             self._warn(f"cannot be written ({error}); the next process measures again")
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
+    def lock(self) -> Iterator[bool]:
         """Lock out other processes; yields False if another one has not finished in time."""
-        lock = FileLock(self.path.with_suffix(".lock"), timeout=PATIENCE)
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_SECONDS)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
-            self._warn(f"is held by another process for more than {PATIENCE:g} s")
+            self._warn(f"is held by another process for more than {LOCK_TIMEOUT_SECONDS:g} s")
             yield False
             return
         except OSError as error:

@@ -12,9 +12,9 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
 ROUNDS = 5
-ROUND = 1000.0
+ROUND_MICROSECONDS = 1000.0
 """Target microseconds of a round of one candidate, or a single launch if that takes longer."""
-MOST = 50
+MAX_LAUNCHES = 50
 """Launches in a round."""
 
 
@@ -35,7 +35,7 @@ def _launches(work: Callable[[], Any]) -> int:
         work()
     except (OutOfResources, PTXASError, CompileTimeAssertionFailure):
         return 0
-    return min(max(int(ROUND / max(_timed(work, 1), 1.0)), 1), MOST)
+    return min(max(int(ROUND_MICROSECONDS / max(_timed(work, 1), 1.0)), 1), MAX_LAUNCHES)
 
 
 def _timed(work: Callable[[], Any], count: int) -> float:

@@ -11,9 +11,9 @@ Candidate = TypeVar("Candidate", bound=tuple[int, ...])
 Measure = Callable[[Sequence[Callable[[], Any]]], list[float]]
 """Candidates to their microseconds; infinity for those that the device cannot run."""
 
-CLEARLY = 0.97
-"""Of the time of the first candidate: less than that has to be needed to be preferred to it. What
-is measured differs by a few percent from time to time."""
+MIN_IMPROVEMENT = 0.97
+"""A candidate is preferred to the first one only if it takes less than this fraction of its time:
+measurements vary by a few per cent."""
 
 
 def size_class(sizes: Sequence[int]) -> str:
@@ -56,7 +56,7 @@ class Autotuner:
     def _measured(
         self, asked: AutotuneKey, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
     ) -> Candidate:
-        with self._book.alone() as is_alone:
+        with self._book.lock() as is_alone:
             # Another process may have measured while this one waited.
             found = _among(candidates, self._book.find(asked))
             if found is not None or not is_alone:
@@ -64,7 +64,7 @@ class Autotuner:
             works = [lambda candidate=candidate: run(candidate) for candidate in candidates]
             times = self._measure(works)
             best = min(range(len(times)), key=times.__getitem__)
-            chosen = candidates[best if times[best] < CLEARLY * times[0] else 0]
+            chosen = candidates[best if times[best] < MIN_IMPROVEMENT * times[0] else 0]
             taken = {
                 _name(candidate): round(time, 2)
                 for candidate, time in zip(candidates, times, strict=True)

@@ -84,20 +84,20 @@ def test_results_are_the_same_each_time_where_that_is_asked_for(install):
 
 
 def test_a_package_is_there_if_its_own_files_are(install):
-    assert all(package.missing() for package in PACKAGES.values())
+    assert all(package.missing_reason() for package in PACKAGES.values())
     install("flash_attention_4")
     # In a folder that it shares with the second.
-    assert PACKAGES["flash_attention_4"].missing() is None
-    assert "pip install flash-attn " in str(PACKAGES["flash_attention_2"].missing())
+    assert PACKAGES["flash_attention_4"].missing_reason() is None
+    assert "pip install flash-attn " in str(PACKAGES["flash_attention_2"].missing_reason())
     install("flash_attention_2")
     install("flash_attention_3")
-    assert not any(package.missing() for package in PACKAGES.values())
+    assert not any(package.missing_reason() for package in PACKAGES.values())
     assert "flash_attn" not in sys.modules, "looking must not import"
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_a_package_that_is_missing_is_refused_by_name_with_how_to_install_it(name):
-    if PACKAGES[name].missing() is None:
+    if PACKAGES[name].missing_reason() is None:
         pytest.skip("it is installed here")
     with pytest.raises(UnsupportedError, match="is not installed; install it with `pip install"):
         attention.backend(name)
@@ -111,7 +111,7 @@ def refusal(name, capability, monkeypatch, *, width=64, dtype=torch.bfloat16, **
         documents = VarlenMetadata.of([9], "cuda", start_rows=settings.pop("start_rows", None))
         if settings.pop("sinks", False):
             settings["sinks_N"] = torch.empty(4, device="cuda")
-        return packages.refusal(name, q, k, k, documents, 0.1, **settings)
+        return packages.unsupported_reason(name, q, k, k, documents, 0.1, **settings)
 
 
 TWO, THREE, FOUR = RUN

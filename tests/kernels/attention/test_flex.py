@@ -42,7 +42,7 @@ def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
 def test_blocks_are_visited_if_something_is_seen_in_them(lengths, window, parted):
     start_rows = random_start_rows(random.Random(0), lengths) if parted else None
     documents = VarlenMetadata.of(lengths, start_rows=start_rows)
-    mask = blocks(documents, documents.narrowed(window))
+    mask = blocks(documents, documents.effective_window(window))
     sees = visible(lengths, window, start_rows)
     total = sum(lengths)
     at = torch.arange(total)

@@ -14,7 +14,7 @@ from penstock_kernels.op import UnsupportedError
 from penstock_kernels.quant import (
     FORMATS,
     dequantize,
-    format_named,
+    get_format,
     matmul,
     quantize,
 )
@@ -238,7 +238,7 @@ def test_triton_and_the_reference_agree_to_the_bit(name, shape, dtype):
 @needs_triton
 @pytest.mark.parametrize(("name", "group"), [("nf4", 16), ("nf4", 1024), ("int4", 32)])
 def test_triton_has_groups_of_other_sizes(name, group):
-    weight, kept = uneven(3, 130), format_named(name, group)
+    weight, kept = uneven(3, 130), get_format(name, group)
     made = quantize.reference(weight, kept)
     assert made.scales.shape == (3, math.ceil(130 / group))
     same(quantize.backend("triton")(weight, kept), made)
@@ -266,7 +266,7 @@ def test_triton_says_what_it_does_not_take():
         matmul.backend("triton")(normal(65, 128), made)
     with pytest.raises(UnsupportedError, match=r"the matrix \(4, 128\)"):
         matmul.backend("triton")(normal(3, 64), made)
-    wide = quantize(normal(4, 256), format_named("nf4", 256))
+    wide = quantize(normal(4, 256), get_format("nf4", 256))
     with pytest.raises(UnsupportedError, match="groups of 256"):
         matmul.backend("triton")(normal(3, 256), wide)
     with pytest.raises(UnsupportedError, match=r"it gives no torch\.float64"):

@@ -14,7 +14,7 @@ from penstock_kernels.quant import (
     QuantizedTensor,
     cat,
     dequantize,
-    format_named,
+    get_format,
     group_linear,
     largest,
     linear,
@@ -132,9 +132,9 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="nvfp4 has global scales"):
         QuantizedTensor(FORMATS["nvfp4"], 256, made.codes, made.scales)
     with pytest.raises(ValueError, match="nvfp4 cannot have groups of 32"):
-        format_named("nvfp4", 32)
+        get_format("nvfp4", 32)
     with pytest.raises(ValueError, match="there is no format 'fp4'"):
-        format_named("fp4")
+        get_format("fp4")
     with pytest.raises(ValueError, match=r"takes largest magnitudes \(4, 2\), .* are \(1, 2\, 1\)"):
         quantize(normal(4, 256), FORMATS["block_fp8"], torch.ones(1, 2, 1))
     with pytest.raises(ValueError, match="nf4 takes no largest"):
@@ -262,7 +262,7 @@ def test_nf4_is_that_of_bitsandbytes_and_its_checkpoints_are_read(scales):
         theirs = functional.dequantize_4bit(packed, state)
         torch.testing.assert_close(dequantize(read, torch.float32), theirs, rtol=1e-6, atol=0)
         if scales == "float32":
-            made = quantize.reference(weight, format_named("nf4", group))
+            made = quantize.reference(weight, get_format("nf4", group))
             assert torch.equal(read.codes, made.codes)
             # Zeros have a scale of zero there.
             assert torch.equal(read.scales.clamp(min=1e-12), made.scales)

@@ -17,12 +17,18 @@ from penstock_kernels.op import KernelImpl, Op
 __all__ = ["Rectangle", "Sees", "block", "block_backward"]
 
 
-def _refuses_backward(refuses: Callable[..., str | None]) -> Callable[..., str | None]:
+def _unsupported_backward(
+    unsupported_reason: Callable[..., str | None],
+) -> Callable[..., str | None]:
     """What a backward pass does not support: the same as its forward pass."""
-    return lambda _dy, q, k, v, _y, _lse, *more, **named: refuses(q, k, v, *more, **named)
+    return lambda _dy, q, k, v, _y, _lse, *more, **named: unsupported_reason(
+        q, k, v, *more, **named
+    )
 
 
-_NATIVE_BACKWARD = KernelImpl(_native.block_backward, _refuses_backward(_native.unsupported_reason))
+_NATIVE_BACKWARD = KernelImpl(
+    _native.block_backward, _unsupported_backward(_native.unsupported_reason)
+)
 
 block = Op(
     "block",
@@ -39,7 +45,7 @@ block_backward = Op(
     _reference.block_backward,
     {
         "native": _NATIVE_BACKWARD,
-        "sdpa": KernelImpl(_sdpa.block_backward, _refuses_backward(_sdpa.unsupported_reason)),
+        "sdpa": KernelImpl(_sdpa.block_backward, _unsupported_backward(_sdpa.unsupported_reason)),
         **dict.fromkeys(PACKAGES, _NATIVE_BACKWARD),
     },
     reference_name="eager",

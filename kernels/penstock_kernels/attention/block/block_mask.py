@@ -53,7 +53,7 @@ Sees = Rectangle | VarlenMetadata
 """Segments: queries and keys are the same tokens, and attention is causal within each document."""
 
 
-def refuses_sizes(q_QNH: torch.Tensor, k_SKH: torch.Tensor, sees: Sees) -> str | None:
+def unsupported_sizes(q_QNH: torch.Tensor, k_SKH: torch.Tensor, sees: Sees) -> str | None:
     """Reason if the numbers of queries and keys differ from those of `sees`."""
     if isinstance(sees, Rectangle):
         expected = (sees.num_queries, sees.num_keys)

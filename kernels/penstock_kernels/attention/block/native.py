@@ -2,8 +2,8 @@
 
 import torch
 
-from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses_sizes
-from penstock_kernels.attention.flash import refuses_tensors
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees, unsupported_sizes
+from penstock_kernels.attention.flash import unsupported_tensors
 
 
 def unsupported_reason(
@@ -18,7 +18,7 @@ def unsupported_reason(
     del scale, window
     if not isinstance(sees, Rectangle) and sees.start_rows is not None:
         return "start rows hide some of a document's past, and it has causal masks and windows"
-    return refuses_tensors(q_QNH, k_SKH, v_SKH) or refuses_sizes(q_QNH, k_SKH, sees)
+    return unsupported_tensors(q_QNH, k_SKH, v_SKH) or unsupported_sizes(q_QNH, k_SKH, sees)
 
 
 def block(
@@ -92,5 +92,5 @@ def _limits(
         left = -1 if sees.reach is None else sees.num_keys - sees.num_queries + sees.reach
         return *bounds, False, left, -1
     bounds = sees.cu_seqlens, sees.cu_seqlens, sees.max_length, sees.max_length
-    narrowed = sees.narrowed(window)
+    narrowed = sees.effective_window(window)
     return *bounds, True, -1 if narrowed is None else narrowed - 1, 0

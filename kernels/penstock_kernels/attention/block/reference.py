@@ -80,7 +80,7 @@ def _parts(
         hidden_QS = sees.hidden_keys(q_QNH.device)
         yield slice(0, sees.num_queries), slice(0, sees.num_keys), hidden_QS
         return
-    window = sees.narrowed(window)
+    window = sees.effective_window(window)
     start = 0
     for length in sees.lengths:
         document, start_rows_L = slice(start, start + length), sees.start_rows_of(start, length)

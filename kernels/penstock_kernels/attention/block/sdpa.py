@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock_kernels.attention.block import chunks
-from penstock_kernels.attention.block.block_mask import Rectangle, Sees, refuses_sizes
+from penstock_kernels.attention.block.block_mask import Rectangle, Sees, unsupported_sizes
 from penstock_kernels.attention.mask import causal_window_mask
 from penstock_kernels.attention.segments import VarlenMetadata
 
@@ -42,7 +42,7 @@ def unsupported_reason(
         return "its tensors are torch.float64, and on cuda it takes float32, bfloat16 and float16"
     if device == "cuda" and width % 8:
         return f"heads are {width} wide; on cuda it takes multiples of 8"
-    return refuses_sizes(q_QNH, k_SKH, sees)
+    return unsupported_sizes(q_QNH, k_SKH, sees)
 
 
 def block(

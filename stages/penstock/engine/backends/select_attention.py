@@ -83,15 +83,15 @@ class _Asked:
             start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
             segments = replace(segments, start_rows=start_rows_1)
         given = (q_1NH, k_1KH, k_1KH, segments, config.head_dim**-0.5)
-        reason = backend.refuses(
+        reason = backend.unsupported_reason(
             *given,
             config.sliding_window if config.sliding_layers else None,
             sinks_N if config.attention_sinks else None,
         )
         if reason is None and self.branches and self.over_ring:
-            reason = block.fast[name].refuses(*given)
+            reason = block.fast[name].unsupported_reason(*given)
         # Do not report a backend as missing if it could not be used when installed.
-        return reason or backend.missing
+        return reason or backend.missing_reason
 
 
 def _why(chosen: str, refusals: Mapping[str, str | None]) -> str:

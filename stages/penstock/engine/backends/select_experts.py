@@ -37,7 +37,7 @@ def select_moe_backend(
     serving: list[Implementation] = [name for name, reason in refusals.items() if reason is None]
     if written is None:
         picked: list[Implementation] = [
-            name for name in serving if group_gemm.fast[name].may_be_picked
+            name for name in serving if group_gemm.fast[name].is_auto_selectable
         ]
         chosen = picked[0] if picked else "eager"
         notify(f"experts: {chosen}")
@@ -62,9 +62,9 @@ def refusal(
     """Why this grouped GEMM backend does not support the experts; None if it does."""
     experts = config.experts
     assert experts is not None
-    if missing := group_gemm.fast[name].missing:
+    if missing := group_gemm.fast[name].missing_reason:
         return missing
-    refuses = group_gemm.fast[name].refuses
+    refuses = group_gemm.fast[name].unsupported_reason
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
     for inputs, outputs in (
         (config.hidden_size, 2 * experts.intermediate_size),
@@ -73,6 +73,6 @@ def refusal(
         x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
         # One expert's memory is expanded to all.
         one_NK = torch.empty((outputs, inputs), dtype=dtype, device=device)
-        if reason := refuses(x_RK, one_NK.expand(experts.num_experts, -1, -1), counts_E):
+        if reason := unsupported_reason(x_RK, one_NK.expand(experts.num_experts, -1, -1), counts_E):
             return reason
     return None
