@@ -40,7 +40,7 @@ class RefModel:
         """Reference log-probs of each micro-batch's completions, fp64 [D, A]. Raises ArtifactError
         for a sample without log-probs."""
         return [
-            torch.from_numpy(self._scores.of(batch.branching.samples if batch.branching else ()))
+            torch.from_numpy(self._scores.get(batch.branching.samples if batch.branching else ()))
             for batch in batches
         ]
 
