@@ -65,7 +65,7 @@ class Op(Generic[P, R]):
     def __post_init__(self) -> None:
         """Find the available implementations."""
         found = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
-        object.__setattr__(self, "able", found)
+        object.__setattr__(self, "available", found)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the first fast backend that supports the inputs, else the reference."""
