@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_and_no_result(tmp_path)
 
 
 def test_who_waits_too_long_for_another_process_takes_the_rule(tmp_path, monkeypatch):
-    monkeypatch.setattr(books, "PATIENCE", 0.01)
+    monkeypatch.setattr(books, "LOCK_TIMEOUT_SECONDS", 0.01)
     bench = Bench()
     with (
         AutotuneCache(tmp_path, H200).lock(),

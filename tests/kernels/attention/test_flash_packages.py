@@ -146,7 +146,7 @@ def test_what_a_package_has_no_kernels_for_is_refused(
 
 
 def test_on_cpu_they_are_refused(monkeypatch):
-    fast = replace(attention.fast["flash_attention_3"], missing=None)
+    fast = replace(attention.fast["flash_attention_3"], missing_reason=None)
     monkeypatch.setitem(attention.fast, "flash_attention_3", fast)
     q = torch.zeros(4, 2, 8)
     with pytest.raises(UnsupportedError, match="its tensors are on cpu, and it needs cuda"):

@@ -261,9 +261,9 @@ def test_a_page_tells_of_answers_layers_experts_lineage_and_surroundings(tmp_pat
     said = page.texts["p"]
     assert said.index("because 3") < said.index("because 1")
     told = dict(
-        pairwise(re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "Made with")))
+        pairwise(re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "Environment")))
     )
-    assert told["device"] == "a device, 8 process(es)"
+    assert told["device"] == "a device, 8 rank(s)"
     assert told["layout"] == "mode fsdp2, shard 8"
     assert told["torch"] == "9.9"
     assert "2026-01-02 03:04 UTC" in said
@@ -288,7 +288,7 @@ def test_two_runs_are_compared_on_one_page(tmp_path):
     assert page.texts["h2"][:2] == ["finetune", "<i>second</i>"]
     tables = numbers_of(text)["tables"]
     assert [len(each["steps"]["loss"]) for each in tables] == [20, 40]
-    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "What differs"))
+    cells = re.findall(r"<t[hd](?: [^>]*)?>(.*?)</t[hd]>", section_of(text, "Settings that differ"))
     heading, *rows = [cells[at : at + 3] for at in range(0, len(cells), 3)]
     assert heading == ["setting", "A · one", "B · other"]
     changed = {name: values for name, *values in rows}

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -37,8 +37,8 @@ class Spike:
     """Distance above the median, in standard deviations."""
 
     def as_json(self) -> dict[str, float]:
-        """As plain values."""
-        return asdict(self)
+        """As plain values; `usual` is the name of the median in metrics.jsonl."""
+        return {"loss": self.loss, "usual": self.median, "deviations": self.deviations}
 
 
 class SpikeWarning(NamedTuple):
