@@ -1,7 +1,7 @@
-"""What Prefect's UI shows of stages: a table of each, and of training how far it is, as it goes on.
+"""Prefect artifacts of stages: a table for each, and the live progress of training.
 
-A thread of the flow follows what the ranks leave in their folder. Nothing here stops or holds up a
-run: what the server does not take is tried again at the next look, and missed if there is none.
+A thread of the flow follows the files that the ranks write. Nothing here stops or delays a run: an
+update that the server does not accept is sent again at the next poll, or not at all.
 """
 
 import contextvars
@@ -39,23 +39,23 @@ from training_log import Logger, TrainingLog, server_only
 from training_progress import TrainingProgress
 
 WARNING = re.compile(r"(\w+: )?warning: ")
-"""How notices begin that people should act on."""
+"""The prefix of warnings among log lines."""
 
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 5.0, 60.0
-"""Seconds between two looks at a run: the longer it has lasted, the longer."""
+"""Bounds of the poll interval in seconds; it grows with the duration of the run."""
 
 MAX_POLLS = 200
-"""Looks in which a run's time so far is parted, between those two."""
+"""The poll interval is the run's duration divided by this, within the bounds."""
 
 JOIN_SECONDS = 5.0
-"""How long the end of training waits for what is shown last."""
+"""Seconds that the end of training waits for the last update."""
 
 RETRIES = 2
-"""How often what a stage shows is sent again; no stage waits for the server."""
+"""Retries of an artifact request; no stage waits long for the server."""
 
 
 def show_stage_result(outcome: StageResult, name: str, logger: Logger) -> None:
-    """A table of what became of a stage of the run called `name`, one fact in a row."""
+    """Create the table of a stage's result in the run called `name`, one fact per row."""
     rows = {"status": outcome.status, "key": outcome.key, "path": outcome.where, **outcome.facts}
     table = [{"fact": fact, "value": _format_fact(value)} for fact, value in rows.items()]
     with ignore_server_errors(f"the table of {outcome.stage}", logger):
@@ -63,8 +63,8 @@ def show_stage_result(outcome: StageResult, name: str, logger: Logger) -> None:
 
 
 def build_notify(stage: str, name: str, logger: Logger) -> Callable[[str], None]:
-    """Takes notices of a stage of the run called `name`, which are logged and shown: that it waits
-    for another run, what is odd about the data."""
+    """A function that logs the notices of a stage of the run called `name` and creates an artifact
+    for each, for example that it waits for another run."""
 
     def tell(line: str) -> None:
         log_notice(line, logger)
@@ -75,12 +75,12 @@ def build_notify(stage: str, name: str, logger: Logger) -> Callable[[str], None]
 
 
 def log_notice(line: str, logger: Logger) -> None:
-    """Log a line for people, as a warning where it says that it is one."""
+    """Log a line, as a warning if it begins with `warning:`."""
     logger.log(logging.WARNING if WARNING.match(line) else logging.INFO, "%s", line)
 
 
 class _RunLogHandler(logging.Handler):
-    """Passes records on to the log of a run."""
+    """Forwards records to the logger of a flow run."""
 
     def __init__(self, run_logger: Logger) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class _RunLogHandler(logging.Handler):
 
 @contextmanager
 def forward_prepare_logs(run_logger: Logger) -> Generator[None]:
-    """While the block runs, what preparing data logs is in the log of a run, and there alone.
+    """While the block runs, forward the records of `penstock.prepare` to the flow run's log only.
 
-    Prefect's PREFECT_LOGGING_EXTRA_LOGGERS is read before the script of a deployed flow.
+    PREFECT_LOGGING_EXTRA_LOGGERS would have to be set before Prefect loads a deployed script.
     """
     logger, handler = logging.getLogger("penstock.prepare"), _RunLogHandler(run_logger)
     logger.addHandler(handler)
@@ -108,7 +108,7 @@ def forward_prepare_logs(run_logger: Logger) -> Generator[None]:
 
 @contextmanager
 def ignore_server_errors(what: str, logger: Logger) -> Generator[None]:
-    """Around showing something that a stage does not wait for long, and that may be missed."""
+    """Few retries, and a warning instead of an exception, for requests that may fail."""
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
             yield
@@ -117,14 +117,14 @@ def ignore_server_errors(what: str, logger: Logger) -> Generator[None]:
 
 
 class TrainingLinks:
-    """Ways from Prefect to a training run's report and trackers, each shown once."""
+    """Link artifacts to a training run's report and trackers, each created once."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self._shown: set[str] = set()
 
     def show_stage_result(self) -> None:
-        """Those that are known by now and were not shown before."""
+        """Create the links that are available and were not created before."""
         for key, url, title in self._known():
             if key not in self._shown:
                 create_link_artifact(url, f"{self._name}: {title}", key, description=url)
@@ -141,10 +141,10 @@ class TrainingLinks:
 
 @contextmanager
 def show_training(folder: Path, name: str, logger: Logger) -> Generator[None]:
-    """While the block runs, show and log the training called `name` that goes on in `folder`."""
+    """While the block runs, show and log the training called `name` in `folder`."""
     ended = threading.Event()
     shown = TrainingMonitor(folder, name, logger)
-    # As the flow sees Prefect: its server, and the run that all this belongs to.
+    # The thread needs the flow's context: the server's address and the flow run.
     run = contextvars.copy_context().run
     thread = threading.Thread(target=run, args=(shown.follow, ended), daemon=True)
     thread.start()
@@ -157,7 +157,7 @@ def show_training(folder: Path, name: str, logger: Logger) -> Generator[None]:
 
 
 class TrainingMonitor:
-    """One training run in Prefect's UI: a bar, a table, links, and lines in its log."""
+    """One training run in Prefect's UI: a progress bar, a table, links, and log lines."""
 
     def __init__(self, folder: Path, name: str, logger: Logger) -> None:
         self._folder, self._name, self._logger = folder, name, logger
@@ -170,11 +170,11 @@ class TrainingMonitor:
         self._table: UUID | None = None
         self._is_warned = False
         self.is_complete = False
-        """Whether the stage came to its end."""
+        """Whether the stage has completed."""
 
     def follow(self, ended: threading.Event) -> None:
-        """Look again and again, and a last time at the end."""
-        # A look that fails is followed by another one; only the flow itself waits for the server.
+        """Update at intervals, and once more at the end."""
+        # A failed update is followed by the next one; only the flow itself waits for the server.
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
             began = time.monotonic()
             while not ended.wait(_poll_interval(time.monotonic() - began)):
@@ -187,7 +187,7 @@ class TrainingMonitor:
         self._read_new_records()
         self._progress.is_ended = self.is_complete
         if not self._progress.step and not self.is_complete:
-            return  # what lies there now may be of another run
+            return  # the files may still be those of another run
         try:
             if self._progress.step:
                 self._show(self._progress)
@@ -195,7 +195,7 @@ class TrainingMonitor:
         except (httpx.HTTPError, PrefectException, OSError) as error:
             if not self._is_warned:
                 self._logger.warning(
-                    "the progress of training cannot be shown just now; training goes on: %s: %s",
+                    "training continues, but its progress cannot be shown at present: %s: %s",
                     type(error).__name__,
                     error,
                 )

@@ -11,7 +11,7 @@ from penstock.cli.artifacts.commands import find_entries
 from penstock.cli.artifacts.prune import DAY, choose_prunable, prune
 from penstock.cli.console import Console
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.in_use import GATE, MARKS, block_new_pins, pin_artifacts
+from penstock.core.cache.in_use import GATE_LOCK, PINS_FOLDER, block_new_pins, pin_artifacts
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import Artifact, stage_key
@@ -229,12 +229,12 @@ def test_marks_that_are_set_while_the_gate_is_waited_for_count(tmp_path):
         with block_new_pins(tmp_path) as marked:
             found.append(marked())
 
-    (tmp_path / MARKS).mkdir()
-    gate = FileLock(tmp_path / MARKS / GATE)
+    (tmp_path / PINS_FOLDER).mkdir()
+    gate = FileLock(tmp_path / PINS_FOLDER / GATE_LOCK)
     gate.acquire()
     looking = threading.Thread(target=look)
     looking.start()
-    mark = tmp_path / MARKS / "0.json"
+    mark = tmp_path / PINS_FOLDER / "0.json"
     held = FileLock(mark.with_suffix(".lock"))
     held.acquire()
     write_json(mark, [stage_key(step.stage)])

@@ -56,7 +56,7 @@ def test_overrides_may_stand_anywhere(config, place):
         (["run", "CONFIG", "--lr", "1e-5"], "did you mean --train.lr?"),
         (["run", "CONFIG", "--learning-rate", "1e-5"], "did you mean --train.lr?"),
         (["run", "CONFIG", "--fresk"], "--fresh"),
-        (["run", "--config", "CONFIG"], "the file stands by itself"),
+        (["run", "--config", "CONFIG"], "give the file without an option"),
         (["run", "CONFIG", "--launch.nproc", "2"], "did you mean nproc_per_node?"),
         (["rnu", "CONFIG"], "Did you mean 'run'?"),
         (["run"], "Missing argument 'CONFIG'"),

@@ -79,11 +79,11 @@ def test_the_report_of_a_run_tells_of_its_data(done):
     section = section_of(page, "Data")
     share = facts["trained_tokens"]["train"] / facts["tokens"]["train"]
     assert f"<td>{facts['rows']['train']}</td>" in section
-    assert f"{share:.1%} of them trained on" in section
+    assert f"{share:.1%} trained on" in section
     assert ">chats.jsonl<" in section
     assert len(re.findall(r"<mark>\d+&lt;\|im_end\|&gt;", section)) == 3
-    lineage = section_of(page, "Where it came from")
-    assert lineage.count("made for this run") == 2  # what was prepared, and what was packed
+    lineage = section_of(page, "Lineage")
+    assert lineage.count("built for this run") == 2  # what was prepared, and what was packed
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_what_eval_finds_is_in_the_page_and_the_run_stays_sealed(done, monkeypat
     assert f"<code>penstock eval {out}</code>" in (out / "report.html").read_text()
     told = done_well("eval", out).last
     page = (out / "report.html").read_text()
-    section = section_of(page, "Held-out prompts, asked after training")
+    section = section_of(page, "Evaluation by generation")
     assert f"{told['right']} of {told['asked']}, {told['accuracy']:.1%}" in section
     for sample in told["samples"]:
         assert html.escape(sample["prompt"].strip(), quote=False) in section
@@ -104,7 +104,7 @@ def test_what_eval_finds_is_in_the_page_and_the_run_stays_sealed(done, monkeypat
     done_well("eval", out, "--harness", "arc")
     page = (out / "report.html").read_text()
     assert f"{told['right']} of {told['asked']}, {told['accuracy']:.1%}" in page
-    assert ">0.125<" in section_of(page, "Held-out prompts, asked after training")
+    assert ">0.125<" in section_of(page, "Evaluation by generation")
     assert (out / "manifest.json").read_bytes() == before
     again = statuses(done_well("run", config, "--pipeline.verify", "always"))
     assert set(again.values()) == {"cached"}

@@ -51,7 +51,7 @@ def files(bucket, tmp_path):
     (folder / "c.jsonl").unlink()
     pq.write_table(pa.Table.from_pylist(rows), folder / "c.parquet")
     for file in folder.iterdir():
-        (RemotePath.of(f"{bucket}/chats") / file.name).put(file)
+        (RemotePath.from_url(f"{bucket}/chats") / file.name).put(file)
     return folder
 
 
@@ -107,11 +107,11 @@ def test_data_and_results_in_a_bucket_give_the_rows_that_local_ones_give(
     pack = next(entry for entry in entries if entry.stage == "pack")
     assert pack.manifest
     file = pack.manifest["files"][0]
-    (RemotePath.of(pack.where) / file["path"]).write(bytes(file["bytes"]))
+    (RemotePath.from_url(pack.where) / file["path"]).write(bytes(file["bytes"]))
     (damaged,) = find_entries([pack.where])
     assert damaged.faults() == [f"{pack.where}/{file['path']}: content differs from the manifest"]
     pack.delete()
-    assert RemotePath.of(pack.where).files() == {}
+    assert RemotePath.from_url(pack.where).files() == {}
     assert bring(remote, "pack")[1] == ["cached", "ran"]
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_changes_while_it_is_prepared_fails_the_run(bucket, tmp_path
     run = load(config, ())
     planned = plan(run, ("prepare",))
     write_chats(tmp_path / "other.jsonl", 20, salt=" (other)")
-    (RemotePath.of(f"{bucket}/chats") / "a.jsonl").put(tmp_path / "other.jsonl")
+    (RemotePath.from_url(f"{bucket}/chats") / "a.jsonl").put(tmp_path / "other.jsonl")
     with pytest.raises(StageError, match=r"a\.jsonl has changed since this run was planned"):
         execute_stage(planned.steps[0], run, RebuildOptions(), print)
     assert bring(config, "prepare")[1] == ["ran"]
@@ -174,7 +174,7 @@ def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, 
     assert len(left) > 5
     for file in left:
         assert secret.encode() not in file.read_bytes(), file
-    root = RemotePath.of(bucket)
+    root = RemotePath.from_url(bucket)
     for name in root.files():
         assert secret.encode() not in ((root / name).read() or b""), name
     assert secret not in "".join(capfd.readouterr())
@@ -194,7 +194,7 @@ def trains_until(words, url, step, variables):
     os.environ.update(variables)
 
     def tell():
-        while newest(RemotePath.of(url)) <= step:
+        while newest(RemotePath.from_url(url)) <= step:
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -211,9 +211,9 @@ def test_the_page_in_a_bucket_tells_what_eval_finds(bucket, tmp_path, on):
         train={"output_dir": f"{bucket}/out"},
         pipeline={"artifacts_path": f"{bucket}/artifacts"},
     )
-    out = RemotePath.of(f"{bucket}/out")
+    out = RemotePath.from_url(f"{bucket}/out")
     assert penstock("run", config).code == 0
-    assert b"Held-out prompts have not been asked yet" in ((out / "report.html").read() or b"")
+    assert b"Not evaluated by generation yet" in ((out / "report.html").read() or b"")
     said = penstock("eval", config, "--json")
     assert said.code == 0, said.err
     right = f"{said.last['right']} of {said.last['asked']}, "
@@ -234,7 +234,7 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
         data={"dataset_prepared_path": f"{bucket}/prepared"},
         train={"output_dir": f"{bucket}/out", "num_train_epochs": 9999, "save_steps": 20},
     )
-    out = RemotePath.of(f"{bucket}/out")
+    out = RemotePath.from_url(f"{bucket}/out")
 
     def train_until(machine, step):
         """Train there until a checkpoint of a later step is kept; return the newest kept."""

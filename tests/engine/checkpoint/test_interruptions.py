@@ -50,16 +50,16 @@ def while_evaluating(signum):
     """Between two batches of the first evaluation."""
     evaluate = Evaluator.evaluate
 
-    def interrupted(self, is_asked_to_stop, *, most_rows=None):
+    def interrupted(self, is_asked_to_stop, *, max_rows=None):
         asked = []
 
         def ask():
             asked.append(1)
-            if most_rows is None and len(asked) == 2:
+            if max_rows is None and len(asked) == 2:
                 send(signum)
             return is_asked_to_stop()
 
-        return evaluate(self, ask, max_rows=most_rows)
+        return evaluate(self, ask, max_rows=max_rows)
 
     Evaluator.evaluate = interrupted
 

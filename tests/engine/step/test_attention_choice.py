@@ -26,9 +26,9 @@ def choose(monkeypatch):
         written=None, capability=None, packages=(), model=None, ring=1, mixed=True, data=None
     ):
         for name in PACKAGES:
-            missing = None if name in packages else PACKAGES[name].missing() or "its package is not"
+            missing = None if name in packages else PACKAGES[name].missing_reason() or "its package is not"
             monkeypatch.setitem(
-                attention.fast, name, replace(attention.fast[name], missing=missing)
+                attention.fast, name, replace(attention.fast[name], missing_reason=missing)
             )
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         train = {"enable_mixed_precision": mixed, "ringattn_parallel_size": ring}
@@ -151,7 +151,7 @@ def test_what_cannot_compute_the_model_is_refused_with_what_can(choose, settings
 def test_a_package_that_is_not_installed_is_refused_before_any_work(name):
     with pytest.raises(CapabilityError, match="needs a CUDA device, and there is none"):
         check_attention(name, 0)
-    if PACKAGES[name].missing() is None:
+    if PACKAGES[name].missing_reason() is None:
         check_attention(name, 8)
         return
     with pytest.raises(CapabilityError, match=f"{name}, and its package .* `pip install"):

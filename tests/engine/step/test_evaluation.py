@@ -185,7 +185,7 @@ def test_evaluating_is_tried_on_the_dearest_rows_and_ends_a_run_that_cannot(fold
     rows = PackedRows(made.packed_dir / "data" / "validation")
     costs = pairs_per_token * rows.lengths() + rows.squares()
     assert sorted(seen) == [(0, int(number)) for number in sorted(np.argsort(-costs)[:4])]
-    assert "before the first step the loss of 1 batch(es) of held-out rows is nan" in error
+    assert "before the first step the loss of 1 batch(es) of evaluation rows is nan" in error
     assert "train.eval_sanity_batches: 0" in error
     assert step == 0
     assert not evaluations(made)
@@ -336,7 +336,7 @@ def test_only_evaluating_needs_something_held_out(folder, tmp_path):
     shutil.copytree(folder / "packed" / "data" / "train", tmp_path / "data" / "train")
     made = job(folder, "nothing held out", eval_only=True)
     made = runs.job_of(made.config, tmp_path)
-    with pytest.raises(AssertionError, match=r"(?s)no row to evaluate on.*data\.test_datasets"):
+    with pytest.raises(AssertionError, match=r"(?s)no evaluation data.*data\.test_datasets"):
         on_ranks(1, runs.train_here, made)
     unknown = job(folder, "unknown", eval_steps=1, save_best={"metric": "eval_loss/none"})
     with pytest.raises(AssertionError, match=r"(?s)is eval_loss/none.*eval_loss/poems"):

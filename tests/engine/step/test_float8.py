@@ -399,6 +399,6 @@ def test_what_cannot_be_computed_in_float8_is_refused_before_any_work(folder, mo
         layers_of(folder, recipe="blockwise", tp=2)
     config = job(folder, layout("old", **ALONE)).config
     check_machine(config)
-    monkeypatch.setattr("penstock.machine.gpus_here", lambda: Gpus(1, (8, 0)))
+    monkeypatch.setattr("penstock.machine.detect_gpus", lambda: Gpus(1, (8, 0)))
     with pytest.raises(CapabilityError, match=r"compute capability is 8\.0, and 8\.9"):
         check_machine(config)

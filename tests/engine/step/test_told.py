@@ -129,7 +129,7 @@ def test_norms_are_told_as_far_as_is_asked(folder):
 def poisoned(job):
     """What is said when one row's tokens have no numbers."""
     loop = loop_of(job)
-    for held in loop.built.engine.layout.params:
+    for held in loop.built.engine.model.params:
         if held.name == "model.embed_tokens.weight":
             held.parameter.data[POISON] = math.nan
     steps = [
@@ -234,7 +234,7 @@ def slowed(job):
         if output.requires_grad:
             output.register_hook(lambda _: time.sleep(BACKWARD))
 
-    for part in loop.built.engine.layout.parts:
+    for part in loop.built.engine.model.parts:
         part.register_forward_hook(wait)
     ballast = b"x" * (BALLAST * loop.ranks.rank)
     loop.run()
@@ -263,7 +263,7 @@ def test_a_record_tells_passes_apart_and_the_rank_with_the_most_memory(folder):
 
 def test_phases_add_up_to_the_time_that_has_passed_and_waiting_is_within_them():
     pulse, phases = Heartbeat(), PhaseTimer(torch.device("cpu"))
-    pulse.listen(phases.on_phase)
+    pulse.set_listener(phases.on_phase)
     began = time.perf_counter()
     phases.pop_seconds()
     pulse.set_phase("reading rows")
