@@ -1,7 +1,7 @@
-"""Slices spread over the workers of a Dask or Ray cluster, as `pipeline.task_runner` says.
+"""Tokenizes slices on the workers of a Dask or Ray cluster, with `pipeline.task_runner`.
 
-Only tokenizing goes there. Sealing, packing and training stay in the flow's own thread, where they
-can be cancelled. Workers and flow share the files below `data.dataset_prepared_path`.
+Only tokenizing runs on the cluster. Sealing, packing and training run in the flow's own thread,
+where they can be cancelled. Workers and flow share the files in `data.dataset_prepared_path`.
 """
 
 import importlib
@@ -33,7 +33,7 @@ from penstock.prepare.process_warnings import (
 )
 from penstock.prepare.stage import Prepare
 
-# Workers cannot import a script that is known by its path: it is sent to them in full.
+# Workers cannot import a script that is loaded by its path, so it is pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -41,7 +41,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
     task_run_name="prepare share {number} of {count}", cache_policy=NO_CACHE, persist_result=False
 )
 def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[str, Any]:
-    """Tokenize one share of the slices that are missing, on whichever worker this runs."""
+    """Tokenize one share of the missing slices, on a worker of the cluster."""
     with collect_warnings() as warnings:
         done = stage.prepare_share(out, number - 1, count)
     return {
@@ -53,16 +53,16 @@ def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[st
 
 
 def prepare_on_cluster(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
-    """Have the workers of a cluster tokenize what is missing, in `count` shares.
+    """Tokenize the missing slices on the workers of a cluster, in `count` shares.
 
-    Sealing it is left to the stage, which finds all slices done.
+    The stage then seals the data, with all slices cached.
     """
     step = planned.step("prepare")
     if not isinstance(step.stage, Prepare) or find_cached(step):
         return
     stage, out = with_absolute_paths(step.stage), step.path.absolute()
-    # An embedded server's address is in no setting, and each worker would start a server for want
-    # of one.
+    # The address of an embedded server is in no setting; without it each worker would start a
+    # server of its own.
     with (
         temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}),
         runner as cluster,
@@ -83,9 +83,9 @@ def prepare_on_cluster(planned: Plan, runner: TaskRunner[Any], count: int) -> No
 
 
 def with_absolute_paths(stage: Prepare) -> Prepare:
-    """The stage as another process can run it: no path relative to this one's working directory.
+    """The stage with absolute paths, for processes with another working directory.
 
-    A worker is not allowed processes of its own, so it works alone.
+    A worker may not start processes, so `num_proc` is 1.
     """
 
     def absolute(sources: tuple[Source, ...]) -> tuple[Source, ...]:
@@ -108,7 +108,7 @@ def with_absolute_paths(stage: Prepare) -> Prepare:
 
 
 def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
-    """What the run spreads its slices over. Raises CapabilityError where that is not installed."""
+    """The task runner for slices, or None. Raises CapabilityError if it is not installed."""
     kind, address = run.pipeline.task_runner, run.pipeline.task_runner_address
     if kind is None:
         return None
@@ -128,8 +128,8 @@ def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
             "threads_per_worker": 1,
             "memory_limit": 0,  # else a worker gets this machine's memory divided by its CPUs
             "dashboard_address": "127.0.0.1:0",  # any free port
-            # Its processes unpickle what they are sent: over TLS, with certificates made for this
-            # cluster alone, so that nobody else on this machine can send it.
+            # Its processes unpickle what they receive: TLS, with certificates made for this
+            # cluster, so that other users of this machine cannot send anything.
             "security": True,
         }
         return package.DaskTaskRunner(
@@ -137,7 +137,7 @@ def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
         )
     return package.RayTaskRunner(
         address=address,
-        # At this address alone it listens on loopback only.
+        # Only with this address does Ray listen on loopback alone.
         init_kwargs=None
         if address
         else {"num_cpus": num_shares(run), "_node_ip_address": "127.0.0.1"},
@@ -145,12 +145,12 @@ def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
 
 
 def _pickle_by_value_in_ray(pickler: ModuleType) -> None:
-    """Have Ray's own copy of cloudpickle send the same modules in full."""
+    """Register the same modules with Ray's own copy of cloudpickle."""
     for name in cloudpickle.list_registry_pickle_by_value():
         pickler.register_pickle_by_value(sys.modules[name])
 
 
 def num_shares(run: RunConfig) -> int:
-    """Parts that the slices are dealt into."""
+    """The number of shares of the slices."""
     asked = run.pipeline.task_runner_workers
     return asked or run.data.dataset_num_proc or env.num_processors()

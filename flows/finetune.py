@@ -1,8 +1,8 @@
-"""The pipeline as Prefect flows, whole or stage by stage.
+"""Prefect flows of the whole pipeline and of each stage.
 
-`python flows/finetune.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml).
-Prefect watches, schedules and shows; the store decides what is already done, not Prefect's cache.
-With `pipeline.task_runner`, slices are prepared by the workers of a Dask or Ray cluster.
+`python flows/finetune.py CONFIG [--section.field value]`, or as deployments (see prefect.yaml).
+Prefect schedules, monitors and displays; the store, not Prefect's cache, decides what is reused.
+With `pipeline.task_runner`, the workers of a Dask or Ray cluster tokenize the slices.
 """
 # ruff: noqa: E402
 
@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from penstock.core import env
 
-# Read when Prefect is first imported. Nothing is sent anywhere, a slow start is not a failure, and
-# a server is asked again that is away, or answers 500 because its database is.
+# Prefect reads these at import: no telemetry, a long timeout for the start of the embedded server,
+# and retries while the server is unreachable, or returns 500 because its database is.
 env.default(
     {
         "DO_NOT_TRACK": "1",
@@ -58,7 +58,7 @@ from prefect_artifacts import (
     show_training,
 )
 
-# Workers of a cluster cannot import scripts that are known by their path: they are sent in full.
+# Workers of a cluster cannot import scripts that are loaded by path, so they are pickled by value.
 for script in (
     *("overview", "parameters", "prefect_artifacts", "training_log", "training_progress"),
     __name__,
@@ -67,17 +67,17 @@ for script in (
 
 
 Ending = str | State[str]
-"""Where the last result lies, or `Stopped`: training was asked to stop by others than Prefect."""
+"""The location of the last result, or the state `Stopped`: not Prefect stopped training."""
 
 
 def build_flow_run_name() -> str:
-    """What runs: the run's name, and what was laid over its file."""
+    """The flow run's name: the run's name and its overrides."""
     given = flow_run.parameters
     try:
         overrides = given.get("overrides")
         return build_run_title(load_run(Path(given["config"]), overrides), overrides)
     except PenstockError:
-        return "misconfigured"  # the flow itself says in which way
+        return "misconfigured"  # the flow itself reports the errors
 
 
 def _build_task_run_name() -> str:
@@ -88,7 +88,7 @@ def _build_task_run_name() -> str:
 
 @task(task_run_name=_build_task_run_name, cache_policy=NO_CACHE, persist_result=False)
 def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> State[StageResult]:
-    """Bring one stage up in the store, and say whether it was there already."""
+    """Run one stage, or reuse its result; the state is `Cached` if it was reused."""
     step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
         shown = show_training(step.path, called, logger) if name == "train" else nullcontext()
@@ -103,7 +103,7 @@ def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> State[
 
 
 def run_stage_with_retries(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
-    """One stage, as a task that is tried again where its fault may pass. Raises what it raises."""
+    """Run one stage as a task with retries after transient errors. Raises what the stage raises."""
     options = planned.run.pipeline
     persistent = run_stage.with_options(
         retries=options.retries,
@@ -123,14 +123,14 @@ def _is_transient_failure(_task: object, _run: object, state: State[StageResult]
 def run_pipeline(
     run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *wanted: StageName
 ) -> list[StageResult]:
-    """Realise every step in order, in the flow's own thread: only there can it be cancelled.
+    """Run every stage in order, in the flow's own thread: only there can it be cancelled.
 
-    `chat` is the command that talks to the model.
+    `chat` is the command to chat with the model.
     """
     runner, logger = build_task_runner(run), get_run_logger()
     planned = plan(run, wanted or None)
     for name in rebuild.force:
-        planned.step(name)  # raises for one that would be ignored
+        planned.step(name)  # raises for a stage that the run does not have
 
     def bring(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
         if runner and name == "prepare":
@@ -140,7 +140,7 @@ def run_pipeline(
 
     with show_overview(planned, chat, logger) as outcomes:
         done = run_stages(planned, bring, rebuild, notify=lambda line: log_notice(line, logger))
-        for outcome in done:  # so that those before a failure are shown
+        for outcome in done:  # one by one, so that those before a failure are shown
             outcomes.append(outcome)
     logger.info("\n%s", outcome_table(outcomes))
     return outcomes
@@ -148,18 +148,18 @@ def run_pipeline(
 
 @flow(name="finetune", flow_run_name=build_flow_run_name, persist_result=False)
 def finetune(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
-    """All stages that the run lists: from prepare to export, or to push where it has a target."""
+    """All stages of the run: from prepare to export, or to push if it has a target."""
     return _run_flow(config, overrides, force)
 
 
 def _build_stage_flow(stage: StageName) -> Flow[..., Ending]:
-    """A flow for that stage alone, and for what it needs."""
+    """A flow that runs this stage and first the stages that it needs."""
 
     def bring(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
         return _run_flow(config, overrides, force, stage)
 
-    bring.__name__ = bring.__qualname__ = stage  # by which Prefect finds it in this file
-    about = f"Bring up {stage}, after what that needs."
+    bring.__name__ = bring.__qualname__ = stage  # Prefect loads a flow by its name in this file
+    about = f"Run {stage}, and first the stages that it needs."
     return flow(
         name=stage, description=about, flow_run_name=build_flow_run_name, persist_result=False
     )(bring)
@@ -183,7 +183,7 @@ def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: StageN
 
 
 def run_from_command_line(which: Flow[..., Any], script: str) -> int:
-    """Run a flow with what was typed behind the script's name; the exit status."""
+    """Run a flow with the arguments of the script; returns the exit code."""
     try:
         ended = which(*parse_argv(sys.argv[1:], script), return_state=True)
         if ended.is_cancelled():

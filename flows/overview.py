@@ -1,4 +1,4 @@
-"""The artifact of a whole flow run: what became of its stages, what was learnt, what comes next."""
+"""The artifact of a whole flow run: the results of its stages and of training, and what is next."""
 
 import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ KEY = "penstock-run"
 
 STATUS_WORDS: Mapping[Status, str] = {
     "ran": "built",
-    "resumed": "built, gone on with",
+    "resumed": "built, resumed",
     "cached": "cached",
     "skipped": "skipped",
 }
@@ -34,8 +34,8 @@ STATUS_WORDS: Mapping[Status, str] = {
 def show_overview(
     planned: Plan, chat: Sequence[str], logger: Logger
 ) -> Generator[list[StageResult]]:
-    """Around the stages of a run: gives the list for their outcomes, and shows it at the end, or
-    how far it came. `chat` is the command that talks to the model."""
+    """Yields a list for the results of the stages, and creates the artifact from it at the end or
+    after a failure. `chat` is the command to chat with the model."""
     outcomes: list[StageResult] = []
     try:
         yield outcomes
@@ -46,7 +46,7 @@ def show_overview(
 
 
 def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> list[str]:
-    """What to type to talk to the model of this run."""
+    """The command to chat with the model of this run."""
     typed = [(f"--{name}", format_value(value)) for name, value in (overrides or {}).items()]
     return ["penstock", "chat", str(config), *(word for pair in typed for word in pair)]
 

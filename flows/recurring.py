@@ -1,8 +1,8 @@
-"""Fine-tuning again as the sources grow, as a Prefect flow for a schedule or an event.
+"""Recurring fine-tuning as a Prefect flow, for a schedule or an event.
 
-`python flows/recurring.py CONFIG [--section.field value]`, or by deployment (see prefect.yaml and
-docs/guide/recurring.md). A run of it is one tick of `penstock.recurring`, whose stages are its
-tasks, and ends in a state that is called after what was decided.
+`python flows/recurring.py CONFIG [--section.field value]`, or as a deployment (see prefect.yaml and
+docs/guide/recurring.md). A flow run is one tick of `penstock.recurring`; its tasks are the stages,
+and its final state is named after the decision.
 """
 
 import re
@@ -36,17 +36,17 @@ STATES: dict[Verdict, str] = {
     "paused": "Held",
     "busy": "Busy",
 }
-"""What flow runs end in, by what was decided. All are of Prefect's type COMPLETED."""
+"""Names of final states by verdict. All are of Prefect's type COMPLETED."""
 
 SHOWN = 20
-"""Decisions that the table in the UI holds, the newest first."""
+"""Number of decisions in the table in the UI, the newest first."""
 
 COLUMNS = ("time", "verdict", "release", "new_samples", "slices", "reused_slices", "line")
 
 
 @flow(name="recurring", flow_run_name=build_flow_run_name, persist_result=False)
 def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
-    """Train again if the sources have grown, and release the model if it is better."""
+    """Train again if the sources have new samples, and release the model if it is better."""
     run, say = load_run(config, overrides), get_run_logger().info
     runner = build_task_runner(run)
 
@@ -70,7 +70,7 @@ def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
 
 
 def _slug(name: str) -> str:
-    """The name in the letters that keys of artifacts are made of."""
+    """The name in the characters that artifact keys allow."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

@@ -1,7 +1,7 @@
-"""Training in Prefect's logs: lines of steps and evaluations, and what the ranks have to say.
+"""Training in Prefect's logs: lines for steps and evaluations, and log entries of ranks.
 
-Numbers come from metrics.jsonl, words from the log of the leading rank and from that of the watch
-over all of them. Prefect queues what it is given, so a server that is away holds up nothing.
+Metrics come from metrics.jsonl, entries from the logs of rank 0 and of the hang watchdog. Prefect
+queues log records, so an unreachable server delays nothing.
 """
 
 import logging
@@ -25,23 +25,23 @@ from training_progress import TrainingProgress
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 MIN_SECONDS, MAX_SECONDS = 1.0, 60.0
-"""Seconds between two lines of steps, or of evaluations: the longer a run lasts, the longer."""
+"""Bounds of the seconds between two lines for steps, or for evaluations."""
 
 MAX_LINES = 200
-"""Lines in which a run's time so far is parted, between those two."""
+"""The interval is the run's duration divided by this, within the bounds."""
 
 MAX_RANK_ENTRIES = 20
-"""Lines of ranks that are passed on at one look; the others are counted."""
+"""Maximum entries of ranks that are forwarded per poll; the others are counted."""
 
 MAX_LINE_CHARS = 2000
-"""Characters of a line, at most."""
+"""Maximum length of a line."""
 
 LOG_ENTRY = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.S)
 """An entry of a rank's log: date and second, milliseconds, level, text."""
 
 
 def server_only(logger: Logger) -> Logger:
-    """The same run's logger without the terminal, where the ranks print these things themselves."""
+    """The run's logger without terminal output: the ranks print there themselves."""
     if not isinstance(logger, PrefectLogAdapter):
         return logger
     quiet = logging.Logger(logger.logger.name, logger.getEffectiveLevel())
@@ -74,23 +74,23 @@ class RankLog:
 
 
 class TrainingLog:
-    """What of one training run is logged, a bounded number of lines."""
+    """Logs one training run with a bounded number of lines."""
 
     def __init__(self, folder: Path, logger: Logger, *, since: float) -> None:
-        """Of the run in `folder`, what happens from the time `since` on."""
+        """Log the run in `folder` from the time `since` on."""
         logs = folder / LOGS
         self._logger, self._since = logger, since
         self._rank_logs = [
             (file, RankLog(file, since=since)) for file in (logs / "rank_0.log", logs / WATCH_LOG)
         ]
         self._last_logged = {"step": -math.inf, "evaluation": -math.inf}
-        """When of each kind the record was told that was logged last."""
+        """Time of the last logged record by kind."""
         self._pending: dict[str, str] = {}
-        """Lines that came too soon after another one."""
+        """The latest unlogged line by kind, which came too soon after another one."""
         self._last_step, self._last_time = 0, -math.inf
 
     def add_record(self, record: Mapping[str, Any], progress: TrainingProgress) -> None:
-        """The next record of metrics.jsonl; `progress` has taken it already."""
+        """Add the next record of metrics.jsonl; `progress` has it already."""
         if "loss" in record:
             self._warn_on_restart(record)
             self._log_rate_limited("step", record["time"], progress.line)
@@ -98,9 +98,9 @@ class TrainingLog:
             self._log_rate_limited("evaluation", record["time"], f"step {record['step']:,}: {told}")
 
     def forward_rank_logs(self) -> None:
-        """Log what ranks and their watch have said since the last look."""
+        """Log new entries of rank 0 and of the hang watchdog."""
         for file, rank_log in self._rank_logs:
-            # What ended a rank is told as the error of the task.
+            # An error that ended a rank is reported by the task.
             said = [(level, text) for level, text in rank_log.read_new() if level != "ERROR"]
             for level, text in said[:MAX_RANK_ENTRIES]:
                 self._log(logging.getLevelNamesMapping().get(level, logging.INFO), text)
@@ -110,7 +110,7 @@ class TrainingLog:
                 )
 
     def flush(self) -> None:
-        """Log the last step and the last evaluation, unless they are."""
+        """Log the last step and evaluation if they are not logged yet."""
         for line in self._pending.values():
             self._log(logging.INFO, line)
         self._pending.clear()
@@ -138,7 +138,7 @@ class TrainingLog:
 
 
 def _format_evaluation(record: Mapping[str, Any]) -> str:
-    """The numbers of an evaluation, those of single files and groups left out."""
+    """The metrics of an evaluation, without those of single files and groups."""
     return ", ".join(
         f"{name} {number(value)}"
         for name, value in record.items()

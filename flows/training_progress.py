@@ -1,4 +1,4 @@
-"""How far a training run is, from the records it leaves while it goes on."""
+"""The progress of a training run, from the records that it writes."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -9,48 +9,48 @@ from penstock.core.files import read_json
 from penstock.train.report.format import amount, duration, number
 
 RECENT = 50
-"""Steps whose pace says when the run will end."""
+"""Number of recent steps from which the remaining time is estimated."""
 
 
 class TrainingProgress:
-    """What of a run's records people look for while it goes on."""
+    """Progress, remaining time and latest metrics of a run."""
 
     def __init__(self) -> None:
         self.step = 0
-        """Steps that are done; 0 before anything is known."""
+        """Completed steps; 0 if unknown."""
         self.is_ended = False
-        """Whether there will be no more of them."""
+        """Whether the run has ended."""
         self._total: int | None = None
         self._last: Mapping[str, Any] = {}
         self._last_eval: Mapping[str, Any] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
-        """The next record of metrics.jsonl."""
+        """Add the next record of metrics.jsonl."""
         if "eval_loss" in record:
             self._last_eval = record
         if "loss" not in record:
             return
         if record["step"] <= self.step:
-            self._recent.clear()  # ranks that were started again have gone back
+            self._recent.clear()  # restarted ranks have resumed from an earlier step
         self.step, self._last = record["step"], record
         self._recent.append((record["step"], record["time"]))
 
     def read_total(self, surroundings: Path) -> None:
-        """Know the number of steps that the run has written there, if it has."""
+        """Read the total number of steps from the run's environment file, if it exists."""
         if surroundings.is_file():
             self._total = read_json(surroundings)["total_steps"]
 
     @property
     def percent(self) -> float:
-        """The share of its steps that the run has taken: all, once it ended, if early."""
+        """Completed steps in percent; 100 once the run has ended, even if early."""
         if self.is_ended:
             return 100.0
         return min(100.0, 100 * self.step / self._total) if self._total else 0.0
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the end, if steps take as long as the last ones; None if not known yet."""
+        """Estimated seconds until the end, from the recent steps; None if not known yet."""
         (first, began), (last, now) = self._recent[0], self._recent[-1]
         if not self._total or first == last:
             return None
@@ -58,7 +58,7 @@ class TrainingProgress:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """One line for the description of an artifact."""
         told = f"step {self._steps}, loss {number(self._last['loss'])}"
         if self.is_ended:
             return f"{told}, ended"

@@ -1,7 +1,7 @@
 """Penstock fine-tunes language models as a pipeline of discrete, cached stages.
 
-`penstock.load` gives a run to plan, to execute and to read; docs/guide/python.md is its guide.
-Names are imported when they are first used, so that `import penstock` costs nothing.
+`penstock.load` returns a run, whose methods plan, run and read its stages; see
+docs/guide/python.md. Names are imported on first use, so that `import penstock` is fast.
 """
 
 import importlib

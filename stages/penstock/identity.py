@@ -1,7 +1,7 @@
-"""The part of a run's config that decides the result of training: what its cache key holds.
+"""The config fields in the cache key of training: those that decide its result.
 
-What a field of `model`, `train` or `lora` has to do with the key is declared with the field
-(`config/schema/cache_key.py`). Two runs whose keyed fields agree share one result.
+Whether a field of `model`, `train` or `lora` is in the key is declared with the field
+(`config/schema/cache_key.py`). Runs with equal keyed fields share one result.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ def identity_fields(
     values = getattr(run, section).model_dump(mode="json", include=kept)
     lora = run.lora
     if "quant_group_size" in values and lora.quant_group_size == 16 != GROUPS[lora.quant_format][0]:
-        # 16 in a key is an unset size, also of formats whose own size is another.
+        # 16 in a key means unset, also for formats with another default size.
         values["quant_group_size"] = "16 columns"
     return {
         name: cache_key(kind, name).null if values[name] is None else values[name]
@@ -40,24 +40,24 @@ def identity_fields(
 
 
 def eval_identity_fields(train: TrainConfig) -> dict[str, Any] | None:
-    """What decides when a run ends, or which checkpoint is its result, by evaluations; None where
-    these change nothing."""
+    """The evaluation settings, if evaluations decide when a run ends or which checkpoint is its
+    result; else None."""
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
     found = train.model_dump(
         mode="json", include=set(fields_keyed(TrainConfig, "if evaluations decide"))
     )
-    # Unset it has the same effect as before it existed, and leaves keys as they were.
+    # Left out if unset, so that keys from before the field existed stay valid.
     if found["eval_rows_per_batch"] is None:
         del found["eval_rows_per_batch"]
     return found
 
 
 def preference_identity(run: RunConfig) -> dict[str, Any] | None:
-    """How preferences are learnt; None where tokens are."""
+    """The settings of preference training; None for other objectives."""
     if run.train.objective != "preference":
         return None
-    # How answers are paired decides the packed rows, and their key is an input.
+    # The pairing for the KL estimate is in the key of the packed rows, which is an input.
     found = run.preference.model_dump(
         mode="json", exclude={"precompute_ref_logps", "kl_pairing", "kl_rotation_size"}
     )

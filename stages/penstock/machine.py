@@ -1,6 +1,6 @@
-"""What this machine must have for a run: told before any work, with what to write instead.
+"""Checks before any work that this machine can train a run; errors say what to write instead.
 
-What knows models is imported where a run asks for it: most finished runs answer without.
+Modules about models are imported only where a check needs them: most cached runs need none.
 """
 
 import math
@@ -48,17 +48,17 @@ from penstock_kernels.flash_packages import PACKAGES
 CONFIG_ALONE = ("config.json",)
 
 QUACK = "quack-kernels"
-"""By its name in the package index: other packages may be imported as `quack` too."""
+"""The distribution name: other packages can also be imported as `quack`."""
 
 
 def world_size(run: RunConfig) -> int:
-    """Processes that will train: torchrun's, where it runs already, else what `launch` asks for."""
+    """The number of ranks: torchrun's if it is running, else that of the section `launch`."""
     started = env.rank_variables()
     return started[2] if started else num_local_ranks(run) * run.launch.nnodes
 
 
 def check_machine(run: RunConfig) -> None:
-    """Refuse, before any work, what this machine cannot train or this world cannot be cut into."""
+    """Refuse a run that this machine cannot train, or a layout that does not fit the ranks."""
     asks = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
     devices = detect_gpus() if asks else Gpus(env.num_gpus())
     gpus = devices.count
@@ -118,7 +118,7 @@ def check_machine(run: RunConfig) -> None:
 
 
 def check_foundation_entries(run: RunConfig) -> None:
-    """Refuse entries of `model.foundation` that would change nothing."""
+    """Refuse entries of `model.foundation` that have no effect."""
     if run.model.foundation:
         from penstock.models.foundation import check_foundation
 
@@ -127,7 +127,7 @@ def check_foundation_entries(run: RunConfig) -> None:
 
 
 def check_optimizer(run: RunConfig, gpus: int) -> None:
-    """Refuse an optimizer that is not here, does not take what it is told, or cannot work so."""
+    """Refuse an optimizer that is not installed or does not support its settings."""
     if not gpus and run.train.optimizer_offload != "none":
         raise CapabilityError(
             "train.optimizer_offload moves the optimizer from a GPU to the host's memory, where it "
@@ -137,14 +137,14 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
     if run.train.fuse_optimizer_step:
         require_single_micro_batch(run)
     if "." in run.train.optimizer:
-        # Torch is imported where an optimizer of its own is asked for, and nowhere else here.
+        # Imports torch, which only optimizers by name need here.
         from penstock.optim.optimizer_by_name import named_optimizer
 
         named_optimizer(run.train)
 
 
 def require_single_micro_batch(run: RunConfig) -> None:
-    """Refuse a step of several micro-batches where gradients are used as soon as they are there."""
+    """Refuse gradient accumulation with the optimizer in the backward pass."""
     count = accumulation_steps(
         run.train, build_parallel_dims(run.train, world_size(run)).num_replicas
     )
@@ -157,13 +157,13 @@ def require_single_micro_batch(run: RunConfig) -> None:
 
 
 def check_attention(written: str | None, gpus: int) -> None:
-    """Refuse attention that needs a GPU where there is none, or a package that is not here."""
+    """Refuse an attention backend without its GPU or package."""
     if not gpus and written in ("native", *PACKAGES):
         raise CapabilityError(
             f"model.attn_implementation is {written}, which needs a CUDA device, and there is "
             "none.\n  Write sdpa, or leave it out to get the best there is."
         )
-    if written in PACKAGES and (reason := PACKAGES[written].missing()):
+    if written in PACKAGES and (reason := PACKAGES[written].missing_reason()):
         raise CapabilityError(
             f"model.attn_implementation is {written}, and {reason}.\n"
             "  Or leave it out to get the best there is."
@@ -171,7 +171,8 @@ def check_attention(written: str | None, gpus: int) -> None:
 
 
 def require_prefix_sharing_attention(run: RunConfig) -> None:
-    """Refuse attention that would show an answer the other one to their shared prompt."""
+    """Refuse an attention backend that cannot mask the completions of a shared prompt from each
+    other."""
     written, over_ring = run.model.attn_implementation, run.train.ringattn_parallel_size > 1
     hides = written not in PACKAGES and not (written == "native" and over_ring)
     if run.data.shares_prompts and not hides:
@@ -183,8 +184,7 @@ def require_prefix_sharing_attention(run: RunConfig) -> None:
 
 
 def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
-    """Refuse to compute in float8 where GPUs cannot, and what cannot be: every layer of the model,
-    or parts of one."""
+    """Refuse fp8 training on GPUs that do not support it, and for layers that cannot use it."""
     from penstock.engine.precision.fp8_layers import float8_layers, require_float8
     from penstock.models.registry import get_family
 
@@ -196,7 +196,7 @@ def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
 
 
 def check_adapted_layers(run: RunConfig) -> None:
-    """Refuse names of layers to adapt that the model does not have, as its config.json tells."""
+    """Refuse `lora_target_modules` that the model of this config.json does not have."""
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
         return
@@ -210,7 +210,7 @@ def check_adapted_layers(run: RunConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there, by its name in the index."""
+    """Whether a package is installed, by its distribution name."""
     try:
         version(package)
     except PackageNotFoundError:
@@ -219,7 +219,7 @@ def is_installed(package: str) -> bool:
 
 
 def check_weights(run: RunConfig) -> None:
-    """Refuse weights that are published quantized unless the run uses them so."""
+    """Refuse prequantized weights unless the run uses them as they are."""
     if not run.model.model_path:
         return
     from penstock.engine.quantization.validate_prequantized import validate_prequantized
@@ -261,14 +261,14 @@ def check_model(run: RunConfig) -> None:
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
-    """Refuse a world that the model cannot be cut over. `gpus` are those of the machines that will
-    train, where they are known."""
+    """Refuse a parallel layout that the model does not support. `gpus` is the number of GPUs of
+    the machines that train, if known."""
     counts = model_dims(run) if is_model_parallel(run.train) else None
     validate_layout(run, world_size, counts, _suggest_launches(run, gpus))
 
 
 def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
-    """Why this machine cannot train the run. Any machine exports a model that is trained."""
+    """Why this machine cannot train the run, or None. Export needs no such check."""
     try:
         check_machine(run)
         check_weights(run)
@@ -280,7 +280,7 @@ def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
 def resolve_rows_per_step(run: RunConfig) -> int:
     """Packed rows in one optimizer step over all ranks.
 
-    Raises ConfigError or CapabilityError where they follow from the layout, and there is none.
+    Raises ConfigError or CapabilityError if they follow from the layout and it is not valid.
     """
     if run.train.global_batch_size is not None:
         return run.train.global_batch_size
@@ -293,13 +293,13 @@ def resolve_rows_per_step(run: RunConfig) -> int:
 
 
 def model_dims(run: RunConfig) -> ModelDims:
-    """The numbers in the model's config.json."""
+    """The model dimensions in its config.json."""
     return ModelDims.of(resolve_hf_config(run))
 
 
 def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
-    """The model's config.json with these entries laid over it, unless given `model.foundation`. It
-    alone is fetched if it lies elsewhere."""
+    """The model's config.json, updated with `entries` (default: `model.foundation`). If it is on
+    the hub, only this file is fetched."""
     from penstock.engine.hf.config import read_hf_config
 
     entries = run.model.foundation if entries is None else entries
@@ -310,7 +310,7 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
 
 
 def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
-    """Other numbers of processes that this machine could start."""
+    """Other values of nproc_per_node that this machine could start."""
     if env.rank_variables():
         return []
     now = num_local_ranks(run)
@@ -325,7 +325,7 @@ def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
 
 
 def check_hub(run: RunConfig) -> None:
-    """Refuse, before any work, what needs the hub or a login to it where there is none."""
+    """Refuse, before any work, settings that need the hub or a login if it is not available."""
     if run.data.hf_use_auth_token:
         require_login("data.hf_use_auth_token: true")
     if run.data.push_dataset_to_hub:
@@ -333,11 +333,11 @@ def check_hub(run: RunConfig) -> None:
 
 
 def needs_login(run: RunConfig) -> bool:
-    """Whether the run ends by sending something to the hub."""
+    """Whether the run pushes to the hub."""
     return "push" in run.stages and run.push.repo_id is not None and not run.push.dry_run
 
 
 def require_push(run: RunConfig) -> None:
-    """Refuse, before any work, to end with a push to the hub that nobody is logged in for."""
+    """Refuse, before any work, a push to the hub without a login."""
     require_hub("push.repo_id")
     require_login(f"push.repo_id: {run.push.repo_id}")

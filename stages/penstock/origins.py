@@ -1,4 +1,4 @@
-"""Where a run's model and adapter come from, pinned to their content. No torch."""
+"""The sources of a run's model and adapter, pinned to their content. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
-from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
+from penstock.core.sources.nxd_checkpoint import reject_nxd_checkpoint
 from penstock.core.sources.pin import (
     is_checkpoint,
     pin_adapter,
@@ -29,7 +29,7 @@ ADAPTER_FIELDS = {
     "use_dora": "use_dora",
     "lora_bias": "bias",
 }
-"""Settings that an adapter to go on from decides, and what PEFT calls them."""
+"""Fields that `lora.init_adapter_path` decides, and their PEFT names."""
 
 PEFT_DEFAULTS: Mapping[str, Any] = {
     "lora_rank": 8,
@@ -38,16 +38,16 @@ PEFT_DEFAULTS: Mapping[str, Any] = {
     "use_dora": False,
     "lora_bias": "none",
 }
-"""What PEFT means where its config is silent."""
+"""PEFT's defaults."""
 
 UNSUPPORTED_KEYS = {
     "rank_pattern": "layers of several ranks",
     "alpha_pattern": "layers of several alphas",
     "modules_to_save": "whole modules beside the factors",
-    "fan_in_fan_out": "weights that lie the other way round",
+    "fan_in_fan_out": "transposed weights",
     "lora_bias": "biases of its own",
 }
-"""What adapters may have and is merged, and not trained on."""
+"""Features of adapters that can be merged but not trained further."""
 
 OTHER_TARGET_KEYS = (
     "target_parameters",
@@ -55,11 +55,11 @@ OTHER_TARGET_KEYS = (
     "layers_to_transform",
     "layers_pattern",
 )
-"""Where a PEFT config says of its targets what `target_modules` does not."""
+"""Keys of a PEFT config that modify its targets beyond `target_modules`."""
 
 
 def resolve_model_source(run: RunConfig) -> ModelSource:
-    """The base model, its tokenizer, and what was made of them."""
+    """The base model, its tokenizer and adapter, with pins."""
     model, lora = run.model, run.lora
     adapting = LoraArgs(
         alpha=lora.lora_alpha,
@@ -84,11 +84,11 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
 
 
 def resolve_init_checkpoint(run: RunConfig) -> RunConfig:
-    """The run with the weights that `train.init_checkpoint_path` names, if these are in Hugging
-    Face's format, as those of its model; config and tokenizer stay."""
+    """The run with `train.init_checkpoint_path` as the model's weights, if it is a Hugging Face
+    folder; config and tokenizer are not changed."""
     path, model = run.train.init_checkpoint_path, run.model
     if path is not None:
-        refuse_nxd_checkpoint(path, "train.init_checkpoint_path")
+        reject_nxd_checkpoint(path, "train.init_checkpoint_path")
     if path is None or is_checkpoint(path):
         return run
     update = {
@@ -100,10 +100,10 @@ def resolve_init_checkpoint(run: RunConfig) -> RunConfig:
 
 
 def with_adapter(run: RunConfig) -> RunConfig:
-    """The run with all that the adapter which it goes on from decides.
+    """The run with the LoRA settings of the adapter at `lora.init_adapter_path`, if any.
 
-    Raises ConfigError where something else is written, and CapabilityError for an adapter of a kind
-    that is not trained on.
+    Raises ConfigError if the config sets other values, and CapabilityError for an adapter with
+    features that cannot be trained further.
     """
     path = run.lora.init_adapter_path
     if path is None:
@@ -124,7 +124,7 @@ def with_adapter(run: RunConfig) -> RunConfig:
     except ValidationError as error:
         [first, *_] = error.errors()
         raise ConfigError(
-            f"lora.init_adapter_path: {CONFIG} of {redact(path)} says what no adapter here can be: "
+            f"lora.init_adapter_path: {CONFIG} of {redact(path)} is not supported: "
             f"{'.'.join(map(str, first['loc']))}: {first['msg']}.\n"
             "  Name the folder of another adapter."
         ) from None
@@ -134,7 +134,7 @@ def with_adapter(run: RunConfig) -> RunConfig:
 def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
     """A line with the settings that `with_adapter` took from the adapter, if any differ.
 
-    A written value that is the default cannot be told from an unset one, so it is reported too.
+    A value that is set to the default looks like an unset one, so it is reported too.
     """
     pairs = ((name, getattr(before.lora, name), getattr(run.lora, name)) for name in ADAPTER_FIELDS)
     taken = [
@@ -149,15 +149,15 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
 
 
 def _resolve_field(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
-    """The adapter's value, which is what is written if anything is."""
+    """The adapter's value. Raises ConfigError if the config sets another one."""
     mine, theirs = getattr(run.lora, name), said.get(key)
     if theirs is None:
         theirs = PEFT_DEFAULTS[name]
-    if run.lora.asks_for(name) and mine != theirs:
+    if run.lora.is_non_default(name) and mine != theirs:
         path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
             f"lora.{name} is {json.dumps(mine)}, and the adapter {path} has {json.dumps(theirs)} "
-            f"({key}).\n  Leave {name} out to go on with the adapter's, or leave out "
+            f"({key}).\n  Leave {name} out to use the adapter's, or leave out "
             "init_adapter_path."
         )
     return theirs
@@ -169,8 +169,8 @@ def _resolve_targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
     if elsewhere or not targets or not (isinstance(targets, list) or targets == "all-linear"):
         why = elsewhere[0] if elsewhere else f"target_modules: {targets}"
         raise ConfigError(
-            f"lora.init_adapter_path: {redact(path)} says which layers it adapts in words of "
-            f"PEFT's own ({why}).\n"
+            f"lora.init_adapter_path: {redact(path)} selects its layers in a way that "
+            f"Penstock does not support ({why}).\n"
             "  Write lora.lora_target_modules: the same layers by names or patterns."
         )
     return targets

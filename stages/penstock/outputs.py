@@ -1,4 +1,4 @@
-"""Where a run's results go, by the settings that say so: found to be writable before any work."""
+"""The output folders of a run; they are checked to be writable before any work."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,11 +16,11 @@ FOLDER_STAGES = {
     "train.output_dir": ("train",),
     "pipeline.artifacts_path": ("export", "push"),
 }
-"""The settings that name folders for results, and the stages that leave theirs there."""
+"""The fields that name output folders, and the stages that write there."""
 
 
 def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
-    """The folders of this machine that these stages write to, by the settings that name them."""
+    """The local folders that these stages write to, by the fields that name them."""
     folders = {
         "data.dataset_prepared_path": run.data.dataset_prepared_path,
         "train.output_dir": run.train.output_dir,
@@ -35,7 +35,7 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
 
 
 def find_unwritable(folders: Mapping[str, str]) -> list[str]:
-    """A line for each of the settings whose folder cannot be written to."""
+    """A line for each field whose folder is not writable."""
     refusals = {
         name: refusal_to_write(local_cache_dir(each).absolute()) for name, each in folders.items()
     }
@@ -47,8 +47,8 @@ def find_unwritable(folders: Mapping[str, str]) -> list[str]:
 
 
 def require_writable(planned: Plan) -> None:
-    """Raise ConfigError for folders that stages whose results are not there could not write to, and
-    CapabilityError for a push to the hub that nobody is logged in for."""
+    """Raise ConfigError if the folder of a stage without a result is not writable, and
+    CapabilityError for a push to the hub without a login."""
     missing = [step.stage.name for step in planned.steps if find_cached(step) is None]
     if refusals := find_unwritable(output_folders(planned.run, missing)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Outside data that a run reads, pinned to its content."""
+"""Pins the data sources and checkpoints that a run reads to their content."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url, redact
-from penstock.core.sources.nxd_checkpoint import refuse_nxd_checkpoint
+from penstock.core.sources.nxd_checkpoint import reject_nxd_checkpoint
 from penstock.core.sources.pin import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import require_not_own_files
@@ -18,7 +18,7 @@ from penstock.prepare.stage import SLICES, Prepare
 from penstock.reference.stage import SCORES, Reference
 
 RESULT_FOLDERS = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
-"""Folders in data.dataset_prepared_path."""
+"""Folders that Penstock itself writes in data.dataset_prepared_path."""
 
 DATASET_FIELDS = ("datasets", "test_datasets", "decontaminate_datasets")
 """Fields of the section `data` that name sources."""
@@ -29,7 +29,8 @@ CHECKPOINT_FIELDS = ("load_checkpoint_path", "init_checkpoint_path")
 
 
 def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
-    """The sources in that field of the section `data`, none of them what the run itself makes."""
+    """Pin the sources in a field of the section `data`. Raises ConfigError for the run's own
+    outputs."""
     data = run.data
     datasets: list[DatasetConfig] = getattr(data, field)
     sources = tuple(pin_dataset(each, data.hf_use_auth_token) for each in datasets)
@@ -40,34 +41,35 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
 
 
 def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """The run with the types of its data sets, and a line for each that was not written but told
-    from its first records. Raises ConfigError where they do not tell."""
-    told: list[str] = []
+    """The run with the types of its data sets, and a line for each type that was inferred from the
+    first records. Raises ConfigError if a type cannot be inferred."""
+    notes: list[str] = []
     lists: dict[str, list[DatasetConfig]] = {}
     for name in DATASET_FIELDS:
         if written := getattr(run.data, name):
             lists[name] = [
-                resolve_dataset_type(run, f"data.{name}.{index}", each, told)
+                resolve_dataset_type(run, f"data.{name}.{index}", each, notes)
                 for index, each in enumerate(written)
             ]
-    if not told:
+    if not notes:
         return run, ()
     found = run.model_copy(update={"data": run.data.model_copy(update=lists)})
     if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(found)]:
-        raise ConfigError("\n".join([*faults, *told]))
-    return found, tuple(told)
+        raise ConfigError("\n".join([*faults, *notes]))
+    return found, tuple(notes)
 
 
 def resolve_dataset_type(
-    run: RunConfig, where: str, dataset: DatasetConfig, told: list[str]
+    run: RunConfig, where: str, dataset: DatasetConfig, notes: list[str]
 ) -> DatasetConfig:
-    """The data set with its type, and a line in `told` if that came from its first records.
+    """The data set with its type; a line is added to `notes` if it was inferred from the first
+    records.
 
-    Raises ConfigError where they do not tell.
+    Raises ConfigError if it cannot be inferred.
     """
     if dataset.is_typed:
         return dataset
-    # Runs that say their types are spared the import.
+    # Imported only for runs that do not set all types.
     from penstock.prepare.dataset_type import infer_dataset_type  # noqa: PLC0415
 
     token = run.data.hf_use_auth_token
@@ -80,16 +82,16 @@ def resolve_dataset_type(
     )
     if found is None:
         return dataset
-    told.append(f"{where} ({redact(dataset.path)}) is read as {found}")
+    notes.append(f"{where} ({redact(dataset.path)}) is read as {found}")
     return dataset.model_copy(update=found.settings())
 
 
 def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
-    """The data set pinned to its content. Raises ConfigError for what is not there."""
+    """Pin a data set to its content. Raises ConfigError if it does not exist."""
     source = pin_data(
         dataset.path,
         name=dataset.name,
-        # Of documents that are shared out, it is no part of the files' names.
+        # With splits_string, documents are assigned to splits; files are not selected by split.
         split=None if dataset.splits_string else dataset.split,
         revision=dataset.revision,
         data_files=dataset.data_files,
@@ -98,23 +100,23 @@ def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
     )
     if dataset.streaming and source.pin["kind"] != "hub":
         raise ConfigError(
-            f"{dataset.path} lies here, and only a dataset of the hub is streamed.\n"
-            "  Leave streaming out: files are read piece by piece anyway."
+            f"{dataset.path} is local, and only a dataset of the hub is streamed.\n"
+            "  Leave streaming out: local files are read incrementally anyway."
         )
     return source
 
 
 def pin_load_checkpoint(run: RunConfig) -> Source | None:
-    """The checkpoint that the config names to start from, if it does."""
+    """Pin `train.load_checkpoint_path`, if it names a checkpoint."""
     path = run.train.load_checkpoint_path
     if path is None or path == "auto":
         return None
-    refuse_nxd_checkpoint(path, "train.load_checkpoint_path")
+    reject_nxd_checkpoint(path, "train.load_checkpoint_path")
     return pin_checkpoint(path)
 
 
 def pin_init_checkpoint(run: RunConfig) -> Source | None:
-    """The checkpoint of whose weights alone the run starts, if one is named."""
+    """Pin `train.init_checkpoint_path`, if it names a checkpoint; only its weights are loaded."""
     path = run.train.init_checkpoint_path
     if path is None or not is_checkpoint(path):
         return None
@@ -122,12 +124,12 @@ def pin_init_checkpoint(run: RunConfig) -> Source | None:
 
 
 def check_checkpoints(run: RunConfig) -> None:
-    """Raise what the two above raise for folders of this machine, without reading a weight."""
+    """Raise what the two functions above raise for local folders, without reading weights."""
     given = {name: getattr(run.train, name) for name in CHECKPOINT_FIELDS}
     for name, path in given.items():
         if path is None or path == "auto" or is_url(path):
             continue
-        refuse_nxd_checkpoint(path, f"train.{name}")
+        reject_nxd_checkpoint(path, f"train.{name}")
         if name == "init_checkpoint_path" and not is_checkpoint(path):
             continue  # a model's folder
         if not (Path(path).expanduser() / "COMPLETE").is_file():

@@ -1,8 +1,8 @@
-"""One run config -> the stages, in order. The only file that knows all stages.
+"""Plans the stages of a run from its config. The only file that knows all stages.
 
-A pure projection: it parts the config into each stage's identity and the rest, pins outside data to
-its content, and so knows every key before any work starts. No torch is imported, and what a
-finished run does without is imported where it is used.
+Splits the config into the identity of each stage and other settings, and pins data and models to
+their content, so that every cache key is known before any work. Imports no torch; modules that a
+cached run does not need are imported where they are used.
 """
 
 import math
@@ -74,12 +74,12 @@ ORDER = STAGES
 
 @dataclass(frozen=True)
 class Plan:
-    """Every stage of a run with the folder of its result, in order."""
+    """The stages of a run, in order, each with the folder of its result."""
 
     run: RunConfig
     steps: tuple[PlannedStage, ...]
     notes: tuple[str, ...] = ()
-    """What was not written and was told from the data instead, a line each."""
+    """Settings that were inferred from the data or the adapter, one per line."""
 
     def step(self, name: str) -> PlannedStage:
         """The step of that stage. Raises ConfigError if the run leaves it out."""
@@ -95,10 +95,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class RebuildOptions:
-    """What the command line says about building again."""
+    """Which stages to build again."""
 
     force: frozenset[str] = frozenset()
-    """Stages to build again even if they are there."""
+    """Stages to build again even if they are cached."""
     start: str | None = None
     """Build this stage and all after it again."""
     fresh: bool = False
@@ -113,7 +113,7 @@ def plan(
 ) -> Plan:
     """The steps that lead to the `wanted` stages (default: those the run lists), in order.
 
-    Raises ConfigError or CapabilityError for what cannot be honoured.
+    Raises ConfigError or CapabilityError for settings that cannot be met.
     """
     check_hub(run)
     run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
@@ -147,7 +147,7 @@ def plan(
 
 
 def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
-    """That a run which is to train would be faster in float32, if that was measured here."""
+    """A note if training would be faster in float32, as measured on this machine."""
     if run.train.computes_in != "bfloat16" or find_cached(train) is not None:
         return ()
     from penstock.costs.device_speed import slow_bfloat16
@@ -164,9 +164,9 @@ def includes_stage(wanted: tuple[str, ...], name: str) -> bool:
 def execute_stage(
     step: PlannedStage, run: RunConfig, rebuild: RebuildOptions, notify: Callable[[str], None]
 ) -> StageResult:
-    """Realise one step as the run and the command line wish.
+    """Run one step, or reuse its result, as the config and `rebuild` say.
 
-    Raises StageError when it takes longer than `pipeline.timeouts` allows.
+    Raises StageError if it takes longer than `pipeline.timeouts` allows.
     """
     name = step.stage.name
     limit = run.pipeline.timeouts.get(cast(StageName, name))
@@ -218,7 +218,7 @@ def _execute(
 
 
 def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterable[str]:
-    """What a result that has just been made is to be told with."""
+    """Log lines about a new result."""
     if step.stage.name == "prepare":
         from penstock.prepare.notices import data_warnings
 
@@ -234,7 +234,8 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
 def push_prepared_to_hub(
     step: PlannedStage, outcome: StageResult, repo: str, notify: Callable[[str], None]
 ) -> StageResult:
-    """Push prepared data that is sealed; where it went is told, and no part of the result."""
+    """Push sealed prepared data to the hub. The receipt is returned with the facts but not stored
+    in the manifest."""
     from penstock.push.stage import push_prepared
 
     receipt = push_prepared(step.artifact, repo)
@@ -243,7 +244,7 @@ def push_prepared_to_hub(
 
 
 def resolve_cache(step: PlannedStage, run: RunConfig, rebuild: RebuildOptions) -> Cache:
-    """How this step treats what is already there."""
+    """The cache mode of this step."""
     name = step.stage.name
     started = rebuild.start is not None and ORDER.index(name) >= ORDER.index(rebuild.start)
     if name in rebuild.force or started:
@@ -252,7 +253,7 @@ def resolve_cache(step: PlannedStage, run: RunConfig, rebuild: RebuildOptions) -
 
 
 def require_upstream(plan: Plan, name: str) -> None:
-    """Raise StageError unless everything stage `name` reads is there, ArtifactError if damaged."""
+    """Raise StageError if an input of stage `name` is missing, ArtifactError if one is damaged."""
     for step in plan.steps:
         if step.stage.name == name:
             return
@@ -265,7 +266,7 @@ def require_upstream(plan: Plan, name: str) -> None:
 
 
 def prepare_step(run: RunConfig) -> PlannedStage:
-    """Data and tokenizer in, tokenized slices out."""
+    """The prepare step: tokenizes the data."""
     data = run.data
     root = data.dataset_prepared_path
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
@@ -306,9 +307,9 @@ def prepare_step(run: RunConfig) -> PlannedStage:
 
 
 def user_prepared_step(run: RunConfig) -> PlannedStage:
-    """Prepared data that is there, which data.skip_prepare_dataset takes as it is.
+    """The step for existing prepared data with data.skip_prepare_dataset.
 
-    Tokens that another program has left there are laid out anew, and not tokenized.
+    Tokens that another program has written are converted to slices without tokenizing.
     """
     place = Path(run.data.dataset_prepared_path)
     if tokens := find_token_dataset(place):
@@ -323,7 +324,7 @@ def user_prepared_step(run: RunConfig) -> PlannedStage:
 
 
 def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
-    """Tokenized slices in, packed rows out."""
+    """The pack step: packs tokenized samples into rows."""
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}
@@ -350,7 +351,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
 
 
 def _kl_pairing(run: RunConfig) -> dict[str, Any]:
-    """How judged answers are paired to estimate the KL divergence; nothing for other data."""
+    """How KTO samples are paired to estimate the KL divergence; empty for other data."""
     entries = [*run.data.datasets, *run.data.test_datasets]
     if all(entry.kind != "kto" for entry in entries):
         return {}
@@ -368,7 +369,7 @@ def reference_step(
     origin: ModelSource,
     ranks: Literal["torchrun", "this_process"],
 ) -> PlannedStage:
-    """Packed answers in, what a reference model makes of them out."""
+    """The reference step: computes log-probs of packed completions under the reference model."""
     root = data_root(run)
     stage = Reference(
         settings=reference_settings(run, has_weights=origin.weights is not None),
@@ -377,14 +378,14 @@ def reference_step(
         run_config=run,
         root=local_cache_dir(root),
         ranks=ranks,
-        # Of a run with adapters a checkpoint holds these alone, and what is beneath is the model.
+        # With LoRA a checkpoint has only the adapter, and the reference is the base model.
         initial=None if run.lora.enable_lora else pin_init_checkpoint(run),
     )
     return _planned_in(stage, root)
 
 
 def data_root(run: RunConfig) -> str:
-    """Where results that are made of data alone, or of a model and data, are kept."""
+    """The root folder of results that are made of data, or of data and a model."""
     root = run.data.dataset_prepared_path
     return str(artifacts_root(Path(root))) if run.data.skip_prepare_dataset else root
 
@@ -397,7 +398,7 @@ def train_step(
     prepared: Artifact,
     reference: Artifact | None,
 ) -> PlannedStage:
-    """Packed rows in, a checkpoint out."""
+    """The train step: trains on packed rows and writes checkpoints."""
     settings = TrainSettings(
         model=identity_fields(run, "model"),
         train=identity_fields(run, "train"),
@@ -424,7 +425,8 @@ def train_step(
 
 
 def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> PlannedStage:
-    """A checkpoint in, a Hugging Face folder out. Raises ConfigError if there will be none."""
+    """The export step: writes the checkpoint as a Hugging Face folder. Raises ConfigError if the
+    run trains nothing."""
     if run.train.eval_only:
         raise ConfigError(
             "train.eval_only is true, so nothing is trained, and there is nothing to export.\n"
@@ -447,7 +449,7 @@ def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> Plann
 
 
 def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
-    """A Hugging Face folder in, a repository or a copy out."""
+    """The push step: uploads the exported folder to the hub or copies it to a URL."""
     push = run.push
     if not has_target(run):
         raise ConfigError("push has nowhere to go.\n  Write push.repo_id or push.url.")
@@ -467,8 +469,8 @@ def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
     """The run with `tokens` in place of its own sources. Raises ConfigError for test_datasets."""
     if run.data.test_datasets:
         raise ConfigError(
-            f"data.test_datasets cannot be told from the training data in {tokens.path}, which "
-            "another program has left there.\n  Write data.val_set_size in its place, or set "
+            f"data.test_datasets cannot be separated from the training data in {tokens.path}, "
+            "which another program has written.\n  Write data.val_set_size in its place, or set "
             "data.skip_prepare_dataset to false and name both as sources."
         )
     data = run.data.model_copy(update={"datasets": [tokens]})
@@ -478,7 +480,7 @@ def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
 def dataset_settings(
     run: RunConfig, dataset: DatasetConfig, role: Literal["train", "test"]
 ) -> DatasetSettings:
-    """Its own fields, and those of the data section that decide what its samples are."""
+    """The fields of the data set, and those of the section `data` that decide its samples."""
     shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
     values = {**run.data.model_dump(exclude=shared), **dataset.model_dump(), "type": dataset.format}
     if dataset.splits_string is not None:

@@ -1,8 +1,8 @@
-"""One look at a run's sources: what is new, whether to train, and whether the result is released.
+"""One tick of recurring fine-tuning: counts new samples, trains, and releases a better model.
 
-A tick can be broken off anywhere and is made up for by the next one: everything that takes time is
-a stage, found again by its key, and nothing counts as released before the pointer has moved. One
-that finds nothing new neither reads data nor imports what works with it.
+A tick can be interrupted at any point, and the next one continues: all long work is in cached
+stages, and nothing is released before the `latest` pointer moves. A tick without new data neither
+reads data nor imports the modules for it.
 """
 
 import math
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
     from penstock.prepare.select.seen_samples import SeenSamples
 
 RunStage = Callable[[Plan, StageName], StageResult]
-"""Brings one stage of a plan up, wherever it runs, and says what became of it."""
+"""Runs one stage of a plan, here or elsewhere, and returns its result."""
 
 LOCK_FILE = ".at_work.lock"
 KEY = re.compile(r"[0-9a-f]{16}")
 
 EVALUATIONS = "evaluations"
-"""Folder of `train.output_dir` for what models were told when they were compared."""
+"""Folder of `train.output_dir` for evaluations that compare models."""
 
 Verdict = Literal[
     "released", "kept", "waiting", "up_to_date", "paused", "busy", "failed", "rolled_back"
@@ -76,50 +76,50 @@ Verdict = Literal[
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a tick, or of a wish to roll back."""
+    """The outcome of a tick or of a rollback."""
 
     verdict: Verdict
     line: str
-    """It in one sentence, for people."""
+    """The outcome in one sentence."""
     release: int | None = None
-    """What is released after it."""
+    """The number of the latest release afterwards."""
     new_samples: int | None = None
-    """None where they were not counted."""
+    """None if they were not counted."""
     slices: int | None = None
-    """Slices of the sources; None where the sources were not read."""
+    """Number of slices of the sources; None if the sources were not read."""
     reused_slices: int | None = None
-    """Those of them that had been tokenized before."""
+    """Slices that had been tokenized before."""
     keys: Mapping[str, str] | None = None
-    """Of the stages of the candidate model, 16 hex digits."""
+    """Cache keys of the candidate's stages, 16 hex digits each."""
     figures: Figures | None = None
-    """What was compared."""
+    """The evaluations that were compared."""
 
     def as_json(self) -> dict[str, Any]:
-        """The record that is kept."""
+        """The record in the history of decisions."""
         return {"time": datetime.now(UTC).isoformat(timespec="seconds"), **_finite(asdict(self))}
 
 
 @dataclass(frozen=True)
 class NewData:
-    """What the sources hold, seen from the release."""
+    """What the sources have that the latest release was not trained on."""
 
     new_samples: int
     slices: int | None = None
     reused_slices: int | None = None
 
     def as_fields(self) -> dict[str, Any]:
-        """The part of a decision that tells of it."""
+        """The fields of a `Decision`."""
         return asdict(self)
 
 
 def tick(run: RunConfig, run_stage: RunStage, notify: Notify) -> Decision:
-    """Look, and do what the section `release` says. What was decided is kept beside the releases.
+    """Run one tick as the section `release` says. The decision is recorded with the releases.
 
     Raises ConfigError for a run that releases nothing, and what stages raise.
     """
     if run.launch.nnodes > 1:
         raise ConfigError(
-            f"launch.nnodes is {run.launch.nnodes}, and a run that recurs is started on one "
+            f"launch.nnodes is {run.launch.nnodes}, and a recurring run is started on one "
             "machine.\n  Leave it out, or start each run with penstock launch."
         )
     store = open_releases(run)
@@ -138,7 +138,7 @@ def tick(run: RunConfig, run_stage: RunStage, notify: Notify) -> Decision:
 
 
 class _Tick:
-    """One tick, with what it knows from the beginning."""
+    """The state of one tick."""
 
     def __init__(
         self, run: RunConfig, store: ReleaseStore, run_stage: RunStage, notify: Notify
@@ -150,14 +150,14 @@ class _Tick:
 
     @property
     def release_status(self) -> str:
-        """What people call what is released now."""
+        """The current release, for messages."""
         is_what = (
             f"stays at {release_folder_name(self.latest)}" if self.latest else "is not released yet"
         )
         return f"{self.options.name} {is_what}"
 
     def decide(self) -> Decision:
-        """Count, and train or not."""
+        """Count new samples, and train if there are enough."""
         planned = plan(self.run, ("prepare",))
         with pin_artifacts(planned.steps):
             new_data = self._count_new_samples(planned)
@@ -173,7 +173,7 @@ class _Tick:
         assert isinstance(step.stage, Prepare)
         if self.released and self.released["inputs"]["prepare"]["key"] == stage_key(step.stage):
             return NewData(0)
-        # Only where data has come is anything imported that reads it.
+        # Imported only if the sources have changed.
         from penstock.prepare.select.seen_samples import SeenSamples, load_seen_samples  # noqa: PLC0415
 
         there = None if find_cached(step) else step.stage.progress(step.path)
@@ -184,7 +184,7 @@ class _Tick:
         return NewData(new, *((there.slices, there.done) if there else (count, count)))
 
     def _skip_reason(self, new_data: NewData) -> tuple[Verdict, str] | None:
-        """Why nothing is trained; None where something is."""
+        """Verdict and reason for not training; None if the tick trains."""
         count, options = new_data.new_samples, self.options
         samples = f"{count} new sample{'' if count == 1 else 's'}"
         if options.train_when == "never":
@@ -230,7 +230,8 @@ class _Tick:
         figures = self._compare(planned) if self.options.metric else None
         if figures and not is_better(self.run, figures):
             self._delete_old_runs(fields["keys"]["train"])
-            line = f"{self.release_status}: {_format_figures(figures, self.latest)}{self._min_delta_text()}"
+            why = f"{_format_figures(figures, self.latest)}{self._min_delta_text()}"
+            line = f"{self.release_status}: {why}"
             return Decision("kept", line, self.latest, **fields, figures=figures)
         if has_target(planned.run):
             self.run_stage(planned, "push")
@@ -241,18 +242,20 @@ class _Tick:
         if number is None:
             now = self.store.latest()
             released = release_folder_name(now or 0)
-            line = f"{self.options.name}: {released} was released meanwhile; the next tick compares with it"
+            why = f"{released} was released meanwhile; the next tick compares with it"
+            line = f"{self.options.name}: {why}"
             return Decision("kept", line, now, **fields, figures=figures)
         count = new_data.new_samples
         why = f"{_format_figures(figures, self.latest)}; " if figures else ""
-        line = f"{self.options.name} {release_folder_name(number)} is released: {why}{count} new samples"
+        name = f"{self.options.name} {release_folder_name(number)}"
+        line = f"{name} is released: {why}{count} new samples"
         return Decision("released", line, number, **fields, figures=figures)
 
     def _compare(self, planned: Plan) -> Figures:
-        """What the exported model and the released one make of the rows that are held out."""
+        """Evaluate the exported model and the released one on the held-out rows."""
         exported = planned.step("export")
         made = find_cached(exported)
-        assert made, "exported a moment ago"
+        assert made, "the export has just run"
         new = self._evaluate(planned, exported.path, made["facts"]["folders"])
         old: dict[str, float] = {}
         if self.latest:
@@ -262,19 +265,19 @@ class _Tick:
         for told in (new, *([old] if old else [])):
             if metric not in told:
                 raise ConfigError(
-                    f"release.metric is {metric}, which no evaluation of this run tells.\n"
-                    f"  Evaluations tell {', '.join(sorted(told)) or 'nothing'}."
+                    f"release.metric is {metric}, which no evaluation of this run reports.\n"
+                    f"  Evaluations report {', '.join(sorted(told)) or 'nothing'}."
                 )
         return Figures(metric, new[metric], old.get(metric), new, old)
 
     def _evaluate(
         self, planned: Plan, folder: Path, folders: Mapping[str, str]
     ) -> dict[str, float]:
-        """What a run that only evaluates tells of the model in the folder, by the data of `planned`
-        even if more has come since."""
+        """The evaluation metrics of the model in the folder, on the data of `planned` even if the
+        sources have grown since."""
         asked = with_adapter(as_eval_only(continue_from_export(self.run, folder, folders)))
         step = train_step_on(asked, planned)
-        # How much is evaluated is no part of the key of a run that nothing depends on.
+        # The amount of evaluation is not in the cache key, so it is added to the folder's name.
         limit: list[Any] = [asked.train.eval_max_batches]
         if asked.train.eval_rows_per_batch is not None:
             limit.append(asked.train.eval_rows_per_batch)
@@ -285,10 +288,10 @@ class _Tick:
         return {name: value for name, value in facts.items() if name.startswith("eval_")}
 
     def _find_existing_release(self, export: PlannedStage) -> int | None:
-        """The release that is this export, among the latest and those that are withdrawn."""
+        """The number of the latest or a withdrawn release that is this export."""
         made = find_complete(export)
         if made and find_cached(export) is None:
-            return None  # stale: it was made from a result that was built again since
+            return None  # stale: one of its inputs was built again since
         key, content = stage_key(export.stage), content_digest(made) if made else None
         numbers = {*self.store.withdrawn, *([self.latest] if self.latest else [])}
         for number in sorted(numbers & set(self.store.numbers()), reverse=True):
@@ -308,7 +311,7 @@ class _Tick:
         )
 
     def _all_seen_samples(self, planned: Plan, start: int | None) -> "SeenSamples":
-        """The samples of this data, and of the releases that training went on from."""
+        """The samples of this data, and of the releases that training continued from."""
         from penstock.prepare.select.seen_samples import load_seen_samples  # noqa: PLC0415
 
         prepared = planned.step("prepare").path
@@ -328,7 +331,7 @@ class _Tick:
         output = self.run.train.output_dir
         decided = [each["keys"]["train"] for each in self.store.decisions() if each.get("keys")]
         newest_first = list(dict.fromkeys([mine, *reversed(decided)]))
-        is_here = RemotePath.of(output).names() if is_url(output) else set(newest_first)
+        is_here = RemotePath.from_url(output).names() if is_url(output) else set(newest_first)
         for key in newest_first[self.options.keep_runs :]:
             if key not in is_here or not KEY.fullmatch(key):
                 continue
@@ -343,7 +346,7 @@ class _Tick:
 
 @contextmanager
 def _exclusive(run: RunConfig) -> Generator[bool]:
-    """Whether no other tick of this release is at work on this machine, while the block runs."""
+    """Hold the lock of this release on this machine; yields false if another tick holds it."""
     folder = local_cache_dir(release_location(run))
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK_FILE)
@@ -359,7 +362,7 @@ def _exclusive(run: RunConfig) -> Generator[bool]:
 
 
 def _format_figures(figures: Figures, latest: int | None) -> str:
-    """Both numbers, and whose they are."""
+    """The metric of the new and of the released model."""
     told = f"{figures.metric} of the new model is {figures.new:.6g}"
     if figures.released is not None and latest:
         told += f", of {release_folder_name(latest)} {figures.released:.6g}"
@@ -367,7 +370,7 @@ def _format_figures(figures: Figures, latest: int | None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with numbers that JSON does not know as text."""
+    """The value with NaN and infinities as strings, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

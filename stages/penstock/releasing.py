@@ -1,7 +1,7 @@
-"""Releases: exports under numbers, with where they came from, and a pointer to the latest.
+"""Releases: numbered exports with their lineage, and a pointer to the latest one.
 
-A release links the exported files instead of naming their folder: an export may be pruned or built
-again, and a release stays what it was. Links cost no space.
+A release has hard links to the exported files, so it stays valid when the export is pruned or
+built again. Links take no space.
 """
 
 import math
@@ -19,7 +19,7 @@ from penstock.core.cache.digests import sha256_file
 from penstock.core.cache.manifest import RELEASE, content_digest
 from penstock.core.cache.record import FORMAT, digest_json
 from penstock.core.cache.store import find_cached
-from penstock.core.cache.verify import NAMED, Verify, damaged_files
+from penstock.core.cache.verify import MAX_LISTED_FILES, Verify, damaged_files
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.releases.local import Notify, ReleaseStore, release_folder_name
 from penstock.core.releases.remote import open_release_store
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from penstock.prepare.select.seen_samples import SeenSamples
 
 RELEASES = "releases"
-"""Folder of `pipeline.artifacts_path` for all that is released."""
+"""Folder of `pipeline.artifacts_path` for all releases."""
 
 VERSION = 1
-"""Of what manifests of releases say."""
+"""Version of the manifests of releases."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one evaluation told of a new model and of the released one, on the same rows."""
+    """Metrics of a new model and of the released one, evaluated on the same rows."""
 
     metric: str
     new: float
@@ -51,25 +51,25 @@ class Figures:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that is exported, and may be released."""
+    """An exported model that may be released."""
 
     planned: Plan
     """Its run up to the export."""
     compared_with: int | None
-    """The release it was compared with; None where there was none."""
+    """The release it was compared with; None if there was none."""
     started_from: int | None
-    """The release that its training went on from; None where that was none."""
+    """The release that its training continued from; None if it started from the base model."""
     seen_samples: "SeenSamples"
-    """The samples it has been trained on, by itself or by way of the releases before."""
+    """The samples it was trained on, including those of the releases it continues from."""
     new_samples: int
     figures: Figures | None
 
 
 def release_location(run: RunConfig) -> str:
-    """Where the run's releases stand. Raises ConfigError for a run that releases nothing."""
+    """The folder or URL of the run's releases. Raises ConfigError without `release.name`."""
     if run.release.name is None:
         raise ConfigError(
-            "this run releases nothing: release.name is not written.\n"
+            "this run releases nothing: release.name is not set.\n"
             "  Write it, for example release: {name: my-model}."
         )
     root, below = run.pipeline.artifacts_path, (RELEASES, run.release.name)
@@ -77,17 +77,17 @@ def release_location(run: RunConfig) -> str:
 
 
 def open_releases(run: RunConfig) -> ReleaseStore:
-    """The run's releases. Raises ConfigError for a run that releases nothing."""
+    """Open the run's releases. Raises ConfigError without `release.name`."""
     return open_release_store(release_location(run))
 
 
 def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | None:
-    """Give the candidate a number, and point to it. None if, since it was compared, something else
-    was released."""
+    """Release the candidate under a new number, and return it. None if another release was made
+    since the comparison."""
     exported = candidate.planned.step("export")
     made = find_cached(exported)
     if made is None:
-        raise ArtifactError(f"{exported.where} is gone.\n  Run it again to have it exported anew.")
+        raise ArtifactError(f"{exported.where} is gone.\n  Run it again to export it again.")
     with store.writing(notify):
         before = store.latest()
         if before != candidate.compared_with:
@@ -108,16 +108,16 @@ def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | 
 
 
 def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int | None, int]:
-    """Point to release `to`, or to the one before the latest, and return both numbers.
+    """Point to release `to`, or to the one before the latest; returns the old and new number.
 
-    Releases above it are withdrawn: a later run that comes to the same model does not release it
-    again. Raises ConfigError for a number that is not there.
+    Later releases are withdrawn: a run that produces the same model does not release it again.
+    Raises ConfigError for a number that does not exist.
     """
     with store.writing(notify):
         numbers = store.numbers()
         try:
             now, withdrawn = store.latest(), store.withdrawn
-        except ArtifactError:  # a damaged pointer is what this may be to mend
+        except ArtifactError:  # a rollback may be there to replace a damaged pointer
             if to is None:
                 raise
             now, withdrawn = None, set[int]()
@@ -139,15 +139,15 @@ def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
 
 
 def prunable(store: ReleaseStore, keep_last: int) -> list[int]:
-    """All but the newest, the latest, and the one that a rollback from it would lead to."""
+    """All releases but the newest `keep_last`, the latest, and the target of a rollback from it."""
     numbers, latest = store.numbers(), store.latest()
     kept = {*numbers[-keep_last:], latest, _rollback_target(latest, numbers, store.withdrawn)}
     return [number for number in numbers if number not in kept]
 
 
 def is_better(run: RunConfig, figures: Figures) -> bool:
-    """Whether the new model is better than the released one by `release.min_delta`. One whose
-    figure is no number never is; one that has none to beat is."""
+    """Whether the new model is better than the released one by `release.min_delta`. A NaN of the
+    new model is never better; any number is better than none."""
     new, old = figures.new, figures.released
     if math.isnan(new):
         return False
@@ -159,12 +159,12 @@ def is_better(run: RunConfig, figures: Figures) -> bool:
 def _rollback_target(
     latest: int | None, numbers: list[int], withdrawn: Collection[int]
 ) -> int | None:
-    """Where a rollback leads: the newest release below the latest that was not withdrawn."""
+    """The target of a rollback: the newest release below the latest that is not withdrawn."""
     return max((n for n in numbers if n < (latest or 0) and n not in withdrawn), default=None)
 
 
 def is_release_from(manifest: Mapping[str, Any], key: str, content: str | None) -> bool:
-    """Whether a release is the export of that key and content digest, as far as both are known."""
+    """Whether a release is the export with this key and content digest, if both are known."""
     export = manifest["inputs"]["export"]
     if content and "digest" in export and export["digest"] != content:
         return False
@@ -172,12 +172,12 @@ def is_release_from(manifest: Mapping[str, Any], key: str, content: str | None) 
 
 
 def verified_folder(store: ReleaseStore, number: int, verify: Verify) -> Path:
-    """The files of a release on this machine, verified. Raises ArtifactError for damaged ones."""
+    """The verified local folder of a release. Raises ArtifactError for damaged files."""
     folder, manifest = store.folder(number), store.manifest(number)
     if verify != "off" and (damaged := damaged_files(folder, manifest["files"], verify)):
         raise ArtifactError(
             f"release {release_folder_name(number)} in {folder} is damaged:\n  "
-            + "\n  ".join(damaged[:NAMED])
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
             + "\n  Restore it, or point to another with penstock releases rollback."
         )
     return folder
@@ -186,7 +186,7 @@ def verified_folder(store: ReleaseStore, number: int, verify: Verify) -> Path:
 def _find_unpublished(
     store: ReleaseStore, made: Mapping[str, Any], latest: int | None
 ) -> int | None:
-    """The number that this export was given before its releaser died, short of pointing to it."""
+    """The number of this export if its releaser died before it moved the pointer."""
     newest = max(store.numbers(), default=0)
     if newest <= (latest or 0) or newest in store.withdrawn:
         return None
@@ -197,7 +197,7 @@ def _find_unpublished(
 def _manifest(
     candidate: Candidate, number: int, files: list[dict[str, Any]], store: ReleaseStore
 ) -> dict[str, Any]:
-    """What a release is, in the form of any result's manifest."""
+    """The manifest of a release, in the format of all manifests."""
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
     made = {name: find_cached(step) or {} for name, step in steps.items()}

@@ -1,6 +1,6 @@
-"""The runs that a tick is made of: one that goes on from a model, and one that only evaluates it.
+"""The runs of a tick: one that continues from a released model, and one that only evaluates.
 
-Both are the run that is written, with a few settings in place of others, on one plan's data.
+Both are the configured run with some settings replaced, on the data of one plan.
 """
 
 from collections.abc import Mapping
@@ -12,27 +12,27 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import StageError
-from penstock.core.remote.path import checked
+from penstock.core.remote.path import require_relative
 from penstock.core.remote.urls import is_url, url_join
 from penstock.origins import resolve_model_source
 from penstock.plan import Plan, export_step, push_step, train_step
 
 
 def continue_from_export(run: RunConfig, folder: Path, folders: Mapping[str, str]) -> RunConfig:
-    """The run as it goes on from an exported model: from its adapter, where the run trains one and
-    there is one, else from its weights. The tokenizer stays, and with it what is prepared."""
+    """The run that continues from an exported model: from its adapter if the run trains one and
+    there is one, else from its weights. The tokenizer, and so the prepared data, stays the same."""
     if run.lora.enable_lora and "adapter" in folders:
-        adapter = str((folder / checked(folders["adapter"])).absolute())
+        adapter = str((folder / require_relative(folders["adapter"])).absolute())
         lora = run.lora.model_copy(update={"init_adapter_path": adapter})
         return run.model_copy(update={"lora": lora})
     if "hf" not in folders:
         raise StageError(
-            f"{folder} holds an adapter alone, and lora.enable_lora is false, so there is nothing "
-            "to go on from.\n  Write release.start_from: model, or train adapters."
+            f"{folder} has only an adapter, and lora.enable_lora is false, so there is nothing "
+            "to continue from.\n  Write release.start_from: model, or train adapters."
         )
     model = run.model.model_copy(
         update={
-            "model_path": str((folder / checked(folders["hf"])).absolute()),
+            "model_path": str((folder / require_relative(folders["hf"])).absolute()),
             "config_path": None,
             "tokenizer_path": run.model.tokenizer_source,
         }
@@ -42,7 +42,7 @@ def continue_from_export(run: RunConfig, folder: Path, folders: Mapping[str, str
 
 
 def as_eval_only(run: RunConfig) -> RunConfig:
-    """The run as one that tells what it would start from, and tells nobody else."""
+    """The run with only an evaluation of its initial model, and without trackers."""
     quiet = dict.fromkeys(("use_wandb", "use_tensorboard", "use_mlflow", "use_trackio"), False)
     update = {
         **quiet,
@@ -57,7 +57,7 @@ def as_eval_only(run: RunConfig) -> RunConfig:
 
 
 def with_own_output_dir(planned: Plan) -> Plan:
-    """The plan with a folder of its own in `train.output_dir`, called after the run's key."""
+    """The plan with a subfolder of `train.output_dir` as output, named by the key of training."""
     run = with_output_dir(planned.run, short(stage_key(planned.step("train").stage)))
     train = train_step_on(run, planned)
     export = export_step(run, train.artifact, resolve_model_source(run))
@@ -69,8 +69,8 @@ def with_own_output_dir(planned: Plan) -> Plan:
 
 
 def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:
-    """The run's training on the data of a plan, so that all is of one look at the sources, and
-    compared with what that plan's reference model says of it, if one is."""
+    """The train step of the run on the data of a plan, so that all runs of a tick use the same
+    data and, if the plan has a reference stage, the same reference log-probs."""
     made = {step.stage.name: step.artifact for step in planned.steps}
     return train_step(
         run,
@@ -83,11 +83,11 @@ def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:
 
 
 def with_output_dir(run: RunConfig, *names: str) -> RunConfig:
-    """The run with a folder below its `train.output_dir` in place of that."""
+    """The run with a subfolder of its `train.output_dir` as output."""
     folder = join_location(run.train.output_dir, *names)
     return run.model_copy(update={"train": run.train.model_copy(update={"output_dir": folder})})
 
 
 def join_location(location: str, *names: str) -> str:
-    """The folder of these names in a folder, or behind a URL."""
+    """Join names to a folder or a URL."""
     return url_join(location, *names) if is_url(location) else str(Path(location).joinpath(*names))

@@ -271,7 +271,7 @@ def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT  # as Python ends after KeyboardInterrupt
-    assert "interrupted; the same call goes on from what is there" in told
+    assert "interrupted; the same call resumes" in told
     run = ps.load(config, notify=lambda _: None)
     assert run.status()["train"] == "partial"
     steps = [record["step"] for record in run.report.metrics if "loss" in record]

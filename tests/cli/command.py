@@ -81,4 +81,4 @@ def told(code: int, text: str, expected: str) -> None:
     assert code in (1, 2, 3), text
     assert expected in text
     assert "Traceback" not in text
-    assert "fault of Penstock" not in text
+    assert "bug in Penstock" not in text

@@ -6,7 +6,7 @@ from penstock.cli.doctor import OPTIONAL, REQUIRED, check_optional, check_requir
 from penstock.config.loading.load import load
 from penstock.core.machine.gpus import gpu_names
 from penstock.costs import device_speed
-from penstock.costs.device_speed import machine_here, remember
+from penstock.costs.device_speed import detect_machine, remember
 from penstock.plan import plan
 from tests.cli.command import small_run
 
@@ -74,12 +74,12 @@ def test_this_environment_fits():
 @pytest.mark.slow
 def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path))
-    assert not machine_here(1).speeds
+    assert not detect_machine(1).speeds
     [finding] = measure_speed()
     assert finding.standing == "ok"
-    machine, half = machine_here(1), machine_here(2)
+    machine, half = detect_machine(1), detect_machine(2)
     assert finding.seen.startswith(machine.name)
-    assert machine.known_by == "measured"
+    assert machine.source == "measured"
     assert machine.bandwidth
     # Anything that runs this multiplies more than a hundred million numbers a second.
     assert all(speed > 1e8 for speed in machine.speeds.values())

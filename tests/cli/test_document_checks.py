@@ -82,7 +82,7 @@ def test_checks_and_plans_of_printed_files_say_the_same(example, tmp_path, monke
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     check, plan = penstock("check", "run.yaml"), penstock("plan", "run.yaml")
     assert "Traceback" not in check.err + plan.err
-    assert "fault of Penstock" not in check.err + plan.err
+    assert "bug in Penstock" not in check.err + plan.err
     if make is of_nxdt:  # names a model and 32 processors that are not here
         assert check.code in (2, 3)
         assert plan.code in (2, 3)

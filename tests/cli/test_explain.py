@@ -99,7 +99,7 @@ def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
     )
     ask = ("plan", config, "--device-kind", "H100")
     assert penstock(*ask, "--json").last["costs"]["reference_seconds"] > 0
-    assert "for what the reference makes of all answers" in penstock(*ask).out
+    assert "for the reference log-probs of all completions" in penstock(*ask).out
     free = penstock(*ask, "--preference.loss_type", "simpo", "--json").last["costs"]
     assert free["reference_seconds"] is None
     assert penstock("reference", config).code == 0

@@ -324,7 +324,7 @@ def test_a_folder_that_could_be_a_hub_id_is_not_streamed(tmp_path, monkeypatch):
     for streaming in (False, True):
         section = {"datasets": [{"path": "org/data", "type": "chat", "streaming": streaming}]}
         if streaming:
-            with pytest.raises(ConfigError, match=r"org/data lies here, and only a dataset"):
+            with pytest.raises(ConfigError, match=r"org/data is local, and only a dataset"):
                 planned("", {"data": section})
         else:
             planned("", {"data": section})

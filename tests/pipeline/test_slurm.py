@@ -126,7 +126,7 @@ def test_a_slurm_job_of_two_nodes_saves_when_told_to_end_and_srun_alone_goes_on(
     done = steps(tmp_path)[-1]
     assert done < 150, log.read_text()
     assert (tmp_path / "out" / "checkpoints" / f"global_step_{done}" / "COMPLETE").is_file()
-    assert "terminated; run the same command again to go on" in log.read_text()
+    assert "terminated; run the same command again to resume" in log.read_text()
     assert not (tmp_path / "out" / MANIFEST).exists()
 
     rank = [sys.executable, "-m", "penstock.cli.train", str(config)]

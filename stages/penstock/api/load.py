@@ -1,4 +1,4 @@
-"""`penstock.load`: a config, wherever it comes from, and overrides to a `Run`."""
+"""`penstock.load`: builds a `Run` from a config and overrides."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
@@ -30,15 +30,15 @@ def load(
     notify: Notify = print_line,
     **sections: Unpack[Sections],
 ) -> Run:
-    """The run that a config describes, with overrides put in; nothing is run yet.
+    """Load a config with overrides; nothing is run yet.
 
-    `config` is a YAML file, a `train.output_dir` of an earlier run, nested mappings as YAML would
-    give them, or a `RunConfig`. Each of `overrides` is a setting as on the command line
+    `config` is a YAML file, a `train.output_dir` of an earlier run, nested mappings as parsed from
+    YAML, or a `RunConfig`. Each of `overrides` is a setting as on the command line
     (`"train.lr=1e-5"`, `"--train.lr=1e-5"`) or a mapping of dotted names to values
     (`{"train.lr": 1e-5}`); `sections` set fields (`train={"lr": 1e-5}`). Later ones win, and
-    sections come last. `notify` receives each line that is said on the way, by default stderr.
+    sections come last. `notify` receives each log line; by default it writes to stderr.
 
-    Raises ConfigError, whose text has a line for each fault, as the command line has them.
+    Raises ConfigError, whose text has a line for each fault.
     """
     found = parse_overrides(overrides, sections)
     return Run(load_config(config, found, notify), notify)

@@ -1,4 +1,4 @@
-"""The config of a run, wherever it comes from: a file, an output folder, mappings, a RunConfig."""
+"""Loads the config of a run from a file, an output folder, mappings or a RunConfig."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -20,10 +20,10 @@ def load_config(
     overrides: Sequence[Override] = (),
     notify: Callable[[str], None] = lambda _: None,
 ) -> RunConfig:
-    """The checked config of a YAML file, a `train.output_dir`, nested mappings as YAML would give
-    them, or a RunConfig, with the overrides put in, the later ones last.
+    """The validated config of a YAML file, a `train.output_dir`, nested mappings as parsed from
+    YAML, or a RunConfig, with the overrides applied in order.
 
-    `notify` is told what `config.loading.load` has to tell.
+    `notify` receives the log lines of `config.loading.load`.
     Raises ConfigError, whose text has a line for each fault.
     """
     if isinstance(config, RunConfig):

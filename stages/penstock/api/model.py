@@ -1,4 +1,4 @@
-"""The exported model of a run, loaded with transformers and, for an adapter, with peft."""
+"""Loads the exported model of a run with transformers and, for an adapter, with peft."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 AdapterForm = Literal["merged", "peft"]
-"""An adapter as part of the weights, or laid over its base."""
+"""merged: as part of the weights; peft: as a PeftModel on the base model."""
 
 
 def load_exported(
     export: Path, folders: dict[str, str], adapter: AdapterForm | None, **options: Any
 ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
-    """The model and tokenizer of the export in `export`, whose facts list `folders`.
+    """Load the model and tokenizer of the export in `export`, whose facts list `folders`.
 
-    `adapter` None takes the merged model if the export has one. `options` go to `from_pretrained`.
-    Raises ConfigError for an adapter that the run does not have, and CapabilityError where a
-    package that loads the folder is not installed.
+    With `adapter` None the merged model is loaded if the export has one. `options` go to
+    `from_pretrained`. Raises ConfigError for an adapter that the run does not have, and
+    CapabilityError if a required package is not installed.
     """
     if adapter == "peft" and "adapter" not in folders:
         raise ConfigError(
@@ -41,6 +41,6 @@ def load_exported(
         model = PeftModel.from_pretrained(model, str(folder))
         if adapter == "merged":
             model = model.merge_and_unload()
-    # A run that also exports the merged model writes the tokenizer there alone.
+    # A run that also exports the merged model writes the tokenizer only there.
     named = export / folders.get("hf", folders.get("adapter", "hf"))
     return model.eval(), AutoTokenizer.from_pretrained(named)

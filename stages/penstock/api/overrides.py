@@ -1,4 +1,4 @@
-"""Overrides as Python has them: values of sections, dotted names, and words of the command line."""
+"""Overrides from Python: values by section, by dotted name, or as on the command line."""
 
 import json
 import math
@@ -16,7 +16,7 @@ ASSIGNMENT = re.compile(
 """`train.lr=1e-5`, with or without dashes, and `--train.lr 1e-5` in one string."""
 
 UNPRINTABLE = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-"""Characters that YAML takes only escaped."""
+"""Characters that YAML allows only escaped."""
 
 Overrides = str | Mapping[str, Any]
 """A setting as on the command line (`"train.lr=1e-5"`), or values by dotted name."""
@@ -25,9 +25,9 @@ Overrides = str | Mapping[str, Any]
 def parse_overrides(overrides: Iterable[Overrides], sections: Mapping[str, Any]) -> list[Override]:
     """The overrides in order, those of `sections` last.
 
-    Strings are read as on the command line. Values of mappings are taken as they are: text stays
-    text. A mapping sets each of its fields: `train={"lr": 1e-5}` is `--train.lr 1e-5`.
-    Raises ConfigError for words that set nothing, and for values that YAML cannot hold.
+    Strings are parsed as on the command line. Values of mappings are not parsed: a string stays a
+    string. A mapping sets each of its fields: `train={"lr": 1e-5}` is `--train.lr 1e-5`.
+    Raises ConfigError for strings that are no setting, and for values that YAML cannot represent.
     """
     found: list[Override] = []
     words: list[str] = []
@@ -49,14 +49,14 @@ def parse_overrides(overrides: Iterable[Overrides], sections: Mapping[str, Any])
 
 
 def format_value(value: Any) -> str:
-    """A value as YAML that `cli_overrides.parse_value` reads as the same value.
+    """A value as YAML that `cli_overrides.parse_value` parses to the same value.
 
-    Raises TypeError for what is no plain value: neither a number, text, path, list nor mapping.
+    Raises TypeError for anything but a number, string, path, list or mapping.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
     if value is None or isinstance(value, bool | int | float | str):
-        # YAML has no pairs of escapes for signs beyond 16 bits.
+        # YAML has no surrogate pairs, which ASCII JSON uses beyond 16 bits.
         text = json.dumps(value, ensure_ascii=False)
         return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     if isinstance(value, PathLike):
@@ -73,9 +73,9 @@ def format_value(value: Any) -> str:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as YAML would give them: paths as text, tuples as lists.
+    """The settings as parsed from YAML: paths as strings, tuples as lists.
 
-    Raises ConfigError for a value that YAML cannot hold.
+    Raises ConfigError for a value that YAML cannot represent.
     """
     plain: dict[str, Any] = {}
     for name, value in settings.items():
@@ -97,7 +97,7 @@ def _formatted(name: str, value: Any) -> str:
 
 
 def _parse_words(words: Sequence[str]) -> list[Override]:
-    """Strings that are whole settings, or the words of a command line."""
+    """Parse strings that are settings each, or the arguments of a command line."""
     argv: list[str] = []
     for word in words:
         option = OPTION.fullmatch(argv[-1]) if argv else None

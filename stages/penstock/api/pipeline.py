@@ -1,4 +1,4 @@
-"""The stages of a plan brought up in order: retries, pins, and what is said on the way."""
+"""Runs the stages of a plan in order, with retries and log lines, and pins their results."""
 
 import threading
 from collections.abc import Callable, Collection, Generator
@@ -20,31 +20,30 @@ from penstock.plan import (
 )
 
 Notify = Callable[[str], None]
-"""Receives each line that is said on the way."""
+"""Receives each log line."""
 
 RunStage = Callable[[Plan, StageName, RebuildOptions], StageResult]
-"""Brings up one stage of a plan, wherever it runs."""
+"""Runs one stage of a plan, here or elsewhere."""
 
 ALL = RebuildOptions()
-"""Whatever is complete is reused."""
+"""Reuses every complete result."""
 
 
 def run_stages(
     planned: Plan,
-    bring: RunStage,
+    run_stage: RunStage,
     rebuild: RebuildOptions = ALL,
     *,
     notify: Notify,
     last: StageName | None = None,
     upstream: bool = True,
 ) -> Generator[StageResult]:
-    """Bring up the stages of the plan one after the other, each with `bring`; yields each result
-    when it is there.
+    """Run the stages of the plan one after the other, each with `run_stage`; yields each result.
 
-    `last` is the stage to end with; with `upstream` false it alone is brought up. Results in use
-    are not pruned meanwhile.
-    Raises ConfigError for folders that cannot be written to and CapabilityError for a push without
-    a login, before any work, and what stages raise.
+    `last` is the stage to end with; with `upstream` false only this stage runs. The results of the
+    plan cannot be pruned meanwhile.
+    Before any work, raises ConfigError for folders that are not writable and CapabilityError for a
+    push without a login; then whatever the stages raise.
     """
     for note in planned.notes:
         notify(note)
@@ -56,15 +55,15 @@ def run_stages(
         for step in planned.steps:
             name = cast(StageName, step.stage.name)
             if upstream or name == last:
-                yield bring(planned, name, rebuild)
+                yield run_stage(planned, name, rebuild)
             if name == last:
                 return
 
 
 def build_local_runner(notify: Notify) -> RunStage:
-    """Brings up stages on this machine, without Prefect, and tries again as the run says."""
+    """A function that runs stages on this machine, without Prefect, with the retries of the run."""
 
-    def bring(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
+    def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
         step, options = planned.step(name), planned.run.pipeline
         if name == "prepare" and options.task_runner and find_cached(step) is None:
             notify(
@@ -83,13 +82,13 @@ def build_local_runner(notify: Notify) -> RunStage:
                 notify(f"  would send {file['path']} ({file['bytes']} bytes)")
         return result
 
-    return bring
+    return run_stage
 
 
 def rebuild_options(
     force: str | Collection[str], start: str | None, *, fresh: bool = False
 ) -> RebuildOptions:
-    """What to build again. Raises ConfigError for a name that is no stage."""
+    """Which stages to build again. Raises ConfigError for an unknown stage."""
     forced = frozenset([force] if isinstance(force, str) else force)
     for name in (*forced, *([start] if start else [])):
         if name not in ORDER:
@@ -98,7 +97,7 @@ def rebuild_options(
 
 
 def require_main_thread(run: RunConfig) -> None:
-    """Raise ConfigError for time limits in a thread that cannot keep them."""
+    """Raise ConfigError for `pipeline.timeouts` outside the main thread: they use SIGALRM."""
     here = threading.current_thread()
     if run.pipeline.timeouts and here is not threading.main_thread():
         raise ConfigError(

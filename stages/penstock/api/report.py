@@ -1,4 +1,4 @@
-"""What came of a run: the page of its training, its numbers, and where its model is."""
+"""The outcome of a run: the report of its training, its metrics, and its model folder."""
 
 import json
 from collections.abc import Mapping
@@ -15,27 +15,27 @@ from penstock.train.launch.job import METRICS, REPORT
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a run's training, as far as it has come.
+    """The report of a run's training so far.
 
-    Shown at the end of a cell, it is a table of its figures and a link to its page.
+    In a notebook it is displayed as a table of its figures and a link to `report.html`.
     """
 
     folder: Path | None
-    """`train.output_dir`, or this machine's mirror of it; None before this training has begun."""
+    """`train.output_dir`, or this machine's mirror of it; None before this training has started."""
     figures: Mapping[str, Any]
     """By name: `first_loss`, `final_loss`, `steps`, `tokens`, `eval_loss` and the other facts of a
-    finished training, and `model`, the folder of what was exported. Empty before training has
+    finished training, and `model`, the folder of the exported model. Empty before training has
     ended."""
 
     @property
     def path(self) -> Path | None:
-        """`report.html`; None as long as there is none."""
+        """`report.html`; None if it does not exist yet."""
         page = self.folder / REPORT if self.folder else None
         return page if page and page.is_file() else None
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`, one a logged step or evaluation, in order."""
+        """The records of `metrics.jsonl`, one per logged step or evaluation, in order."""
         return read_metrics(self.folder / METRICS) if self.folder else []
 
     def __repr__(self) -> str:
@@ -56,8 +56,7 @@ class Report:
 
 
 def run_result(done: Mapping[str, StageResult]) -> dict[str, Any]:
-    """Where the model and the report are, None where there is none; the first loss, and the facts
-    of training."""
+    """The paths of the model and the report, or None; the first loss, and the facts of training."""
     train, export = done.get("train"), done.get("export")
     model = exported_model(export) if export else None
     report = train.path / REPORT if train else None
@@ -70,22 +69,22 @@ def run_result(done: Mapping[str, StageResult]) -> dict[str, Any]:
 
 
 def exported_model(export: StageResult) -> Path | None:
-    """The folder of the exported model, whole or as an adapter; None where nothing was written."""
+    """The folder of the exported model or adapter; None if nothing was written."""
     folders = export.facts.get("folders", {})
     model = folders.get("hf", folders.get("adapter"))
     return export.path / model if model else None
 
 
 def first_loss(metrics: Path) -> float | None:
-    """The loss of the first step that was logged; None where nothing readable was."""
+    """The loss of the first logged step; None if there is no readable record."""
     with suppress(OSError, ValueError), metrics.open(encoding="utf-8") as lines:
         return next((row["loss"] for row in map(json.loads, lines) if "loss" in row), None)
     return None
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; none where there is no such file. A last line that is still
-    being written is left out."""
+    """The records of a `metrics.jsonl`; empty if the file does not exist. An incomplete last line
+    is skipped."""
     if not file.is_file():
         return []
     *lines, _unfinished = file.read_text(encoding="utf-8").split("\n")

@@ -1,4 +1,4 @@
-"""What the stages of a run give back: the result of each, with what Python wants of it."""
+"""The results of the stages of a run, with access to their data from Python."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Split = Literal["train", "validation"]
 @dataclass(frozen=True, repr=False)
 class Result(StageResult):
     """The result of a stage: `stage`, `key` (16 hex digits), `status` (`ran`, `resumed`, `cached`
-    or `skipped`), `path`, `seconds` and `facts`, the counts that its manifest holds."""
+    or `skipped`), `path`, `seconds` and `facts`, the counts in its manifest."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.stage} {self.key}: {self.status}, {self.where})"
@@ -34,14 +34,14 @@ class Result(StageResult):
 
 @dataclass(frozen=True, repr=False)
 class PreparedData(Result):
-    """Tokenized samples, on disk and mapped into memory."""
+    """Tokenized samples, memory-mapped."""
 
     def dataset(self, split: Split = "train") -> "Dataset":
-        """The samples of a split in stored order, mapped and not copied.
+        """The samples of a split in stored order, memory-mapped.
 
         Columns are `input_ids` and `labels` (unshifted, -100 where masked; for pairs with
         `chosen_` and `rejected_` before them), `source`, the name of the data set, and `row`, the
-        record's place in its slice.
+        record's index in its slice.
 
         Raises ConfigError for a split that the run does not have, ArtifactError for damage.
         """
@@ -53,7 +53,7 @@ class PreparedData(Result):
 
 @dataclass(frozen=True, repr=False)
 class PackedData(Result):
-    """Packed rows, on disk and mapped into memory."""
+    """Packed rows, memory-mapped."""
 
     def rows(self, split: Split = "train") -> "PackedRows":
         """The packed rows of a split as the trainer reads them: `len(rows)`, and `rows.row(i)` with
@@ -85,7 +85,7 @@ class Training(Result):
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`, one a logged step or evaluation, in order."""
+        """The records of `metrics.jsonl`, one per logged step or evaluation, in order."""
         return read_metrics(self.path / METRICS)
 
 
@@ -103,7 +103,7 @@ class ExportedModel(Result):
 
 
 class RunResult(Mapping[str, Result]):
-    """The results of a run, by the names of its stages, in order; shown as a table."""
+    """The results of a run by stage name, in order; displayed as a table."""
 
     def __init__(self, results: list[Result]) -> None:
         self._results = {result.stage: result for result in results}
@@ -130,11 +130,11 @@ KINDS: Mapping[str, type[Result]] = {
     "train": Training,
     "export": ExportedModel,
 }
-"""What a stage gives that has more to it than files."""
+"""The result types of stages that have more than files."""
 
 
 def as_result(outcome: StageResult) -> Result:
-    """The outcome of a stage as what Python wants of it."""
+    """The outcome of a stage as its result type."""
     return KINDS.get(outcome.stage, Result)(**vars(outcome))
 
 
@@ -146,17 +146,17 @@ def require_split(result: StageResult, split: str) -> None:
     if not rows[split]:
         raise ConfigError(
             f"the {split} split has no rows.\n"
-            "  Write data.val_set_size or data.test_datasets to have some held out."
+            "  Write data.val_set_size or data.test_datasets to have validation data."
         )
 
 
 def _as_dataset(rows: "pa.Table", fingerprint: str) -> "Dataset":
-    """The table as it is, but for `source`: `datasets` knows no dictionaries of text."""
+    """The table as a Dataset; `source` is decoded, as `datasets` has no dictionary arrays."""
     import pyarrow as pa
     from datasets import Dataset
 
     if "source" in rows.column_names:
         at = rows.column_names.index("source")
         rows = rows.set_column(at, "source", rows.column("source").cast(pa.string()))
-    # By its key, or `datasets` reads all of the data to name it.
+    # Without a fingerprint, `datasets` hashes all of the data.
     return Dataset(rows, fingerprint=fingerprint)

@@ -1,4 +1,4 @@
-"""A run as Python sees it: its config, and its stages to plan, to execute and to read."""
+"""The `Run` of the Python API: its config, and methods that plan, run and read its stages."""
 
 import sys
 from collections.abc import Collection
@@ -42,12 +42,11 @@ def print_line(line: str) -> None:
 
 @dataclass(frozen=True, repr=False)
 class RunPlan:
-    """How the stages of a run stand, and why; shown as a table."""
+    """The state of each stage of a run, and why; displayed as a table."""
 
     stages: tuple[StageStatus, ...]
     notes: tuple[str, ...] = ()
-    """What was told from the data because the config does not say it, and folders that cannot be
-    written to."""
+    """Settings that were inferred from the data, and folders that are not writable."""
 
     def __repr__(self) -> str:
         reasons = [line for stage in self.stages for line in stage.reasons]
@@ -66,16 +65,16 @@ class RunPlan:
 class Run:
     """One fine-tuning run, from `penstock.load`.
 
-    Results lie in the store that the command line uses: what one has made, the other reuses.
-    A method that brings up a stage brings up what it needs first, and returns when it is done.
-    It raises ConfigError, CapabilityError, ArtifactError or StageError; Interrupted when something
-    else asked training to stop, and KeyboardInterrupt after Ctrl-C. After each of these the same
-    call goes on from what is there.
+    Results are in the same store as those of the command line, and each reuses the other's.
+    A method that runs a stage first runs the stages that it needs, and returns when it is done.
+    It raises ConfigError, CapabilityError, ArtifactError or StageError; Interrupted if something
+    else stopped training, and KeyboardInterrupt after Ctrl-C. After each of these the same call
+    resumes.
     """
 
     def __init__(self, config: RunConfig, notify: Notify = print_line) -> None:
         self.config = config
-        """The checked config, frozen: `run.config.train.lr`."""
+        """The validated config, frozen: `run.config.train.lr`."""
         self._notify = notify
 
     @property
@@ -91,7 +90,7 @@ class Run:
         return RunPlan(tuple(stage_statuses(planned)), (*planned.notes, *warnings))
 
     def status(self) -> dict[str, Standing]:
-        """The standing of each stage: `cached`, `skipped`, `partial`, `stale` or `missing`."""
+        """The state of each stage: `cached`, `skipped`, `partial`, `stale` or `missing`."""
         return {stage.stage: stage.standing for stage in self.plan().stages}
 
     def run(
@@ -101,23 +100,23 @@ class Run:
         start: StageName | None = None,
         fresh: bool = False,
     ) -> RunResult:
-        """Bring up every stage of the run, in order, as `penstock run`.
+        """Run every stage, in order, as `penstock run`.
 
         `force` names stages to build again, `start` one to build again with all after it; `fresh`
         moves another run's `train.output_dir` aside instead of refusing it.
         """
-        return self._bring(None, rebuild_options(force, start, fresh=fresh))
+        return self._run_stages(None, rebuild_options(force, start, fresh=fresh))
 
     def prepare(self, *, force: bool = False) -> PreparedData:
         """Tokenize the data. `force` builds it again."""
         return cast(PreparedData, self._stage("prepare", force))
 
     def pack(self, *, force: bool = False) -> PackedData:
-        """Lay the samples into rows."""
+        """Pack the samples into sequences."""
         return cast(PackedData, self._stage("pack", force))
 
     def reference(self, *, force: bool = False) -> Result:
-        """Score every answer with the reference model of preference training."""
+        """Compute the log-probs of all completions under the reference model."""
         return self._stage("reference", force)
 
     def train(self, *, force: bool = False, fresh: bool = False) -> Training:
@@ -137,12 +136,13 @@ class Run:
     ) -> "tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]":
         """The exported model, in evaluation mode, and its tokenizer.
 
-        An adapter is merged into the weights, or with `adapter="peft"` laid over its base by peft;
-        left out, it is merged if the export has a merged model. `options` go to
+        With `adapter="merged"` an adapter is merged into the weights, with `adapter="peft"` it is
+        loaded as a PeftModel; by default it is merged if the export has a merged model. `options`
+        go to
         `AutoModelForCausalLM.from_pretrained`: `device_map="auto"`, `dtype=torch.bfloat16`.
 
-        Raises StageError if nothing has been exported, ConfigError for an adapter that there is
-        not, and CapabilityError where a package that is needed is not installed.
+        Raises StageError if nothing is exported, ConfigError for an adapter that the run does not
+        have, and CapabilityError if a required package is not installed.
         """
         step = plan(self.config, ("export",)).step("export")
         manifest = fetch_cached(step, self.config.pipeline.verify, self._notify)
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def report(self) -> Report:
-        """The report of the training: its page, figures and metrics, as far as there are any."""
+        """The report of the training: its page, figures and metrics so far."""
         planned = plan(self.config)
         done = _cached_results(planned)
         begun = [s.path for s in planned.steps if s.stage.name == "train" and _has_started(s)]
@@ -173,21 +173,21 @@ class Run:
 
     def _stage(self, name: StageName, force: bool, *, fresh: bool = False) -> Result:
         rebuild = RebuildOptions(frozenset([name] if force else []), fresh=fresh)
-        return self._bring(name, rebuild)[name]
+        return self._run_stages(name, rebuild)[name]
 
-    def _bring(self, last: StageName | None, rebuild: RebuildOptions) -> RunResult:
+    def _run_stages(self, last: StageName | None, rebuild: RebuildOptions) -> RunResult:
         planned = plan(self.config, (last,) if last else None)
-        bring, notify = build_local_runner(self._notify), self._notify
+        run_stage, notify = build_local_runner(self._notify), self._notify
         try:
-            done = run_stages(planned, bring, rebuild, notify=notify, last=last)
+            done = run_stages(planned, run_stage, rebuild, notify=notify, last=last)
             return RunResult([as_result(outcome) for outcome in done])
         except KeyboardInterrupt:
-            notify("interrupted; the same call goes on from what is there")
+            notify("interrupted; the same call resumes")
             raise
 
 
 def _cached_results(planned: Plan) -> dict[str, StageResult]:
-    """The stages whose results are complete, as they were found."""
+    """The results that are complete, by stage."""
     found: dict[str, StageResult] = {}
     for step in planned.steps:
         if manifest := find_cached(step):
@@ -199,6 +199,6 @@ def _cached_results(planned: Plan) -> dict[str, StageResult]:
 
 
 def _has_started(step: PlannedStage) -> bool:
-    """Whether the folder holds this run, finished or not, and not another one."""
+    """Whether the folder belongs to this run, finished or not, and not to another one."""
     record = read_manifest(step.path) or read_attempt(step.path)
     return record is not None and record["key"] == step.artifact.key

@@ -1,4 +1,4 @@
-"""How the stages of a plan stand: what is cached, partial, stale or missing, and exactly why."""
+"""The state of the stages of a plan: cached, skipped, partial, stale or missing, and why."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +18,21 @@ Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
 
 @dataclass(frozen=True)
 class StageStatus:
-    """How a stage stands."""
+    """The state of a stage."""
 
     stage: str
     key: str
     standing: Standing
     where: str
     nearest: Path | None = None
-    """The earlier artifact that differs least."""
+    """The earlier result with the fewest differences."""
     changed: tuple[Difference, ...] = ()
     stale_inputs: tuple[ChangedInput, ...] = ()
-    """Inputs with other content than the result was made from."""
+    """Inputs whose content has changed since the result was built."""
 
     @property
     def reasons(self) -> list[str]:
-        """Why a result that is there is not used, a line each."""
+        """Why an existing result is not used, one reason per line."""
         lines = [f"{self.stage}: {changed}" for changed in self.stale_inputs]
         if self.nearest:
             lines.append(f"{self.stage}: nearest earlier result is {self.nearest}")
@@ -41,14 +41,14 @@ class StageStatus:
 
 
 def stage_statuses(planned: Plan) -> list[StageStatus]:
-    """The standing of every stage of the plan, in order. Reads manifests, and builds nothing."""
+    """The state of every stage of the plan, in order. Reads manifests and builds nothing."""
     present: dict[str, str] = {}
     return [stage_status(step, present) for step in planned.steps]
 
 
 def stage_status(step: PlannedStage, present: dict[str, str] | None = None) -> StageStatus:
-    """The step's standing: sealed, stale, begun, or not there, and then what changed since the
-    nearest. `present` are content digests of the steps before, by key; this one's is added."""
+    """The state of a step and, if it is not cached, the differences from the nearest result.
+    `present` has the content digests of earlier steps by key; this step's is added."""
     name, key = step.stage.name, short(stage_key(step.stage))
     present = {} if present is None else present
     if manifest := find_complete(step):
@@ -79,7 +79,7 @@ def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
     for manifest in sorted(root.glob(pattern)):
         try:
             record = read_manifest(manifest.parent)
-        except ArtifactError:  # of another key: it is not needed here
+        except ArtifactError:  # a damaged result with another key does not matter
             continue
         if record is None:
             continue
@@ -103,7 +103,7 @@ def _flat_identity(step: PlannedStage) -> dict[str, Any]:
 
 
 def _flatten(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Settings by their own names, inputs by what they pin, or by key where they are artifacts."""
+    """Settings by name; inputs by their pin, or by key if they are results of stages."""
     return {
         **settings,
         "inputs": {n: i.get("source") or {"key": i["key"]} for n, i in inputs.items()},

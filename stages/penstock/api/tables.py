@@ -1,4 +1,4 @@
-"""Small tables as text, for terminals, and as HTML, for notebooks."""
+"""Small tables as text for terminals and as HTML for notebooks."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -30,7 +30,7 @@ def _html_row(row: Sequence[str], tag: str) -> str:
 
 
 def outcome_rows(outcomes: "Iterable[StageResult]") -> list[Sequence[str]]:
-    """What became of each stage, in how long, and where it lies."""
+    """Status, duration and path of each stage's result."""
     heading = ("stage", "key", "status", "seconds", "where")
     return [
         heading,

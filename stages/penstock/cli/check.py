@@ -1,6 +1,6 @@
-"""`penstock check`: the config as it is read, and a look at everything that it names.
+"""`penstock check`: prints the config and checks the data, model and folders that it names.
 
-Nothing is prepared, trained or left behind. Every look is made, whatever the others find.
+Nothing is prepared, trained or written. Every check runs, also after others have failed.
 """
 
 from collections.abc import Callable
@@ -49,18 +49,18 @@ Status = Literal["ok", "fault", "not looked at"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found at one of the things that the config names."""
+    """The result of one check."""
 
     at: str
-    """A setting, or the kind of thing."""
+    """The field that was checked, or `model`."""
     status: Status
     text: str
     exit_code: int = 0
-    """Of a fault: 2 for what the config says, 3 for what this machine lacks."""
+    """Of a fault: 2 for an error in the config, 3 for a missing capability of this machine."""
 
     @property
     def message(self) -> str:
-        """The text, after what it is about unless it begins with that."""
+        """The text, prefixed with the field unless it begins with it."""
         return self.text if self.text.startswith(self.at) else f"{self.at}: {self.text}"
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class CheckResult:
 
 
 def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any]:
-    """Print the config, as YAML that runs, and a line for every look; returns both for --json.
+    """Print the config as YAML and a line for each check; returns both for --json.
 
-    What is printed is what was written, or with `whole` every field, with what null ones resolve
-    to as a comment. Raises ConfigError or CapabilityError when a look finds a fault.
+    Only fields that are set are printed, or with `whole` every field, and the resolved values of
+    null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
     """
     typed, results = _run_checks(run)
     console.result(print_config(typed, whole=whole))
@@ -89,7 +89,7 @@ def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any
     console.more.update(values)
     kind = ConfigError if any(look.exit_code == ConfigError.exit_code for look in faults) else None
     raise (kind or CapabilityError)(
-        f"{len(faults)} of {len(results)} results found a fault:\n"
+        f"{len(faults)} of {len(results)} checks found a fault:\n"
         + "\n".join(look.message for look in faults)
     )
 
@@ -101,7 +101,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     counts: dict[str, int] = {}
     if run.data.skip_prepare_dataset:
         results += _run_check("data.dataset_prepared_path", lambda: _check_prepared(run))[1]
-    # What prepared data was made of may be gone.
+    # The sources of prepared data may no longer exist.
     for name in () if run.data.skip_prepare_dataset else DATASET_FIELDS:
         for index, dataset in enumerate(getattr(run.data, name)):
             at = f"data.{name}.{index}"
@@ -115,7 +115,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
             "data.val_set_size", lambda: _check_validation_size(run, sum(counts.values()))
         )[1]
     typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
-    # Rules of types, which could not be asked when the file was read.
+    # Rules on dataset types, which were not known when the file was loaded.
     ruled = [
         CheckResult(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)
     ]
@@ -131,7 +131,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
 def _run_check(
     at: str, find: Callable[[], tuple[Found, str]]
 ) -> tuple[Found | None, list[CheckResult]]:
-    """What `find` gives and says, or why it could not."""
+    """The value and the message of `find`, or the error that it raises."""
     try:
         found, text = find()
     except UnreachableError as error:
@@ -143,7 +143,7 @@ def _run_check(
 
 
 def _check_model(run: RunConfig) -> list[CheckResult]:
-    """The model's config.json, and whether this machine can train it as it is written."""
+    """Check the model's config.json, and whether this machine can train the run."""
     if "train" not in run.stages:
         return []
     try:
@@ -159,7 +159,7 @@ def _check_model(run: RunConfig) -> list[CheckResult]:
 
 
 def _validate_model(run: RunConfig) -> str:
-    """The model's type. Raises what keeps the run from being trained here, as its plan would."""
+    """The model's type. Raises the errors that planning the run would raise."""
     run = with_adapter(resolve_init_checkpoint(run))
     check_machine(run)
     if run.model.model_path:
@@ -171,7 +171,7 @@ def _validate_model(run: RunConfig) -> str:
 
 
 def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
-    # Takes a second or two to import, which configs that do not load are spared.
+    # Imported here: it takes one to two seconds, which invalid configs need not wait for.
     from penstock.core.sources.pin_remote import resolve_folder
     from penstock.rows.tokenizer import load_tokenizer
 
@@ -187,12 +187,12 @@ def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
 
 
 def _require_vocabulary(run: RunConfig, size: int) -> None:
-    """Refuse a tokenizer with more tokens than the model has, those added to it left out: few
-    texts have these."""
+    """Refuse a tokenizer whose vocabulary is larger than the model's. Added tokens do not count:
+    few texts contain them."""
     try:
         known = resolve_hf_config(run).get("vocab_size")
     except (ConfigError, CapabilityError):
-        return  # told of the model
+        return  # reported by the check of the model
     if isinstance(known, int) and size > known:
         raise ConfigError(
             f"{redact(run.model.tokenizer_source)} has {size:,} tokens, and the model "
@@ -202,7 +202,7 @@ def _require_vocabulary(run: RunConfig, size: int) -> None:
 
 
 def _check_prepared(run: RunConfig) -> tuple[None, str]:
-    """The prepared data that is taken as it lies."""
+    """Check prepared data that is used as it is."""
     step = user_prepared_step(run)
     return None, f"{step.where} is taken as it is (data.skip_prepare_dataset)"
 
@@ -210,8 +210,8 @@ def _check_prepared(run: RunConfig) -> tuple[None, str]:
 def _check_dataset(
     run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any, counts: dict[str, int]
 ) -> tuple[DatasetConfig, str]:
-    """The data set with its type, and what its first records hold. `counts` gets the number of its
-    samples if these are all."""
+    """The data set with its type, and a summary of its first records. `counts` receives the number
+    of samples if these are all records."""
     from penstock.prepare.dataset_type import INFER_RECORDS
     from penstock.prepare.first_records import first_samples
     from penstock.prepare.infer_type import read_first
@@ -229,7 +229,7 @@ def _check_dataset(
     inferred = "" if dataset.is_typed else " (inferred from its records)"
     said = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
     if tokenizer is None:
-        return typed, f"{said}; not tokenized, for there is no tokenizer"
+        return typed, f"{said}; not tokenized, as the tokenizer cannot be loaded"
     role = "train" if ".datasets." in at else "test"
     only = tuple(run.data.select_columns) if run.data.select_columns else None
     found = first_samples(records, dataset_settings(run, typed, role), tokenizer, only)
@@ -249,7 +249,7 @@ def _check_dataset(
 
 
 def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
-    """What is held out of data of so many samples at most. Raises as the prepare stage would."""
+    """The number of validation samples of at most `count`. Raises as the prepare stage would."""
     from penstock.prepare.select.select import validation_count
 
     size = run.data.val_set_size
@@ -263,7 +263,7 @@ def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
 
 
 def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
-    """Refuse rows that are too short for a sample, as packing would."""
+    """Refuse packed sequences that are too short for a sample, as packing would."""
     data, length = run.data, run.data.sample_packing_sequence_len
     is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
     if length is None or is_cut or found.longest <= length:
@@ -277,7 +277,7 @@ def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "First
 
 
 def _check_outputs(run: RunConfig) -> list[CheckResult]:
-    """The folders that results go to."""
+    """Check that the output folders are writable."""
     results: list[CheckResult] = []
     for name, folder in output_folders(run, run.stages).items():
         refused = find_unwritable({name: folder})
@@ -287,7 +287,7 @@ def _check_outputs(run: RunConfig) -> list[CheckResult]:
 
 
 def _check_push(run: RunConfig) -> list[CheckResult]:
-    """Whether somebody is logged in for what is to be sent to the hub."""
+    """Check that there is a login if the run pushes to the hub."""
     if not needs_login(run):
         return []
     return _run_check("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[
@@ -296,7 +296,8 @@ def _check_push(run: RunConfig) -> list[CheckResult]:
 
 
 def print_config(run: RunConfig, *, whole: bool) -> str:
-    """The config as YAML that loads as the same run: what was written, or with `whole` all."""
+    """The config as YAML that loads as the same run: the fields that are set, or with `whole`
+    all."""
     text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not whole)).rstrip()
     told = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
     return f"{text}\n# Resolved:\n# {told}" if whole else text

@@ -1,7 +1,7 @@
-"""The edge of the process: what is printed where, and which exit status each ending has.
+"""Output of commands and their exit codes.
 
-stdout carries results, stderr everything said on the way. With `--json`, the last line of stdout is
-one object; nothing else is written there.
+Results go to stdout, all other lines to stderr. With `--json`, stdout has one JSON object on its
+last line and nothing else.
 """
 
 import json
@@ -25,26 +25,26 @@ if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
 
 @dataclass
 class Console:
-    """How one command speaks."""
+    """The output of one command."""
 
     as_json: bool = False
     debug: bool = False
     outcomes: "list[StageResult]" = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What is added to the closing object, whether the command fails or not."""
+    """Fields added to the JSON object, whether the command fails or not."""
 
     def say(self, line: str) -> None:
-        """One line on the way."""
+        """Write a line to stderr."""
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
     def result(self, text: str) -> None:
-        """What the command was asked for; with --json the object says it instead."""
+        """Print the result; with --json the object has it instead."""
         if not self.as_json:
             print(text)
 
     def finish(self, error: dict[str, Any] | None = None, **more: Any) -> None:
-        """The closing object, with --json."""
+        """Print the JSON object, with --json."""
         if self.as_json:
             stages = [_outcome_as_json(outcome) for outcome in self.outcomes]
             record = {"ok": error is None, "stages": stages, "error": error, **self.more, **more}
@@ -52,9 +52,9 @@ class Console:
 
 
 def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
-    """Run a command to its exit status; every error becomes one block of text.
+    """Run a command and return its exit code; every error is printed as one block of text.
 
-    The command may return what to add to the closing object.
+    The command may return fields to add to the JSON object.
     """
     try:
         with _sigterm_as_exit():
@@ -63,15 +63,15 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         return _report_error(console, error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
         return _report_error(
-            console, error, "interrupted; run the same command again to go on", 130
+            console, error, "interrupted; run the same command again to resume", 130
         )
     except SystemExit as error:
         if error.code == 128 + signal.SIGTERM:
-            text = "terminated; run the same command again to go on"
+            text = "terminated; run the same command again to resume"
             return _report_error(console, error, text, 128 + signal.SIGTERM)
         raise
     except BrokenPipeError:
-        # Whoever read stdout (`| head`) has left; what is buffered has nowhere to go.
+        # The reader of stdout (`| head`) has exited; flushing at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:  # noqa: BLE001 - the edge of the process
@@ -80,7 +80,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         else:
             text = (
                 f"{type(error).__name__}: {error}\n"
-                "  This is a fault of Penstock; --debug shows where."
+                "  This is a bug in Penstock; --debug prints the traceback."
             )
         return _report_error(console, error, text, 1)
     console.finish(**(more or {}))
@@ -108,7 +108,7 @@ def _outcome_as_json(outcome: "StageResult") -> dict[str, Any]:
 
 @contextmanager
 def _sigterm_as_exit() -> Generator[None]:
-    """Turn SIGTERM into an exception, so that children are ended and locks are freed."""
+    """Turn SIGTERM into SystemExit, so that child processes end and locks are released."""
 
     def unwind(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)

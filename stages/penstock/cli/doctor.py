@@ -1,4 +1,4 @@
-"""`penstock doctor`: versions, devices, optional packages, and the mend for what is wrong."""
+"""`penstock doctor`: checks versions, devices and optional packages, and prints fixes."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ Standing = Literal["ok", "absent", "wrong"]
 
 @dataclass(frozen=True)
 class DoctorCheck:
-    """One thing looked at."""
+    """The result of one check."""
 
     what: str
     standing: Standing
@@ -43,7 +43,7 @@ REQUIRED: dict[str, tuple[str, str | None]] = {
     "fastapi": ("0.139", "0.151"),
     "sqlalchemy": ("2.0", "2.1"),
 }
-"""Packages with the oldest version that serves and the first that does not."""
+"""Packages with the minimum version and the first version that is too new."""
 
 OPTIONAL = {
     "peft": "pip install peft, to load exported adapters as adapters",
@@ -66,7 +66,7 @@ OPTIONAL = {
 
 
 def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
-    """Print all findings. Raises CapabilityError when one of them keeps Penstock from working."""
+    """Print all results. Raises CapabilityError if one of them keeps Penstock from working."""
     findings = [*_check_system(), *check_required(), *check_optional(), *_run_probes(), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
@@ -79,7 +79,7 @@ def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, 
 
 
 def measure_speed() -> list[DoctorCheck]:
-    """How fast this machine is; kept for `penstock plan`."""
+    """Measure FLOP/s and memory bandwidth of this machine; stored for `penstock plan`."""
     done = subprocess.run(
         [sys.executable, "-m", "penstock.costs.measure_machine"],
         capture_output=True,
@@ -111,7 +111,7 @@ def _check_system() -> list[DoctorCheck]:
 
 
 def _check_tuning_cache(folder: Path) -> DoctorCheck:
-    """Whether kernels have measured their tile sizes on a GPU."""
+    """Whether kernels have cached their autotuned tile sizes for a GPU."""
     files = len([*folder.glob("*.json")])
     if files:
         return DoctorCheck("tuned kernels", "ok", f"{files} kinds of GPU, in {folder}")
@@ -121,9 +121,9 @@ def _check_tuning_cache(folder: Path) -> DoctorCheck:
 
 
 def check_required(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
-    """Whether each needed package is there in a version that serves.
+    """Whether each required package is installed in a supported version.
 
-    `content_version` returns an installed version by name, or raises PackageNotFoundError.
+    `version_of` returns an installed version by name, or raises PackageNotFoundError.
     """
     return [_check_version(package, *bounds, version_of) for package, bounds in REQUIRED.items()]
 
@@ -143,7 +143,7 @@ def _check_version(
 
 
 def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
-    """Which packages are there that only some features need."""
+    """Whether packages that only some features need are installed."""
     findings: list[DoctorCheck] = []
     for package, mend in OPTIONAL.items():
         try:
@@ -154,7 +154,7 @@ def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorChe
 
 
 def _run_probes() -> list[DoctorCheck]:
-    """What only trying shows. Each runs in a process of its own, so that one failure is one row."""
+    """Run probes, each in its own process, so that a crash is one failed check."""
     trials: dict[str, tuple[str, Callable[[str], str]]] = {
         "torch sees": (
             "import torch; print(torch.version.cuda or 'no CUDA', torch.cuda.device_count())",

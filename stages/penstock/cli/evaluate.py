@@ -1,4 +1,5 @@
-"""`penstock eval`: what an exported model makes of held-out prompts, or of a harness's tasks."""
+"""`penstock eval`: evaluates an exported model on held-out prompts or on tasks of the
+lm-evaluation-harness."""
 
 import re
 from collections.abc import Sequence
@@ -19,32 +20,32 @@ from penstock.train.eval.eval_results import write_held_out_results, write_task_
 from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT
 
 PRINTED_ANSWERS = 4
-"""Sample answers that are printed."""
+"""Number of completions that are printed."""
 BATCH_SIZE = 50
 DEFAULT_PROMPTS = 200
-"""Held-out prompts that are asked where nobody says how many."""
+"""Default number of held-out prompts."""
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is asked of the model."""
+    """The options of an evaluation."""
 
     limit: int | None = None
-    """Held-out prompts, or documents of each task; None: ASKED of the former, all of the latter."""
+    """Held-out prompts, or documents of each task; None: DEFAULT_PROMPTS prompts, all documents."""
     answer: str | None = None
-    """A pattern: what it finds in an answer is compared, and not all of the answer."""
+    """A regular expression: its match in a completion is compared, not the whole completion."""
     tasks: tuple[str, ...] = ()
-    """Of the harness; where there are any, held-out prompts are not asked."""
+    """Tasks of the harness; if there are any, held-out prompts are not evaluated."""
     more_tasks: Path | None = None
-    """A folder with tasks of one's own."""
+    """A folder with additional tasks."""
 
 
 def evaluate_target(
     target: Path, overrides: Sequence[Override], wanted: EvalOptions, console: Console
 ) -> dict[str, Any]:
-    """Evaluate what `target` names: a config, a run's output folder, or a folder with a model.
+    """Evaluate `target`: a config, a run's output folder, or a model folder.
 
-    Raises ConfigError for what cannot be asked of it, StageError when nothing is exported yet.
+    Raises ConfigError for options that do not apply to it, StageError if nothing is exported yet.
     """
     if wanted.more_tasks and not wanted.tasks:
         raise ConfigError(
@@ -70,7 +71,7 @@ def evaluate_target(
 
 
 def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
-    """The run of a config, or of a train.output_dir. Raises ConfigError for what is neither."""
+    """The run of a config or of a train.output_dir. Raises ConfigError for anything else."""
     if target.is_dir() and not (target / JOB).is_file():
         raise ConfigError(
             f"{target} holds neither a run nor a model: no {JOB} and no config.json is in it.\n"
@@ -80,7 +81,7 @@ def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
 
 
 def _exported_folder(planned: Plan) -> Path:
-    """The folder that was exported, whole or as an adapter."""
+    """The exported model folder, or the adapter folder if only an adapter was exported."""
     for step in planned.steps:
         _require_cached(step, planned.run)
     exported = planned.step("export").artifact
@@ -89,7 +90,7 @@ def _exported_folder(planned: Plan) -> Path:
 
 
 def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) -> dict[str, Any]:
-    """Print the share of exact answers, a few of them, and where the report lies."""
+    """Print the exact-match accuracy, some completions and the path of the report."""
     if not run.data.val_set_size and not run.data.test_datasets:
         raise ConfigError(
             "this run holds nothing out, so there is nothing to ask.\n"
@@ -136,8 +137,8 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
 
 
 def _update_report(trained: PlannedStage, console: Console) -> None:
-    """Write the run's page again, with what was found; an evaluation does not fail for want of it.
-    The seal of the run does not list it."""
+    """Write the report of the run again, with the evaluation; a failure is only logged. The
+    manifest of the run does not list the report."""
     from penstock.train.report import write_report
 
     try:
@@ -147,14 +148,14 @@ def _update_report(trained: PlannedStage, console: Console) -> None:
     except OSError as error:
         console.say(f"the report does not show it: {describe_os_error(error)}")
     except PenstockError as error:
-        # Of a run that lies elsewhere this machine may have the result and nothing else.
+        # Of a run at a URL, this machine may have only the sealed result.
         console.say(f"the report does not show it: {error}")
 
 
 def _run_harness(
     folder: Path, wanted: EvalOptions, seed: int, console: Console
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Print what the model scores in each task; returns what is told, and of it the scores."""
+    """Print the scores of each task; returns the fields for --json, and the scores."""
     from penstock.evaluate.harness import run_tasks
 
     scores = run_tasks(
@@ -180,7 +181,7 @@ def _compile_pattern(text: str | None) -> re.Pattern[str] | None:
     except re.error as error:
         raise ConfigError(
             f"--answer {text} is no regular expression: {error}.\n"
-            "  Write one as Python has them, for example '#### (.+)'."
+            "  Write one in Python's syntax, for example '#### (.+)'."
         ) from error
 
 

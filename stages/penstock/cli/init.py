@@ -1,5 +1,4 @@
-"""`penstock init`: a shipped recipe, copied to where it will be changed, or a config for own data.
-
+"""`penstock init`: copies a shipped recipe to this folder, or writes a config for the user's data.
 The recipes are `configs/quickstart.yaml` and the files of `configs/examples`, `configs/recipes` and
 `configs/server`, which the package holds as its folders `examples`, `recipes` and `servers`.
 """
@@ -16,13 +15,13 @@ from penstock.config.generate_docs import schema, server_schema
 from penstock.config.loading.load import load
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.os_errors import describe_os_error
-from penstock.core.sources.local_files import detect_file_kind, missing
+from penstock.core.sources.local_files import detect_file_kind, missing_path_error
 from penstock.prepare.builtin import arithmetic
 
 SCHEMA_FILE, SERVER_SCHEMA_FILE = "penstock.schema.json", "penstock-server.schema.json"
 """Written beside a copied recipe, so that editors complete and check it."""
 SERVER_PREFIX = "server-"
-"""Begins the names of recipes for `penstock serve`."""
+"""Prefix of the names of recipes for `penstock serve`."""
 MODELINE = "# yaml-language-server: $schema="
 NUM_SAMPLES = 300
 CONFIG_TEMPLATE = """\
@@ -32,7 +31,7 @@ model:
 
 data:
   datasets:
-    - path: {data}                     # its format is told from its first records
+    - path: {data}                     # its format is inferred from its first records
   val_set_size: 0.05
   dataset_prepared_path: outputs/data
 
@@ -42,7 +41,7 @@ train:
 
 
 def recipes() -> dict[str, Traversable]:
-    """The shipped recipes by name, the quickstart first, those of servers last."""
+    """The shipped recipes by name: the quickstart first, recipes for servers last."""
     package = resources.files("penstock")
     found = {
         f"{prefix}{each.name.removesuffix('.yaml')}": each
@@ -54,12 +53,12 @@ def recipes() -> dict[str, Traversable]:
 
 
 def summary(recipe: Traversable) -> str:
-    """The recipe's first comment below the modeline: what it is for, in one line."""
+    """The recipe's first comment below the modeline: its purpose in one line."""
     return recipe.read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
 
 
 def list_recipes(console: Console) -> dict[str, Any]:
-    """Print every recipe with what it is for; returns the same."""
+    """Print every recipe with its purpose; returns the same."""
     known = {name: summary(file) for name, file in recipes().items()}
     console.result(table([("name", "what it is for"), *known.items()]))
     return {"recipes": known}
@@ -68,14 +67,14 @@ def list_recipes(console: Console) -> dict[str, Any]:
 def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
     """Write `<name>.yaml` in `folder`, and the schema beside it for editors; returns their paths.
 
-    Raises ConfigError for a name no recipe has or a file that is there, StageError if unwritable.
+    Raises ConfigError for an unknown name or an existing file, StageError if it is not writable.
     """
     known = recipes()
     if name not in known and detect_file_kind(name):
-        raise missing(name)
+        raise missing_path_error(name)
     name = name.removesuffix(".yaml")
     if name not in known:
-        raise ConfigError(f"no recipe is called {name}.\n  Recipes are {', '.join(known)}.")
+        raise ConfigError(f"no recipe has the name {name}.\n  Recipes are {', '.join(known)}.")
     target = folder / f"{name}.yaml"
     _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
     if name.startswith(SERVER_PREFIX):
@@ -94,7 +93,7 @@ def _write_config(target: Path, body: str, schema_name: str, console: Console) -
         editors.write_text(text + "\n", encoding="utf-8")
     except FileExistsError:
         raise ConfigError(
-            f"{target} is there already and stays as it is.\n  Move it, or go to another folder."
+            f"{target} exists already and is not overwritten.\n  Move it, or use another folder."
         ) from None
     except OSError as error:
         raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
@@ -105,7 +104,7 @@ def _write_config(target: Path, body: str, schema_name: str, console: Console) -
 
 
 def write_samples(config: Path, console: Console) -> dict[str, Any]:
-    """Write sample conversations where a recipe names a local file of them that is not there.
+    """Write sample conversations if a recipe names a local file that does not exist.
 
     Returns `data`, the file, if one was written.
     """
@@ -124,9 +123,9 @@ def write_samples(config: Path, console: Console) -> dict[str, Any]:
 def write_config_for_data(data: Path, folder: Path, console: Console) -> dict[str, Any]:
     """Write `run.yaml` in `folder`, which trains on this file or folder, and the schema beside it.
 
-    Raises ConfigError if `run.yaml` is there, or the file is a config itself.
+    Raises ConfigError if `run.yaml` exists, or if `data` is a config.
     """
     if data.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{data} is a config already; penstock check {data} looks at it.")
+        raise ConfigError(f"{data} is a config already; run penstock check {data}.")
     body = CONFIG_TEMPLATE.format(data=json.dumps(str(data), ensure_ascii=False))
     return _write_config(folder / "run.yaml", body, SCHEMA_FILE, console)

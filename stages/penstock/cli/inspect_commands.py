@@ -14,13 +14,13 @@ def plan(
     console: Console,
     config: Config,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Look for the fastest layouts on so many devices.")
+        int | None, typer.Option(min=1, help="Search the fastest layouts on this many devices.")
     ] = None,
     device_kind: Annotated[
         str | None, typer.Option(metavar="NAME", help="Devices to plan for, such as H200.")
     ] = None,
 ) -> dict[str, Any]:
-    """Say what is done, what would run and why, and what it costs."""
+    """Print which stages are cached, which would run and why, and the cost of training."""
     from penstock.cli.plan.costs import DeviceOptions
     from penstock.cli.plan.stages import print_plan
 
@@ -31,10 +31,10 @@ def check(
     console: Console,
     config: Config,
     whole: Annotated[
-        bool, typer.Option("--all", help="Print every setting, not only those written.")
+        bool, typer.Option("--all", help="Print every field, not only those that are set.")
     ] = False,
 ) -> dict[str, Any]:
-    """Check the config, and the data, model and folders it names."""
+    """Check the config and the data, model and folders that it names."""
     from penstock.cli.check import check_run
 
     return check_run(run_request(config).load(), console, whole=whole)
@@ -54,14 +54,17 @@ def translate(
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Fit parallel sizes to so many GPUs. Default: those here."),
+        typer.Option(
+            min=1, help="Fit parallel sizes to this many GPUs. Default: the GPUs of this machine."
+        ),
     ] = None,
     dialect: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What it is written for. Default: told.")
+        str | None,
+        typer.Option(metavar="NAME", help="The tool that it is written for. Default: detected."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown keys.")] = False,
 ) -> dict[str, Any]:
-    """Say another tool's file in our words, key by key."""
+    """Translate another tool's config to a Penstock config, and report on each key."""
     from penstock.cli.translate import TranslateOptions, translate_file
 
     return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)
@@ -80,10 +83,12 @@ def doctor(
     console: Console,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Also measure how fast this machine is, for plans."),
+        typer.Option(
+            "--measure", help="Also measure this machine's FLOP/s and bandwidth, for penstock plan."
+        ),
     ] = False,
 ) -> dict[str, Any]:
-    """Look at versions and devices, and say how to mend faults."""
+    """Check versions, devices and optional packages, and print how to fix problems."""
     from penstock.cli.doctor import measure_speed, run_checks
 
     return run_checks(console, measure_speed() if measure else ())

@@ -1,6 +1,7 @@
-"""`penstock`: argv -> plan -> store. This file knows the commands and their options, no more.
+"""The `penstock` command: its subcommands and their options.
 
-What a command needs is imported when it runs: `--help` and a finished pipeline answer at once.
+Each command imports its implementation when it runs, so that `--help` and a finished pipeline
+return without heavy imports.
 """
 
 import atexit
@@ -48,24 +49,27 @@ From = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move another run's train.output_dir aside.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only say which stages are done and what would run.")
+    bool, typer.Option("--dry-run", help="Only print which stages are cached and what would run.")
 ]
 NoUpstream = Annotated[
-    bool, typer.Option("--no-upstream", help="Fail rather than build what the stage reads.")
+    bool,
+    typer.Option(
+        "--no-upstream", help="Fail if an input of the stage is missing, instead of building it."
+    ),
 ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The console command. Exits with 0, or what `penstock.core.errors` says."""
+    """The console command. Exits with 0 or with an exit code of `penstock.core.errors`."""
     atexit.register(_skip_final_gc)
     env.default(
         {
-            # Tokenizers and the hub's library otherwise report home, or warn about their threads.
+            # Otherwise tokenizers warns after a fork and huggingface_hub sends telemetry.
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
-            # Evaluation, answers and merges compute in this process.
+            # Evaluation, chat and merges compute in this process.
             **env.openmp_waiting(),
-            # Looking for pydantic plugins reads the metadata of every installed distribution.
+            # To find plugins, pydantic reads the metadata of every installed distribution.
             "PYDANTIC_DISABLE_PLUGINS": "__all__",
         }
     )
@@ -79,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _skip_final_gc() -> None:
-    """Spare Python its searches for cycles among all modules at its end, a fifth of the time of a
-    finished run. Libraries with bindings of their own complain of what is left; torch brings them.
+    """Skip the garbage collection at interpreter exit, a fifth of the time of a finished run.
+
+    Not with torch: nanobind-based extensions report the objects that are then left as leaks.
     """
     if "torch" not in sys.modules:
         gc.freeze()
@@ -96,7 +101,9 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Say it and exit."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Fine-tune language models: prepare, pack, train, export, push. Each stage is cached."""
@@ -173,8 +180,8 @@ def prepare(
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Only tokenize the I-th of N shares of what is missing, on any of N machines that "
-            "share data.dataset_prepared_path. Without it, prepare then seals the data.",
+            help="Tokenize only the I-th of N shares of the missing slices, on any of N machines "
+            "that share data.dataset_prepared_path. Afterwards run prepare without it.",
         ),
     ] = None,
     force: Force = [],  # noqa: B006
@@ -182,7 +189,7 @@ def prepare(
     no_upstream: NoUpstream = False,
     dry_run: DryRun = False,
 ) -> dict[str, Any] | None:
-    """Load, template, tokenize and split the data."""
+    """Load the data, apply the chat template, tokenize and split."""
     from penstock.cli.prepare_shard import prepare_share
     from penstock.cli.run import run_stage
 
@@ -201,13 +208,13 @@ def pack(
     config: Config,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only print rows and fill rate of every method."),
+        typer.Option("--dry-run", help="Only print rows and fill rate of each packing method."),
     ] = False,
     force: Force = [],  # noqa: B006
     start: From = None,
     no_upstream: NoUpstream = False,
 ) -> None:
-    """Lay whole samples into rows of fixed length."""
+    """Pack samples into sequences of a fixed length."""
     from penstock.cli.run import run_stage
 
     request, rebuild = run_request(config), _rebuild_options(force, start)
@@ -220,7 +227,7 @@ def pack(
 
 
 def recur(console: Console, config: Config) -> dict[str, Any]:
-    """Train again if the sources have grown; release what is better."""
+    """Train again if the sources have new samples; release the model if it is better."""
     from penstock.cli.recur import recur as look
 
     return look(run_request(config), console)
@@ -231,25 +238,26 @@ def launch(
     config: Config,
     way: Annotated[
         str | None,
-        typer.Argument(metavar="[torchrun|slurm|kubernetes]", help="With --print: this one alone."),
+        typer.Argument(
+            metavar="[torchrun|slurm|kubernetes]", help="With --print: only this launcher."
+        ),
     ] = None,
     printing: Annotated[
-        bool, typer.Option("--print", help="Print what starts the run elsewhere; start nothing.")
+        bool,
+        typer.Option("--print", help="Print what starts the run on other machines; start nothing."),
     ] = False,
     gpus: Annotated[
         int | None,
-        typer.Option(min=0, help="GPUs of each machine. Default: one for each process."),
+        typer.Option(min=0, help="GPUs per machine. Default: one per process."),
     ] = None,
-    cpus: Annotated[
-        int | None, typer.Option(min=1, help="Processors of each machine. Default: all it has.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Kubernetes: the containers' image.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs per machine. Default: all.")] = None,
+    image: Annotated[str | None, typer.Option(help="Kubernetes: container image.")] = None,
     claim: Annotated[
         str | None, typer.Option(help="Kubernetes: PersistentVolumeClaim for data and results.")
     ] = None,
-    mount: Annotated[str, typer.Option(help="Kubernetes: where it is mounted.")] = "/data",
+    mount: Annotated[str, typer.Option(help="Kubernetes: mount path of the claim.")] = "/data",
     secret: Annotated[
-        str | None, typer.Option(help="Kubernetes: Secret to take environment variables from.")
+        str | None, typer.Option(help="Kubernetes: Secret whose keys become environment variables.")
     ] = None,
 ) -> dict[str, Any] | None:
     """Train here, or print how to start the run on other machines."""
@@ -292,22 +300,22 @@ add_command(app, run_command, "run")
 add_command(app, prepare)
 add_command(app, pack)
 for _name, _summary in {
-    "reference": "Score every answer with the model that training starts from.",
-    "train": "Train on the packed rows, from the newest checkpoint.",
+    "reference": "Compute the reference model's log-probs of all completions.",
+    "train": "Train on the packed sequences, from the newest checkpoint if there is one.",
     "export": "Write the trained model as a Hugging Face folder.",
     "push": "Send the exported model to the hub or to a URL.",
 }.items():
     _stage_command(_name, _summary)
 for _function in (recur, launch, plan, check, translate):
     add_command(app, _function)
-add_command(app, schema, debug=False)
+add_command(app, schema)
 for _function in (doctor, serve, flow, deploy):
     add_command(app, _function)
 add_command(app, chat_command, "chat")
 add_command(app, report)
 add_command(app, merge)
 add_command(app, evaluate, "eval")
-add_command(app, init, debug=False)
+add_command(app, init)
 app.add_typer(artifact_commands, name="artifacts")
 app.add_typer(release_commands, name="releases")
 app.add_typer(data_commands, name="data")

@@ -1,4 +1,4 @@
-"""What many commands take alike, and how each of them is registered and ends."""
+"""Shared options of commands, and how a command is registered and ends."""
 
 import inspect
 from collections.abc import Callable
@@ -10,17 +10,17 @@ import typer
 from penstock.cli.console import Console, run
 from penstock.config.loading.cli_overrides import Override
 
-if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
+if TYPE_CHECKING:  # imported lazily: `--help` imports this module
     from penstock.cli.run import Request
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 
 overrides: list[Override] = []
-"""Settings of the command line, `--section.field value`; filled before a command runs."""
+"""Overrides of the command line, `--section.field value`; filled before a command runs."""
 
 
 def run_request(config: Path) -> "Request":
-    """The run of a config and the command line's settings."""
+    """The config file with the overrides of the command line."""
     from penstock.cli.run import Request
 
     return Request(config, tuple(overrides))
@@ -32,28 +32,27 @@ def add_command(
     name: str | None = None,
     *,
     summary: str | None = None,
-    debug: bool = True,
 ) -> None:
     """Register a function as a command of `app`, with `--json` and `--debug` after its own options.
 
-    Its first parameter is the `Console`; typer reads the others. It may return what to add to the
-    closing object, and an error that it raises ends the process with that error's exit status.
+    Its first parameter is the `Console`; typer reads the others. It may return fields for the JSON
+    object of `--json`. An error that it raises ends the process with that error's exit code.
 
     Args:
         name: the command's name; default: the function's.
         summary: the command's help; default: the function's docstring.
-        debug: whether it takes `--debug`.
     """
 
-    def command(*, as_json: bool, debug: bool = False, **options: Any) -> None:
+    def command(*, as_json: bool, debug: bool, **options: Any) -> None:
         console = Console(as_json, debug)
         raise typer.Exit(run(console, lambda: function(console, **options)))
 
     _, *own = inspect.signature(function).parameters.values()
-    flags = [_flag("as_json", "--json", "End with one JSON object on stdout.")]
-    if debug:
-        flags.append(_flag("debug", "--debug", "Show tracebacks."))
-    parameters = [*own, *flags]
+    parameters = [
+        *own,
+        _flag("as_json", "--json", "End with one JSON object on stdout."),
+        _flag("debug", "--debug", "Show tracebacks."),
+    ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__

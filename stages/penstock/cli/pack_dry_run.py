@@ -1,7 +1,9 @@
-"""`penstock pack CONFIG --dry-run`: what every way of packing would give."""
+"""`penstock pack CONFIG --dry-run`: compares all packing methods."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from penstock.api.pipeline import build_local_runner
 from penstock.cli.console import Console, outcome_table, table
@@ -9,7 +11,7 @@ from penstock.cli.run import Request
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
-from penstock.pack.compare import PackingStats, compare
+from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
 from penstock.plan import RebuildOptions, plan, require_upstream
 
@@ -17,9 +19,9 @@ from penstock.plan import RebuildOptions, plan, require_upstream
 def compare_packing(
     request: Request, rebuild: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
-    """Print rows, fill and padding of all methods on the prepared samples; write no row.
+    """Print rows, fill rate and padding of all methods on the prepared samples; pack nothing.
 
-    The samples are prepared first unless they are there.
+    The samples are prepared first if they are missing.
     """
     if "pack" in rebuild.force or rebuild.start == "pack":
         raise ConfigError(
@@ -36,6 +38,7 @@ def compare_packing(
     stage = step.stage
     assert isinstance(stage, Pack)
     figures = compare(stage.prepared.path, stage.resolved(), planned.run.data.pad_to_multiple_of)
+    methods = [asdict(one) for one in figures]
     console.outcomes.append(
         StageResult(
             stage="pack",
@@ -43,25 +46,26 @@ def compare_packing(
             status="skipped",
             path=step.path,
             seconds=time.monotonic() - started,
-            facts={"methods": [asdict(one) for one in figures]},
+            facts={"methods": methods},
             remote=step.remote,
         )
     )
-    console.result(f"{outcome_table(console.outcomes)}\n\n{_table(figures)}")
+    console.result(f"{outcome_table(console.outcomes)}\n\n{packing_table(methods)}")
 
 
-def _table(figures: list[PackingStats]) -> str:
+def packing_table(methods: Sequence[Mapping[str, Any]]) -> str:
+    """The figures of each packing method, one a row."""
     rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
     rows += [
         (
-            one.split,
-            one.method,
-            str(one.rows),
-            str(one.bound),
-            f"{one.fill:.2%}",
-            f"{one.padding:.2%}",
-            "as configured" if one.chosen else "",
+            one["split"],
+            one["method"],
+            f"{one['rows']:,}",
+            f"{one['bound']:,}",
+            f"{one['fill']:.2%}",
+            f"{one['padding']:.2%}",
+            "as configured" if one["chosen"] else "",
         )
-        for one in figures
+        for one in methods
     ]
     return table(rows)

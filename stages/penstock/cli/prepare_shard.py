@@ -1,7 +1,7 @@
-"""`penstock prepare CONFIG --shard 2/4`: a share of the slices, for a machine among several.
+"""`penstock prepare CONFIG --shard 2/4`: tokenizes a share of the slices on one of N machines.
 
-Machines that share `data.dataset_prepared_path` each do a share, at once or one after another. None
-of them seals anything: `penstock prepare CONFIG` does, and finds all slices done.
+Machines that share `data.dataset_prepared_path` tokenize one share each, in parallel or one after
+the other. They seal nothing: `penstock prepare CONFIG` does, with all slices cached.
 """
 
 import re
@@ -27,7 +27,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> "Share":
-        """Read `2/4`. Raises ConfigError for what is no share."""
+        """Parse `2/4`. Raises ConfigError for an invalid share."""
         if not re.fullmatch(r"\d{1,9}/[1-9]\d{0,8}", text, re.ASCII):
             raise ConfigError(
                 f"--shard is {text!r}, which is no share.\n"
@@ -46,7 +46,7 @@ class Share:
 
 
 def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console: Console) -> None:
-    """Tokenize those of the share's slices that are missing, and seal nothing."""
+    """Tokenize the missing slices of the share, and seal nothing."""
     share = Share.parse(text)
     if rebuild != RebuildOptions():
         raise ConfigError(
@@ -69,7 +69,7 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         except OSError as error:
             raise StageError(
                 f"share {share} of prepare failed: {describe_os_error(error)}\n"
-                "  What is finished is kept; run the same command again to go on."
+                "  Finished slices are kept; run the same command again to resume."
             ) from error
         status, counts = ("ran" if did.done else "cached"), asdict(did)
         told = "once all shares have ended, penstock prepare without --shard seals the data"

@@ -1,4 +1,4 @@
-"""`penstock recur`: one look at the sources, and what follows from it, without Prefect."""
+"""`penstock recur`: one tick of recurring fine-tuning, without Prefect."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from penstock.recurring import tick
 
 
 def recur(request: Request, console: Console) -> dict[str, Any]:
-    """Do what the section `release` asks for, and say in a line what was decided."""
-    bring = build_local_runner(console.say)
+    """Run one tick as the section `release` says, and print the decision."""
+    run_stage = build_local_runner(console.say)
 
-    def brought(planned: Plan, name: StageName) -> StageResult:
-        outcome = bring(planned, name, RebuildOptions())
+    def run_and_record(planned: Plan, name: StageName) -> StageResult:
+        outcome = run_stage(planned, name, RebuildOptions())
         console.outcomes.append(outcome)
         return outcome
 
-    decision = tick(request.load(), brought, console.say)
+    decision = tick(request.load(), run_and_record, console.say)
     console.result(decision.line)
     return {"decision": decision.as_json()}

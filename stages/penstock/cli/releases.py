@@ -1,4 +1,4 @@
-"""`penstock releases list|show|verify|rollback|prune`: what has been released, and which counts."""
+"""`penstock releases list|show|verify|rollback|prune`: the releases of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,19 +17,19 @@ if TYPE_CHECKING:  # imported where it is used: `--help` imports this module
 JsonObject = dict[str, Any]
 
 SHOWN_DECISIONS = 10
-"""Decisions that `show` ends with."""
+"""Number of decisions that `show` prints."""
 
 Where = Annotated[
     str,
     typer.Argument(
-        metavar="CONFIG|FOLDER|URL", help="A run's YAML file, or where its releases lie."
+        metavar="CONFIG|FOLDER|URL", help="A run's YAML file, or the folder or URL of its releases."
     ),
 ]
 Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
 
 
 def list_releases(console: Console, where: Where) -> JsonObject:
-    """All releases: number, date, figures, what they were made from."""
+    """List all releases: number, date, metrics, origin."""
     store = _open_store(where)
     latest, withdrawn = store.latest(), store.withdrawn
     found = [store.manifest(number) for number in store.numbers()]
@@ -41,7 +41,7 @@ def list_releases(console: Console, where: Where) -> JsonObject:
 
 
 def show_release(console: Console, where: Where, number: Number = None) -> JsonObject:
-    """One release in full: folder, lineage, figures and decisions."""
+    """Print one release: folder, lineage, metrics and decisions."""
     store = _open_store(where)
     chosen = store.latest() if number is None else number
     if chosen is None:
@@ -53,7 +53,7 @@ def show_release(console: Console, where: Where, number: Number = None) -> JsonO
 
 
 def verify_releases(console: Console, where: Where) -> JsonObject:
-    """Read every file of every release again; exit 1 on damage."""
+    """Read every file of every release again; exit 1 if one is damaged."""
     from penstock.cli.artifacts.entries import LocalEntry
 
     store = _open_store(where)
@@ -75,9 +75,9 @@ def roll_back_release(
         int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
     ] = None,
 ) -> JsonObject:
-    """Point to an earlier release; later ones are not released again.
+    """Point `latest` to an earlier release; later ones are not released again.
 
-    With a later one's number it rolls forward.
+    With the number of a later release it rolls forward.
     """
     from penstock.core.releases.local import release_folder_name
     from penstock.recurring import Decision
@@ -95,12 +95,14 @@ def roll_back_release(
 def prune_releases(
     console: Console,
     where: Where,
-    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many newest ones.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest releases.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
 ) -> JsonObject:
     """Delete old releases, never the latest nor the one before it.
 
-    What they alone were made from can be pruned then: see penstock artifacts prune.
+    Results that only they were made from can be pruned afterwards: penstock artifacts prune.
     """
     from penstock.core.releases.local import release_folder_name
     from penstock.releasing import prunable
@@ -164,14 +166,14 @@ def _format_release(
     shown = {**{k: v for k, v in manifest.items() if k != "files"}, "facts": facts}
     text = yaml.safe_dump({"path": str(folder), **shown}, sort_keys=False, allow_unicode=True)
     lines = [f"{each['time']}  {each['line']}" for each in decisions]
-    return "\n".join([text.rstrip(), "", "decided lately:", *lines])
+    return "\n".join([text.rstrip(), "", "latest decisions:", *lines])
 
 
 commands = typer.Typer(
     help="List, show, verify, roll back and prune releases.", no_args_is_help=True
 )
-add_command(commands, list_releases, "list", debug=False)
-add_command(commands, show_release, "show", debug=False)
-add_command(commands, verify_releases, "verify", debug=False)
-add_command(commands, roll_back_release, "rollback", debug=False)
-add_command(commands, prune_releases, "prune", debug=False)
+add_command(commands, list_releases, "list")
+add_command(commands, show_release, "show")
+add_command(commands, verify_releases, "verify")
+add_command(commands, roll_back_release, "rollback")
+add_command(commands, prune_releases, "prune")

@@ -1,4 +1,4 @@
-"""`penstock report DIR`: the page of a training run, written again; of several, a comparison."""
+"""`penstock report DIR...`: writes the report of a run, or a comparison of several runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ COMPARISON = Path("comparison.html")
 
 
 def write_reports(folders: Sequence[Path], output: Path | None, console: Console) -> dict[str, Any]:
-    """Print the path of the page. Raises ConfigError for a folder that holds no run."""
+    """Write the page and print its path. Raises ConfigError for a folder without a run."""
     if len(folders) == 1:
         if output is not None:
             raise ConfigError(

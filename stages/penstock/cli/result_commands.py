@@ -1,4 +1,4 @@
-"""The commands on what was trained: `report`, `merge` and `eval`."""
+"""The commands on trained models: `report`, `merge` and `eval`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +15,13 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", metavar="FILE", help="Where to compare several runs: comparison.html."
+            "--output",
+            metavar="FILE",
+            help="Page that compares several runs. Default: comparison.html.",
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Write the report of a run again, or one page of several runs."""
+    """Write the report of a run again, or a page that compares several runs."""
     from penstock.cli.report import write_reports
 
     return write_reports(folders, output, console)
@@ -55,8 +57,8 @@ def evaluate(
     answer: Annotated[
         str | None,
         typer.Option(
-            help="Compare only what this regular expression's first group finds, last in an "
-            "answer, for example '#### (.+)'."
+            help="Compare only the first group of the last match of this regular expression, for "
+            "example '#### (.+)'."
         ),
     ] = None,
     harness: Annotated[
@@ -67,7 +69,7 @@ def evaluate(
         Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
     ] = None,
 ) -> dict[str, Any]:
-    """Ask the model held-out prompts and count exact answers."""
+    """Generate completions of held-out prompts and count exact matches."""
     from penstock.cli.evaluate import EvalOptions, evaluate_target
 
     tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()

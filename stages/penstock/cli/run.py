@@ -1,4 +1,4 @@
-"""Running stages: the whole chain or one of them, in this process, without Prefect."""
+"""Runs all stages or one stage in this process, without Prefect."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from penstock.plan import RebuildOptions, StageName, plan
 
 @dataclass(frozen=True)
 class Request:
-    """A config as the command line gave it."""
+    """A config file and the overrides of the command line."""
 
     file: Path
     overrides: tuple[Override, ...] = ()
@@ -25,7 +25,7 @@ class Request:
 
 
 def run_chain(request: Request, rebuild: RebuildOptions, console: Console) -> None:
-    """Every stage of the run, in order."""
+    """Run every stage of the run, in order."""
     _run_stages(request, rebuild, console)
     print_summary(request.file, request.overrides, console)
 
@@ -33,7 +33,7 @@ def run_chain(request: Request, rebuild: RebuildOptions, console: Console) -> No
 def run_stage(
     request: Request, name: StageName, rebuild: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
-    """One stage, after whatever it needs."""
+    """Run one stage, and first the stages that it needs."""
     _run_stages(request, rebuild, console, name, upstream=upstream)
 
 
@@ -45,12 +45,12 @@ def _run_stages(
     *,
     upstream: bool = True,
 ) -> None:
-    planned, bring = (
+    planned, run_stage = (
         plan(request.load(), (last,) if last else None),
         build_local_runner(console.say),
     )
     for outcome in run_stages(
-        planned, bring, rebuild, notify=console.say, last=last, upstream=upstream
+        planned, run_stage, rebuild, notify=console.say, last=last, upstream=upstream
     ):
         console.outcomes.append(outcome)
     console.result(outcome_table(console.outcomes))

@@ -1,4 +1,4 @@
-"""How `penstock run` ends: model, report, the numbers of training, and the next command."""
+"""The summary of `penstock run`: model, report, training metrics and the next command."""
 
 import shlex
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from penstock.config.loading.cli_overrides import Override
 
 
 def print_summary(config: Path, overrides: Sequence[Override], console: Console) -> None:
-    """Print what came of a whole run; the closing object has it as `result`."""
+    """Print the result of a whole run; with --json it is the field `result`."""
     done = {outcome.stage: outcome for outcome in console.outcomes}
     result = run_result(done)
     if result["model"]:

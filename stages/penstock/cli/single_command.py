@@ -1,4 +1,4 @@
-"""Build the parser of a single command; typer would build those of all commands."""
+"""Build the parser of one command only; typer builds the parsers of all commands."""
 
 from copy import copy
 

@@ -1,10 +1,9 @@
-"""One rank of training by hand: `torchrun ... -m penstock.cli.train CONFIG [--train.lr 2e-5]`.
+"""One rank of training: `torchrun ... -m penstock.cli.train CONFIG [--train.lr 2e-5]`, or
+`srun --ntasks-per-node N python -m penstock.cli.train CONFIG`.
 
-`srun --ntasks-per-node N python -m penstock.cli.train CONFIG` does as well.
-
-Every rank runs this. What training needs is brought up first: all ranks ask for it, the lock lets
-one build it, and the others find it done. Then the leading rank keeps the output folder's lock and
-writes the manifest, exactly as if the stage had started torchrun itself.
+Every rank runs this. First the inputs of training are built: all ranks request them, one holds the
+lock and builds, the others then find the result. During training rank 0 holds the lock of the
+output folder and writes the manifest, as the stage does when it starts torchrun itself.
 """
 
 import sys
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> int:
             )
         say = console.say if rank == 0 else lambda _: None
         config = load(Path(files[0]), overrides, say)
-        # Before anything heavy reads them; what was set by hand stays.
+        # Before torch is imported and reads them; variables that are already set stay.
         env.default(config_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
         rebuild = RebuildOptions(fresh="--fresh" in flags)
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 def _destroy_process_group() -> None:
-    """Leave the process group, if anything has brought it up."""
+    """Destroy the process group, if it was initialized."""
     if "torch" in sys.modules:
         from penstock.engine.distributed.ranks import destroy_process_group
 

@@ -1,4 +1,4 @@
-"""`penstock translate`: another tool's file in our words, and what became of each of its keys."""
+"""`penstock translate`: translates another tool's config and reports on each of its keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,42 +20,42 @@ REPORT = "translation_report.json"
 """Written beside the translated file."""
 
 MEANING: Mapping[Kind, str] = {
-    "refused": "nothing here can honour it",
-    "unknown": "nobody here knows it",
-    "doubtful": "may mean something else there; look at each",
-    "approximated": "near to what was asked for, and not the same",
-    "no effect": "has nothing to do here",
-    "assumed": "left out there, where this is the default",
-    "translated": "the same in other words",
-    "maps": "the same under our name",
+    "refused": "not supported",
+    "unknown": "no known key of that tool",
+    "doubtful": "may mean something else in that tool; check each",
+    "approximated": "close to the setting, not the same",
+    "no effect": "not needed in Penstock",
+    "assumed": "not set in the file; this is that tool's default",
+    "translated": "the same, with another value or structure",
+    "maps": "the same, under another name",
 }
 COMMENTED: tuple[Kind, ...] = ("assumed", "approximated", "doubtful")
-"""What a comment in the translated file points out."""
+"""Kinds that a comment in the translated file marks."""
 
 MISSING = object()
 
 MAX_VALUE_CHARS = 36
-"""Characters of a value that a line of the report shows."""
+"""Maximum characters of a value in a line of the report."""
 
 
 @dataclass(frozen=True)
 class TranslateOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     file: Path
     output: Path | None = None
     ranks: int | None = None
-    """Processes to fit parallel sizes to, each with a GPU; None: what is here."""
+    """Ranks to fit parallel sizes to, each with a GPU; None: this machine's."""
     dialect: str | None = None
-    """Which it is written in; None: what it is recognized as."""
+    """The tool that the file is written for; None: detected."""
     strict: bool = False
-    """Refuse keys that nobody here knows, and values whose meaning is doubtful."""
+    """Refuse unknown keys and values with a doubtful meaning."""
 
 
 def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any]:
-    """Print the file in our words, or write it with the report beside it; the report is said.
+    """Print the translated config, or write it with the report beside it; log the report.
 
-    Raises ConfigError where no run can be made of it, and StageError where nothing can be written.
+    Raises ConfigError if the result is no valid run, and StageError if a file cannot be written.
     """
     devices = Devices(options.ranks) if options.ranks else devices_here()
     translation, faults = load_translation(options.file, options.dialect, devices)
@@ -75,7 +75,7 @@ def _require(translation: Translation, faults: str, options: TranslateOptions) -
         told = "\n".join(f"  {line.key}: {line.why}" for line in stopped)
         raise ConfigError(f"{options.file} cannot be translated\n{told}")
     if faults:
-        raise ConfigError(f"{options.file} is translated to what is no run\n{faults}")
+        raise ConfigError(f"{options.file} is translated to a config that is not valid\n{faults}")
 
 
 def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
@@ -88,16 +88,16 @@ def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
 
 
 def report(translation: Translation) -> str:
-    """What became of every key, for people; what they should look at comes first."""
+    """The report as text; the kinds that need attention come first."""
     processes = "1 process" if translation.ranks == 1 else f"{translation.ranks} processes"
     blocks = [f"{translation.title}, {len(translation.lines)} keys, fitted to {processes}"]
     for kind in KINDS:
         if lines := translation.of(kind):
             rows = table([_row(line, translation) for line in lines]).splitlines()
             blocks.append("\n  ".join([f"{kind} ({len(lines)}): {MEANING[kind]}", *rows]))
-    if translation.lacks:
+    if translation.placeholders:
         blocks.append(
-            f"to be written, for it is said elsewhere there: {', '.join(translation.lacks)}"
+            f"to be set by hand (not in that tool's file): {', '.join(translation.placeholders)}"
         )
     return "\n\n".join(blocks)
 
@@ -107,7 +107,7 @@ def _row(line: Line, translation: Translation) -> tuple[str, str]:
         f"{name}: {_shorten(at)}" for name, at in _native_settings(line, translation).items()
     )
     why = f" ({line.why})" if here and line.why else line.why
-    return f"{line.key}: {_shorten(line.told)}", f"{here}{why}"
+    return f"{line.key}: {_shorten(line.redacted_value)}", f"{here}{why}"
 
 
 def _shorten(value: Any) -> str:
@@ -116,7 +116,7 @@ def _shorten(value: Any) -> str:
 
 
 def _native_settings(line: Line, translation: Translation) -> dict[str, Any]:
-    """The settings of ours that a key decides, with their values."""
+    """The Penstock fields that a key decides, with their values."""
     found = {name: value_at(translation.settings, name, MISSING) for name in line.names}
     return {name: value for name, value in found.items() if value is not MISSING}
 
@@ -131,20 +131,20 @@ def as_record(translation: Translation) -> dict[str, Any]:
         "keys": [
             {
                 "key": line.key,
-                "value": line.told,
+                "value": line.redacted_value,
                 "class": line.kind,
                 "native": _native_settings(line, translation),
                 "why": line.why,
             }
             for line in translation.lines
         ],
-        "to_be_written": list(translation.lacks),
+        "to_be_written": list(translation.placeholders),
         "config": translation.settings,
     }
 
 
 def as_yaml(translation: Translation, source: Path) -> str:
-    """The translated file, with a comment where a value is a default there or only near."""
+    """The translated file, with a comment where a value is a default or an approximation."""
     marks = {
         name: line.kind
         for kind in COMMENTED
@@ -159,5 +159,5 @@ def as_yaml(translation: Translation, source: Path) -> str:
             mark = marks.get(f"{section}.{name}")
             comment = f"  # {mark}" if mark and "\n" not in text else ""
             lines += [f"  {line}{comment}" for line in text.splitlines()]
-    lines += [f"# {name} has to be written." for name in translation.lacks]
+    lines += [f"# {name} has to be set." for name in translation.placeholders]
     return "\n".join(lines) + "\n"

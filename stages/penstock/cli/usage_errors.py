@@ -1,4 +1,4 @@
-"""What the parser of the command line refuses, told and ended as every other error."""
+"""Errors of the command-line parser, reported like all other errors."""
 
 import re
 from typing import Any
@@ -10,15 +10,15 @@ NO_ARGS_ERROR = "NoArgsIsHelpError"
 
 
 def raise_usage_error(error: Any) -> None:
-    """Raise ConfigError for a word that no command takes, naming the setting or option that was
-    meant; SystemExit after the help of a command without words.
+    """Raise ConfigError for an unknown word, with the setting or option that was probably meant;
+    SystemExit after printing the help of a group without a command.
     """
     if isinstance(error, ConfigError):
         raise error
     if type(error).__name__ == NO_ARGS_ERROR:
         error.show()
         raise SystemExit(error.exit_code)
-    # A last option without its value is refused before there is a context.
+    # The error for a last option without a value has no context.
     command = error.ctx.command_path if error.ctx else "penstock"
     option = getattr(error, "option_name", None)
     if option and hasattr(error, "possibilities"):
@@ -32,18 +32,18 @@ def raise_usage_error(error: Any) -> None:
 
 def _suggest_option(option: str, possibilities: list[str]) -> str:
     """The nearest option of the command, or the setting of that name."""
-    from penstock.config.loading.schema_tree import suggestion
+    from penstock.config.loading.schema_tree import suggest
 
     if option in ("--config", "-c"):
-        return "; the file stands by itself."
-    setting = suggestion((option.lstrip("-").replace("-", "_"),))
+        return "; give the file without an option."
+    setting = suggest((option.lstrip("-").replace("-", "_"),))
     if setting and "[]" not in setting:
         return f"; did you mean --{setting}?"
     return f"; did you mean {' or '.join(sorted(possibilities))}?" if possibilities else "."
 
 
 def _suggest_words(error: Any) -> str:
-    """What was meant by a word where none may stand, or by a file in place of a command."""
+    """A suggestion for an unexpected word, or for a file in place of a command."""
     said = error.format_message()
     extra = re.search(r"argument\(s\) \((.*)\)", said)
     words = extra[1].split() if extra else []

@@ -1,4 +1,4 @@
-"""`penstock artifacts list|show|verify|prune`: what lies in the store, and whether it is whole."""
+"""`penstock artifacts list|show|verify|prune`: the results in the store and their integrity."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,19 +18,18 @@ Roots = Annotated[
     list[str] | None,
     typer.Option(
         "--root",
-        help="A folder or a URL that holds results: a data.dataset_prepared_path, a "
-        "train.output_dir or a pipeline.artifacts_path. Repeatable. Default: every such folder "
-        "below this one.",
+        help="A folder or a URL with results: a data.dataset_prepared_path, a train.output_dir or "
+        "a pipeline.artifacts_path. Repeatable. Default: every such folder below this one.",
     ),
 ]
 Key = Annotated[str, typer.Argument(help="The first digits of a key, or a folder.")]
 
 SEARCH_DEPTH = 5
-"""How far below the working directory results are looked for."""
+"""Depth of the search for results below the working directory."""
 
 
 def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
-    """All results: stage, key, size, age, where."""
+    """List all results: stage, key, state, size, creation time, location."""
     entries = list(find_entries(root))
     rows = [("stage", "key", "standing", "size", "created", "where")]
     rows += [_row(entry) for entry in entries]
@@ -39,10 +38,10 @@ def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
 
 
 def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
-    """One result's manifest: identity, inputs, files and facts."""
+    """Print the manifest of a result: identity, inputs, files and facts."""
     entry = _find_entry(key, root)
     if entry.manifest is None:
-        raise ArtifactError(f"{entry.where} is an unfinished attempt and has no manifest yet.")
+        raise ArtifactError(f"{entry.where} is incomplete and has no manifest yet.")
     console.result(_format_manifest(entry))
     return {"manifest": entry.manifest}
 
@@ -52,7 +51,7 @@ def verify_artifacts(
     key: Annotated[str | None, typer.Argument(help="Only this one.")] = None,
     root: Roots = None,
 ) -> dict[str, Any]:
-    """Read every file again; exit 1 if any differs from its record."""
+    """Read every file again; exit 1 if one differs from the manifest."""
     entries = [_find_entry(key, root)] if key else [e for e in find_entries(root) if e.manifest]
     faults = [fault for entry in entries for fault in entry.faults()]
     if faults:
@@ -66,25 +65,28 @@ def verify_artifacts(
 def prune_artifacts(
     console: Console,
     root: Roots = None,
-    keep_last: Annotated[int, typer.Option(help="Keep this many newest of each stage.")] = 1,
+    keep_last: Annotated[
+        int, typer.Option(help="Keep this many of the newest results of each stage.")
+    ] = 1,
     older_than: Annotated[
-        str, typer.Option(metavar="AGE", help="Only what is older: 30d, 12h, 45m, 2w.")
+        str, typer.Option(metavar="AGE", help="Only results older than this: 30d, 12h, 45m, 2w.")
     ] = "0d",
     unreferenced: Annotated[
         bool,
         typer.Option(
             "--unreferenced",
-            help="Also what only results that go were made from: all that leads to no training "
-            "run, no release and nothing that is kept.",
+            help="Also inputs that only deleted results were made from: everything that no "
+            "training run, no release and no other result needs.",
         ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be deleted.")
+    ] = False,
 ) -> dict[str, Any]:
-    """Delete old results, but those of train, and unused slices.
+    """Delete old results other than training runs, and unused slices.
 
-    Never what another result or a release was made from, nor what a run works with, never a
-    training run, and no slice of today. Behind a URL, slices are left alone: no one machine knows
-    who uses them.
+    Never deleted are inputs of other results or releases, results that a process uses, training
+    runs, and slices of today. Slices at a URL are not deleted: no machine knows all their users.
     """
     from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
 
@@ -97,7 +99,7 @@ def prune_artifacts(
 
 
 def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
-    """Every result below `roots`, or below the working directory, in order of path."""
+    """Every result below `roots`, or below the working directory, sorted by path."""
     from penstock.cli.artifacts.entries import local_entries, remote_entries
 
     for missing in (r for r in roots or [] if not is_url(r) and not Path(r).is_dir()):
@@ -107,7 +109,7 @@ def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
 
 
 def _add_releases(entries: "list[Entry]") -> "list[Entry]":
-    """The results, and releases beside them that lie too deep to have been found."""
+    """The results, and the releases beside them that are deeper than the search goes."""
     from penstock.cli.artifacts.entries import LocalEntry
     from penstock.core.cache.manifest import MANIFEST, read_manifest
     from penstock.releasing import RELEASES
@@ -169,9 +171,9 @@ def _format_manifest(entry: "Entry") -> str:
 
 
 commands = typer.Typer(
-    help="List, show, verify and prune what the stages left.", no_args_is_help=True
+    help="List, show, verify and prune the results of stages.", no_args_is_help=True
 )
-add_command(commands, list_artifacts, "list", debug=False)
-add_command(commands, show_artifact, "show", debug=False)
-add_command(commands, verify_artifacts, "verify", debug=False)
-add_command(commands, prune_artifacts, "prune", debug=False)
+add_command(commands, list_artifacts, "list")
+add_command(commands, show_artifact, "show")
+add_command(commands, verify_artifacts, "verify")
+add_command(commands, prune_artifacts, "prune")

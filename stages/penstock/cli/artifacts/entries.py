@@ -1,4 +1,4 @@
-"""One result of a stage as `penstock artifacts` sees it, in a folder or behind a URL."""
+"""A result of a stage for `penstock artifacts`, in a folder or at a URL."""
 
 import hashlib
 import posixpath
@@ -19,7 +19,7 @@ from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.lease import LEASES
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import RemotePath, checked
+from penstock.core.remote.path import RemotePath, require_relative
 from penstock.core.remote.urls import split_parent
 
 CHUNK = 4 << 20
@@ -39,25 +39,25 @@ class Entry(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of everything in it."""
+        """Total size in bytes."""
 
     @property
     @abstractmethod
     def root(self) -> Path:
-        """The folder on this machine where those who work with it leave their marks."""
+        """The folder on this machine that records which results are in use."""
 
     @property
     @abstractmethod
     def folder(self) -> Path:
-        """Its folder on this machine: itself, or its mirror, which need not be there."""
+        """Its folder on this machine, or its mirror, which may not exist."""
 
     @abstractmethod
     def attempt(self) -> dict[str, Any]:
-        """What an unfinished one is an attempt of."""
+        """The record of an incomplete result: its stage, key and inputs."""
 
     @abstractmethod
     def faults(self) -> list[str]:
-        """What disagrees with the manifest; empty when it is whole."""
+        """A line for each difference from the manifest; empty if there is none."""
 
     @abstractmethod
     def delete(self) -> None:
@@ -65,17 +65,17 @@ class Entry(ABC):
 
     @property
     def key(self) -> str:
-        """The whole key where it is known, else the folder's name."""
+        """The full key if it is known, else the folder's name."""
         return self.manifest["key"] if self.manifest else posixpath.basename(self.where)
 
     @property
     def stage(self) -> str:
-        """The stage it is a result of."""
+        """The name of its stage."""
         return str((self.manifest or self.attempt())["stage"])
 
     @property
     def input_keys(self) -> set[str]:
-        """Keys of what it was made from, or, unfinished, will be made from."""
+        """Keys of its inputs."""
         if self.manifest:
             return {source["key"] for source in self.manifest["inputs"].values()}
         return set(self.attempt()["inputs"].values())
@@ -94,7 +94,7 @@ class LocalEntry(Entry):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of everything in the folder."""
+        """Total size in bytes."""
         return sum(path.stat().st_size for path in regular_files(self.path))
 
     @property
@@ -108,13 +108,13 @@ class LocalEntry(Entry):
         return self.path
 
     def attempt(self) -> dict[str, Any]:
-        """What an unfinished one is an attempt of."""
+        """The record of an incomplete result: its stage, key and inputs."""
         attempt = read_attempt(self.path)
         assert attempt, "a result has a manifest or this"
         return attempt
 
     def faults(self) -> list[str]:
-        """What in the folder disagrees with the manifest; empty when it is whole."""
+        """A line for each difference from the manifest; empty if there is none."""
         if self.manifest is None:
             return [f"{self.path}: no manifest"]
         return damaged_files(self.path, self.manifest["files"], "always")
@@ -127,7 +127,7 @@ class LocalEntry(Entry):
 
 @dataclass(frozen=True)
 class RemoteEntry(Entry):
-    """A result behind a URL. `sizes` are the bytes of its files by their names."""
+    """A result at a URL. `sizes` has the bytes of each file by name."""
 
     place: RemotePath
     sizes: dict[str, int]
@@ -139,7 +139,7 @@ class RemoteEntry(Entry):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of everything behind the URL."""
+        """Total size in bytes."""
         return sum(self.sizes.values())
 
     @property
@@ -160,18 +160,18 @@ class RemoteEntry(Entry):
         return local_cache_dir(root) / stage / key
 
     def attempt(self) -> dict[str, Any]:
-        """What an unfinished one is an attempt of."""
+        """The record of an incomplete result: its stage, key and inputs."""
         attempt = RemoteArtifact(self.place.url, local_cache_dir(self.place.url)).attempt()
         assert attempt, "a result has a manifest or this"
         return attempt
 
     def faults(self) -> list[str]:
-        """What behind the URL disagrees with the manifest, every byte having been read."""
+        """A line for each difference from the manifest; every byte is read."""
         if self.manifest is None:
             return [f"{self.where}: no manifest"]
         faults: list[str] = []
         for file in self.manifest["files"]:
-            name = checked(str(file["path"]))
+            name = require_relative(str(file["path"]))
             called = f"{self.where}/{name}"
             if name not in self.sizes:
                 faults.append(f"{called}: missing")
@@ -184,7 +184,7 @@ class RemoteEntry(Entry):
         return faults
 
     def delete(self) -> None:
-        """Remove it there and in this machine's mirror. Raises StageError while it is built."""
+        """Remove it at the URL and in the local mirror. Raises StageError while it is built."""
         if self.is_leased:
             raise StageError(
                 f"{self.where} is being built, or its builder died.\n"
@@ -197,14 +197,14 @@ class RemoteEntry(Entry):
 
 
 def local_entries(root: Path, depth: int) -> Iterator[Entry]:
-    """Every result below a folder, in order of path."""
+    """Every result below a folder, sorted by path."""
     for folder in sorted(_result_folders(root, depth)):
         yield LocalEntry(read_manifest(folder), folder)
 
 
 def remote_entries(url: str) -> Iterator[Entry]:
-    """Every result below a URL, in order of name; one listing tells them all."""
-    root = RemotePath.of(url)
+    """Every result below a URL, sorted by name, from one listing."""
+    root = RemotePath.from_url(url)
     sizes = {name: int(info["size"] or 0) for name, info in root.files().items()}
     marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
     for folder in sorted(marked):

@@ -1,9 +1,9 @@
-"""`penstock artifacts prune`: which results nobody needs any more, and deleting them.
+"""`penstock artifacts prune`: finds results that are no longer needed and deletes them.
 
-Needed is what another result was made from, what a release was made from, what a running process
-has marked (`penstock.core.cache.in_use`), the export that `hf` or `adapter` of a run's folder leads
-to, and every training run. Marks and links are looked at again, with the gate closed, before each
-deletion.
+Needed are inputs of other results and of releases, results that a running process has pinned
+(`penstock.core.cache.in_use`), the export that `hf` or `adapter` in a run's folder links to, and
+every training run. Pins and links are checked again before each deletion, while new pins are
+blocked.
 """
 
 import re
@@ -28,8 +28,8 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
 AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
 
 Reach = Literal["leaves", "chains"]
-"""leaves: results that nothing else here was made from. chains: also what only those that go were
-made from."""
+"""leaves: results that are no input of another result. chains: also inputs that only deleted
+results were made from."""
 
 
 def parse_age(text: str) -> float:
@@ -51,10 +51,8 @@ def prune(
     *,
     dry_run: bool,
 ) -> dict[str, Any]:
-    """Delete what is doomed, but for what has come into use meanwhile, and then slices older than
-    so many seconds that nothing is left to use; with `dry_run` only say so.
-
-    `caches` are the folders of slices that are looked at.
+    """Delete the results `doomed` that are not in use by now, and then unused slices older than
+    `older_than` seconds in `caches`, the slice folders; with `dry_run` only print them.
     """
     verb = "would delete" if dry_run else "deleted"
     gone: list[Entry] = []
@@ -71,7 +69,7 @@ def prune(
         looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
         with looking as marked:
             if marked():  # a run that has not sealed its data yet may be about to read them
-                console.say(f"{cache} is left alone: a run is at work there")
+                console.say(f"{cache} is skipped: a run is using it")
                 continue
             for files in _unused_slices(cache, kept, gone if dry_run else [], older_than):
                 slices += 1
@@ -87,8 +85,8 @@ def prune(
 def choose_prunable(
     entries: list[Entry], keep_last: int, older_than: float, reach: Reach = "leaves"
 ) -> list[Entry]:
-    """Sealed results older than so many seconds, but for the newest of each stage, that nothing
-    needs, oldest last."""
+    """Sealed results older than `older_than` seconds that are not needed, without the newest
+    `keep_last` of each stage; the oldest last."""
     now = datetime.now(UTC)
     marked = {key for root in {entry.root for entry in entries} for key in pinned_keys(root)}
     candidates: list[Entry] = []
@@ -112,7 +110,7 @@ def choose_prunable(
 
 
 def slice_caches(root: Path, depth: int) -> Iterator[Path]:
-    """Caches of slices: folders of that name beside results of prepare, or what is left of them."""
+    """Slice caches: folders named `slices` that contain cached slices."""
     if root.name == SLICES and any(_SLICE_FILE.fullmatch(child.name) for child in root.iterdir()):
         yield root
         return
@@ -126,7 +124,7 @@ _SLICE_FILE = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
 
 
 def _collect_input_keys(kept: list[Entry], entries: list[Entry]) -> set[str]:
-    """Keys of all that leads to what is kept."""
+    """Keys of all direct and indirect inputs of the results `kept`."""
     by_key = {entry.key: entry for entry in entries}
     found: set[str] = set()
     ahead = {key for entry in kept for key in entry.input_keys}
@@ -142,7 +140,7 @@ def _created(entry: Entry) -> str:
 
 
 def _delete_if_unused(entry: Entry) -> bool:
-    """Delete it, unless a run has begun to work with it."""
+    """Delete it, unless a run uses it by now."""
     with block_new_pins(entry.root) as marked:
         if entry.key in marked() or find_links(entry.folder):
             return False
@@ -154,7 +152,7 @@ def _delete_if_unused(entry: Entry) -> bool:
 def _unused_slices(
     cache: Path, kept: list[Entry], going: list[Entry], older_than: float
 ) -> Iterator[list[Path]]:
-    """The files of each cached slice that only results use that go, if any do."""
+    """The files of each cached slice that no kept result uses."""
     from penstock.prepare.slice_cache import prunable
     from penstock.rows.prepared import PLAN
 

@@ -18,7 +18,7 @@ def chat_command(
         ),
     ],
     adapter: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Lay this PEFT adapter over the model.")
+        str | None, typer.Option(metavar="FOLDER", help="Load this PEFT adapter on the model.")
     ] = None,
     compare: Annotated[
         str | None,
@@ -26,14 +26,16 @@ def chat_command(
     ] = None,
     prompt: Annotated[
         list[str],
-        typer.Option(help="Answer this and end; repeatable: turns of one conversation."),
+        typer.Option(help="Answer this and exit. Repeatable: turns of one conversation."),
     ] = [],  # noqa: B006 - typer reads it and never writes it
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 decodes greedily.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: greedy decoding.")
+    ] = 0.7,
     top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Sample from the top k tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Sample the same answers again.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    seed: Annotated[int | None, typer.Option(help="Random seed, for reproducible answers.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 512,
 ) -> dict[str, Any]:
     """Chat with a trained model, in the terminal or from a script."""
     from penstock.cli.chat.session import ChatOptions, chat

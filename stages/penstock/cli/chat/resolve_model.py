@@ -1,4 +1,4 @@
-"""Which model `penstock chat` is about: what a config has trained, a folder, or a hub id."""
+"""Resolves the model of `penstock chat`: a config's trained model, a folder, or a hub id."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ ADAPTER, MODEL = "adapter_config.json", "config.json"
 
 @dataclass(frozen=True)
 class Target:
-    """A model's folder, and an adapter's if one is laid over it."""
+    """A model folder, and an adapter folder if an adapter is loaded on it."""
 
     model: Path
     adapter: Path | None
     what: str
-    """Which model it is, for people."""
+    """Description of the model."""
 
 
 def resolve_target(
@@ -44,9 +44,10 @@ def resolve_target(
     scratch: Path,
     say: Callable[[str], None],
 ) -> Target:
-    """What `typed` names; an unfinished run's newest checkpoint is exported to `scratch`.
+    """The model that `typed` names; the newest checkpoint of an unfinished run is exported to
+    `scratch`.
 
-    Raises ConfigError for what is no model, and StageError for a run without one yet.
+    Raises ConfigError if it names no model, and StageError for a run without a checkpoint.
     """
     path = Path(typed).expanduser()
     is_run = path.suffix in SUFFIXES or (path / JOB).is_file()
@@ -58,8 +59,8 @@ def resolve_target(
         return found
     if found.adapter:
         raise ConfigError(
-            f"{typed} is an adapter already ({found.adapter}), and one adapter is laid over a "
-            "model at a time.\n  Leave --adapter out, or name the base model."
+            f"{typed} is an adapter already ({found.adapter}), and only one adapter can be loaded "
+            "on a model.\n  Leave --adapter out, or name the base model."
         )
     laid = _local_folder(adapter)
     return Target(found.model, laid, f"{found.what} with the adapter {laid}")
@@ -68,8 +69,8 @@ def resolve_target(
 def load_target(
     target: Target, ranks: "ProcessInfo", scratch: Path, say: Callable[[str], None]
 ) -> "ChatModel":
-    """The model, ready to answer. An adapter of a kind that the engine does not compute beside its
-    base is merged into a copy of it in `scratch`."""
+    """Load the model. An adapter that the engine cannot run unmerged is merged into a copy of the
+    base model in `scratch`."""
     from penstock.evaluate.chat_model import load_chat_model, require_not_quantized
 
     model, adapter = target.model, target.adapter
@@ -82,7 +83,7 @@ def load_target(
             raise
         from penstock.export.merge import merge_folders
 
-        say("chat: merging the adapter, which is of a kind that is not computed beside its base")
+        say("chat: merging the adapter into its base model; this kind cannot run unmerged")
         model, adapter = scratch / f"merged-{target.model.name}", None
         merge_folders(target.model, target.adapter or model, model)
         run = _build_config(model, None)
@@ -90,13 +91,13 @@ def load_target(
 
 
 def _build_config(model: Path, adapter: Path | None) -> RunConfig:
-    """A run of this model that computes in the precision that its weights are stored in."""
+    """A run config for this model, with the precision of the stored weights."""
     said = read_json(model / MODEL)
     stored = said.get("dtype") or said.get("torch_dtype") or "float32"
     run = loads(
         {
             "model": {"model_path": str(model)},
-            # Data and a folder for results are required of a run, and used by nobody here.
+            # A config requires data and an output folder; neither is used here.
             "data": {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]},
             "train": {
                 "output_dir": "outputs/chat",
@@ -111,7 +112,7 @@ def _build_config(model: Path, adapter: Path | None) -> RunConfig:
 
 
 def _resolve_run(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
-    """What a run has exported, else its newest checkpoint."""
+    """The exported model of a run, else its newest checkpoint."""
     step = planned.step("export")
     exported = fetch_cached(step, planned.run.pipeline.verify)
     if exported is not None:
@@ -173,13 +174,13 @@ def _resolve_folder(folder: Path) -> Target:
 
 
 def _local_folder(typed: str) -> Path:
-    """A folder here as it is; a hub id at the commit that it stands for now."""
+    """A local folder as it is, or a hub repository at its current commit."""
     folder = Path(typed).expanduser()
     if folder.is_dir():
         return folder
     if is_url(typed) or not typed or folder.is_absolute() or typed.startswith("."):
         raise ConfigError(
-            f"{typed or 'the base model'} is no folder here.\n"
+            f"{typed or 'the base model'} is not a local folder.\n"
             "  Name a config, a folder in Hugging Face's format, or a hub id."
         )
     return local_folder(typed, pin_model(typed), MODEL_FILES)

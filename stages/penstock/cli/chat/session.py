@@ -1,4 +1,4 @@
-"""`penstock chat`: talk to a model in the terminal, or ask it prompts from a script."""
+"""`penstock chat`: chat with a model in the terminal, or answer prompts from a script."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ HELP = """\
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     target: str
     adapter: str | None = None
@@ -45,7 +45,7 @@ class ChatOptions:
     max_new_tokens: int = 512
 
     def sampling(self, ends: tuple[int, ...], turn: int) -> "SamplingParams":
-        """How the answer of this turn is sampled. Raises ConfigError for impossible numbers."""
+        """Sampling parameters of this turn. Raises ConfigError for invalid values."""
         from penstock.engine.generation.sampling import ALL, SamplingParams
 
         if self.max_new_tokens < 1:
@@ -62,7 +62,7 @@ class ChatOptions:
 
 @dataclass
 class Conversation:
-    """One model and folder side of the conversation."""
+    """A model and its messages so far."""
 
     label: str
     what: str
@@ -72,7 +72,7 @@ class Conversation:
 
 @dataclass
 class ChatSession:
-    """A conversation with one model, or with two that hear the same."""
+    """A chat with one model, or with two models that receive the same prompts."""
 
     options: ChatOptions
     console: Console
@@ -81,14 +81,14 @@ class ChatSession:
     turn: int = 0
 
     def reset(self) -> None:
-        """Forget all but the system message."""
+        """Drop all messages but the system message."""
         self.turn = 0
         start = [{"role": "system", "content": self.system}] if self.system else []
         for conversation in self.conversations:
             conversation.messages = list(start)
 
     def ask(self, text: str) -> "list[Reply]":
-        """Every model's answer, printed while it is sampled, and remembered."""
+        """Every model's answer, printed while it is generated and added to its messages."""
         replies = [self._answer(conversation, text) for conversation in self.conversations]
         self.turn += 1
         return replies
@@ -131,7 +131,7 @@ class ChatSession:
         self.console.say(f"saved {len(messages)} messages to {path}")
 
     def command(self, line: str) -> bool:
-        """Carry out a line that begins with a slash; false: leave."""
+        """Execute a line that begins with a slash; false means quit."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name in ("/quit", "/exit"):
@@ -153,19 +153,19 @@ class ChatSession:
         return True
 
     def warn_without_template(self) -> None:
-        """Say which models only continue text, and so do not see a system message."""
+        """Warn about models without a chat template, which do not see a system message."""
         for conversation in self.conversations:
             if not conversation.model.has_template:
                 self.console.say(
-                    f"{conversation.label}: the tokenizer has no chat template: each line is completed "
-                    "as plain text, without the system message and earlier turns"
+                    f"{conversation.label}: the tokenizer has no chat template: each line is "
+                    "completed as plain text, without the system message and earlier turns"
                 )
 
 
 def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) -> dict[str, Any]:
-    """Chat until the person leaves, or answer the given prompts; returns what --json adds.
+    """Chat until the user quits, or answer the prompts of the options; returns fields for --json.
 
-    Raises ConfigError for models or numbers that cannot be, StageError where nothing is trained.
+    Raises ConfigError for invalid models or options, StageError if nothing is trained yet.
     """
     from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 
@@ -218,7 +218,7 @@ def _run_session(session: ChatSession) -> dict[str, Any]:
 
 
 def _read_line() -> str | None:
-    """What the person types; None: they leave. Ctrl-C drops the line."""
+    """A line of input; None at end of file. Ctrl-C drops the line."""
     while True:
         try:
             return input("> ").strip()
@@ -239,7 +239,7 @@ def _answer_as_json(
 
 
 class _InterruptFlag:
-    """Whether Ctrl-C was pressed while an answer is sampled."""
+    """Whether Ctrl-C was pressed while an answer is generated."""
 
     is_set = False
 
@@ -256,7 +256,7 @@ class _InterruptFlag:
 
 @contextmanager
 def _catch_interrupt() -> Generator[_InterruptFlag]:
-    """Meanwhile Ctrl-C ends the answer between two tokens, and not the process."""
+    """While the block runs, Ctrl-C ends the answer after the current token, not the process."""
     stop = _InterruptFlag()
     before = signal.signal(signal.SIGINT, stop.set)
     try:

@@ -1,4 +1,4 @@
-"""`penstock data show|stats CONFIG`: what the prepare stage made of the data."""
+"""`penstock data show|stats CONFIG`: prints the output of the prepare stage."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,10 @@ from penstock.cli.console import Console
 from penstock.cli.options import Config, add_command, run_request
 
 NoUpstream = Annotated[
-    bool, typer.Option("--no-upstream", help="Fail rather than prepare the data.")
+    bool,
+    typer.Option(
+        "--no-upstream", help="Fail if the data is not prepared yet, instead of preparing it."
+    ),
 ]
 Split = Literal["train", "validation"]
 
@@ -16,22 +19,22 @@ Split = Literal["train", "validation"]
 def show(
     console: Console,
     config: Config,
-    number: Annotated[int, typer.Option("--n", min=1, help="How many samples.")] = 3,
-    split: Annotated[Split, typer.Option(help="Of which split.")] = "train",
+    number: Annotated[int, typer.Option("--n", min=1, help="Number of samples.")] = 3,
+    split: Annotated[Split, typer.Option(help="Which split.")] = "train",
     source: Annotated[
         str | None,
-        typer.Option(help="Only of this source: as it is called, or as data.datasets.0."),
+        typer.Option(help="Only samples of this source: its name, or as data.datasets.0."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Draw other samples. Default: train.seed.")
+        int | None, typer.Option(help="Random seed of the selection. Default: train.seed.")
     ] = None,
     index: Annotated[
         list[int],
-        typer.Option(help="Show the sample of this number, from 0. Repeatable."),
+        typer.Option(help="Show the sample with this index, from 0. Repeatable."),
     ] = [],  # noqa: B006 - typer reads it and never writes it
     no_upstream: NoUpstream = False,
 ) -> dict[str, Any]:
-    """Print samples as the model sees them, trained tokens marked."""
+    """Print samples as the model sees them, with trained tokens marked."""
     from penstock.cli.data.load_prepared import prepared_data
     from penstock.cli.data.show import SampleSelection, show_samples
 
@@ -45,7 +48,7 @@ def stats(
     config: Config,
     no_upstream: NoUpstream = False,
 ) -> dict[str, Any]:
-    """Count samples and tokens, and say what was dropped and why."""
+    """Count samples and tokens, and list dropped samples with reasons."""
     from penstock.cli.data.load_prepared import prepared_data
     from penstock.cli.data.stats import show_statistics
 

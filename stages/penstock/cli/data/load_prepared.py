@@ -1,4 +1,4 @@
-"""The prepared data of a run, for commands that only look at it."""
+"""The prepared data of a run, for commands that only read it."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ class Prepared:
 
 
 def prepared_data(request: Request, console: Console, *, upstream: bool) -> Prepared:
-    """The run's prepared data, which is prepared first unless it is there.
+    """The run's prepared data; it is prepared first if it is missing.
 
-    To look at data sends it nowhere and builds nothing again, whatever the run says of that.
+    Never pushes data to the hub and never rebuilds a result, whatever the config says.
     """
     planned = plan(request.load(), ("prepare",))
     for note in planned.notes:

@@ -1,4 +1,4 @@
-"""`penstock data show`: prepared samples as text, with what of them is trained."""
+"""`penstock data show`: prints prepared samples as text, with trained tokens marked."""
 
 import difflib
 import sys
@@ -31,12 +31,12 @@ STYLES = {
     (False, False): "dim",
     (False, True): "bold cyan",
 }
-"""How tokens look on a terminal, by whether they are (trained, special)."""
+"""Terminal style of tokens by (trained, special)."""
 
-LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens stand out"}
+LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens"}
 
 MARKS = ("[[", "]]")
-"""What stands around trained tokens where there are no colours."""
+"""Marks around trained tokens on a terminal without colors."""
 
 _CONTROL_CHARS = {
     **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
@@ -44,12 +44,12 @@ _CONTROL_CHARS = {
     **{code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F))},
     **{code: f"<U+{code:04X}>" for code in range(0x2066, 0x206A)},
 }
-"""Characters that would steer the terminal rather than be seen on it."""
+"""Replacements of control and bidirectional characters, which a terminal would execute."""
 
 
 @dataclass(frozen=True)
 class SampleSelection:
-    """Which samples are asked for."""
+    """Which samples to show."""
 
     split: Literal["train", "validation"]
     number: int
@@ -60,7 +60,7 @@ class SampleSelection:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive tokens of one look."""
+    """Consecutive tokens of one style."""
 
     trained: bool
     special: bool
@@ -70,13 +70,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """A whole sample, or of a pair the prompt or an answer."""
+    """A whole sample, or the prompt or a completion of a preference pair."""
 
     name: str
     tokens: int
     trained_tokens: int
     other_targets: int
-    """Trained positions whose label is another token than the one that stands there."""
+    """Trained positions whose label differs from the token at that position."""
     spans: list[Span]
 
 
@@ -87,21 +87,20 @@ class SampleView:
     index: int
     source: str
     section: str
-    """Where the user wrote the source."""
+    """The config field of the source."""
     slice: str
     record: int
-    """The record's place in its slice, from 0."""
+    """The index of the record in its slice, from 0."""
     file: str | None
     line: int | None
-    """Its line, or row, in the file, from 1. Unknown where the source is out of reach."""
+    """Its line or row in the file, from 1; None if the source cannot be read."""
     desirable: bool | None
     score_gap: float | None
     parts: list[Part]
 
 
 def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) -> dict[str, Any]:
-    """Print the samples; returns them as plain values. Raises ConfigError for those there are none
-    of."""
+    """Print the samples; returns them as plain values. Raises ConfigError if there are none."""
     folder = prepared.step.path
     samples = PreparedSamples(folder, wanted.split)
     origins = split_sources(read_json(folder / PLAN), wanted.split)
@@ -133,11 +132,11 @@ def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) 
 def _select_samples(
     wanted: SampleSelection, total: int, origins: SplitSources, seed: int, run: RunConfig
 ) -> list[int]:
-    """Numbers of the samples to show: those named, or a draw without repeats in rising order."""
+    """Indices of the samples to show: those given, or a sorted random draw without replacement."""
     if not total:
         raise ConfigError(
             f"the {wanted.split} split has no samples.\n"
-            "  Write data.val_set_size or data.test_datasets to have some held out."
+            "  Write data.val_set_size or data.test_datasets to have validation data."
         )
     candidates = _samples_from_source(wanted, origins, run)
     if not wanted.indices:
@@ -182,7 +181,7 @@ def _samples_from_source(wanted: SampleSelection, origins: SplitSources, run: Ru
 
 
 def _source_path(origin: DataSource, run: RunConfig) -> str | None:
-    """The source as the user wrote it, unless the data was prepared from another config."""
+    """The path of the source in the config; None if the data was prepared from another config."""
     written = {"train": run.data.datasets, "validation": run.data.test_datasets}[origin.role]
     return written[origin.dataset].path if origin.dataset < len(written) else None
 
@@ -210,7 +209,7 @@ def _build_view(
 
 
 def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
-    """The sample whole; a pair as the prompt that both sides begin with, and the two answers."""
+    """The whole sample; for a pair the shared prompt and the two completions."""
     if "" in sample.sides:
         yield _build_part("sample", sample.sides[""], 0, decoder)
         return
@@ -226,13 +225,13 @@ def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
 
 
 def _first_trained_token(labels: Tokens) -> int:
-    """Where the first trained token is."""
+    """The index of the first trained token."""
     return int(np.argmax(labels != IGNORED))
 
 
 def _build_part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Decoder) -> Part:
-    """What follows the first `start` tokens of a side. Its very first token is never trained, for
-    none comes before it."""
+    """The tokens of a side from `start` on. The first token of a sequence is never trained, as no
+    token predicts it."""
     ids, labels = side
     trained = labels != IGNORED
     trained[:1] = False
@@ -265,7 +264,7 @@ def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: Pl
         for style, name in LEGEND.items():
             said.append(name, style).append("  ")
     else:
-        said.append(f"Trained tokens stand in {MARKS[0]} {MARKS[1]}.")
+        said.append(f"Trained tokens are marked with {MARKS[0]} {MARKS[1]}.")
     said.append(f"\n{step.where}\n")
     for each in shown:
         said.append("\n")
@@ -306,7 +305,7 @@ def _color_tokens(part: Part) -> Text:
 
 
 def _mark_tokens(part: Part) -> str:
-    """Marks around whole stretches of trained tokens, special ones or not."""
+    """The text with marks around consecutive trained tokens, special ones included."""
     said: list[str] = []
     inside = False
     for span in part.spans:

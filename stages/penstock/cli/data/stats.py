@@ -1,4 +1,4 @@
-"""`penstock data stats`: what was prepared, in numbers and bars."""
+"""`penstock data stats`: statistics of the prepared data, with histograms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.cli.console import Console, table
 from penstock.cli.data.load_prepared import Prepared
+from penstock.cli.pack_dry_run import packing_table
 from penstock.core.errors import PenstockError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
@@ -40,14 +41,14 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
         ),
         _format_mix(found["mix"]),
         _format_dropped(found),
-        _packed(found["packing"]),
+        _format_packing(found["packing"]),
     ]
     console.result("\n\n".join(block for block in blocks if block))
     return found
 
 
 def _compare_packing(prepared: Prepared) -> dict[str, Any]:
-    """Every way of packing with the run's settings, or why there is none."""
+    """Every packing method with the run's settings, or why none applies."""
     data = prepared.run.data
     stage = pack_step(prepared.run, prepared.step.artifact).stage
     assert isinstance(stage, Pack)
@@ -110,7 +111,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _bar(share: float) -> str:
-    """A bar of that share of the longest; what is there at all is seen."""
+    """A bar of this share of the longest bar; any share above 0 is visible."""
     eighths = max(round(share * BAR * 8), int(share > 0))
     whole, rest = divmod(eighths, 8)
     return ("█" * whole + EIGHTHS[rest].strip()).ljust(BAR)
@@ -138,7 +139,7 @@ def _format_mix(mix: Mapping[str, Any]) -> str:
 
 
 def _format_dropped(found: Mapping[str, Any]) -> str:
-    """Why records or samples are not there, and what was cut from those that are."""
+    """The number of dropped records by reason, and what was truncated."""
     dropped: Mapping[str, int] = found["dropped"]
     lines = [f"{found['records']:,} records read, {sum(dropped.values()):,} dropped"]
     if found["truncated"]:
@@ -159,7 +160,7 @@ def _with_reason(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Map
 
 
 def _add_location(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
-    """With file and line, as far as they are known."""
+    """The example with file and line, if they are known."""
     place = locate(example["slice"], example["row"]) if "slice" in example else None
     return {**example, **(asdict(place) if place else {})}
 
@@ -170,22 +171,9 @@ def _format_dropped_sample(each: Mapping[str, Any]) -> str:
     return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"
 
 
-def _packed(packing: Mapping[str, Any]) -> str:
+def _format_packing(packing: Mapping[str, Any]) -> str:
     if packing["refused"]:
         return f"cannot be packed: {packing['refused']}"
     if not packing["methods"]:
         return ""
-    rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
-    rows += [
-        (
-            one["split"],
-            one["method"],
-            f"{one['rows']:,}",
-            f"{one['bound']:,}",
-            f"{one['fill']:.1%}",
-            f"{one['padding']:.1%}",
-            "as configured" if one["chosen"] else "",
-        )
-        for one in packing["methods"]
-    ]
-    return f"rows of {packing['row_tokens']:,} tokens\n{table(rows)}"
+    return f"rows of {packing['row_tokens']:,} tokens\n{packing_table(packing['methods'])}"

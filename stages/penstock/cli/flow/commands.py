@@ -13,10 +13,10 @@ def flow(
     config: Config,
     recurring: Annotated[
         bool,
-        typer.Option("--recurring", help="The flow that trains again as the sources grow."),
+        typer.Option("--recurring", help="Run the flow that trains again when the sources grow."),
     ] = False,
 ) -> dict[str, Any]:
-    """Run the whole pipeline as a Prefect flow, here and now."""
+    """Run the whole pipeline as a Prefect flow on this machine."""
     from penstock.cli.flow.prefect import run_flow
 
     return run_flow(config, overrides, console, recurring=recurring)
@@ -25,10 +25,10 @@ def flow(
 def deploy(
     console: Console,
     pool: Annotated[
-        str, typer.Option(metavar="NAME", help="The work pool, created if there is none.")
+        str, typer.Option(metavar="NAME", help="The work pool; created if it does not exist.")
     ] = "penstock",
     write_only: Annotated[
-        bool, typer.Option("--write-only", help="Write prefect.yaml and ask no server.")
+        bool, typer.Option("--write-only", help="Only write prefect.yaml; contact no server.")
     ] = False,
 ) -> dict[str, Any]:
     """Write prefect.yaml and register deployments with Prefect."""

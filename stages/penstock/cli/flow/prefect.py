@@ -1,6 +1,6 @@
-"""`penstock flow` and `penstock deploy`: the Prefect scripts that the package brings.
+"""`penstock flow` and `penstock deploy`: run the Prefect scripts of this package.
 
-Prefect is never imported here: its scripts and its own command run as processes.
+Prefect is never imported here: the scripts and the `prefect` command run as processes.
 """
 
 import os
@@ -21,7 +21,7 @@ PREFECT_FILE = "prefect.yaml"
 
 
 def flows_folder() -> Path:
-    """The folder of the scripts: within an installed package, or beside its source root."""
+    """The folder of the scripts: in the installed package, or beside the source root."""
     package = Path(penstock.__file__).resolve().parent
     inside = package / "flows"
     return inside if inside.is_dir() else package.parents[1] / "flows"
@@ -30,8 +30,8 @@ def flows_folder() -> Path:
 def run_flow(
     config: Path, overrides: Sequence[Override], console: Console, *, recurring: bool
 ) -> dict[str, object]:
-    """Become the process of the flow, whose exit status is the command's; with --json wait for it
-    instead. Raises ConfigError for a config that no flow could load.
+    """Replace this process by the flow (`execv`); with --json start the flow and wait for it.
+    Raises ConfigError for a config that cannot be loaded.
     """
     _require_prefect()
     load(config, overrides)
@@ -48,14 +48,14 @@ def run_flow(
 
 
 def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object]:
-    """Write `prefect.yaml` here unless it is there, create the pool and register deployments.
+    """Write `prefect.yaml` unless it exists, create the pool and register the deployments.
 
-    Raises CapabilityError without Prefect, StageError with Prefect's own words where it fails.
+    Raises CapabilityError without Prefect, StageError with Prefect's message if it fails.
     """
     _require_prefect()
     file = Path(PREFECT_FILE)
     if file.exists():
-        console.say(f"{file} is there already and is used as it is")
+        console.say(f"{file} exists already and is used as it is")
     else:
         with atomic_write(file) as part:
             part.write_text(prefect_yaml(Path.cwd(), pool), encoding="utf-8")

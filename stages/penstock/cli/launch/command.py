@@ -1,4 +1,4 @@
-"""`penstock launch`: train here, or print what starts the same training elsewhere."""
+"""`penstock launch`: trains here, or prints the command or file that starts the run elsewhere."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -17,28 +17,28 @@ from penstock.machine import check_layout
 
 Launcher = Literal["torchrun", "slurm", "kubernetes"]
 EndpointSource = Literal["written", "unknown"]
-"""Whether the config says where machines meet."""
+"""Whether the config has the rendezvous endpoint."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """What the command line says of the machines that will train."""
+    """The options that describe the machines of the run."""
 
     gpus: int | None = None
-    """GPUs of each machine; None: one for each process."""
+    """GPUs per machine; None: one per process."""
     cpus: int | None = None
-    """Processors of each machine; None: all it has."""
+    """CPUs per machine; None: all."""
     cluster: Cluster | None = None
-    """What Kubernetes must be told; None: nothing was said."""
+    """Kubernetes settings; None if they are not given."""
 
 
 def print_launch(
     request: Request, way: str | None, elsewhere: LaunchTarget, console: Console
 ) -> dict[str, Any]:
-    """Print what starts the run in that way, or in every way under titles; returns the texts.
+    """Print the launch text for launcher `way`, or for all launchers with titles; returns them.
 
-    Raises ConfigError for what cannot be laid out, or cannot be said without knowing more.
+    Raises ConfigError for an invalid layout or a missing setting.
     """
     if way is not None and way not in LAUNCHERS:
         raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}.")
@@ -61,7 +61,7 @@ def _load(request: Request) -> tuple[RunConfig, EndpointSource]:
     try:
         return request.load(), "written"
     except ConfigError:
-        # A scheduler names the machines itself: where they meet need not be written for it.
+        # A scheduler assigns the machines, so the rendezvous endpoint need not be set for it.
         place = Override("launch.rdzv_endpoint", f"first:{PORT}")
         return replace(request, overrides=(*request.overrides, place)).load(), "unknown"
 
@@ -86,7 +86,7 @@ def _launch_text(
 
 
 def _ranks_per_node(run: RunConfig) -> int:
-    """Processes on each machine. Raises ConfigError where only the machines themselves know."""
+    """Processes per machine. Raises ConfigError if `auto` cannot be resolved on this machine."""
     asked = run.launch.nproc_per_node
     if asked != "auto":
         return asked

@@ -1,4 +1,4 @@
-"""A Kubernetes job for a run: an indexed job with one pod for each machine, and what it reads."""
+"""A Kubernetes job for a run: an indexed job with one pod per machine, and its ConfigMap."""
 
 import math
 import re
@@ -17,21 +17,21 @@ from penstock.core.remote.urls import is_url, redact
 CONFIG_FOLDER = "/etc/penstock"
 CONFIG_FILE = "run.yaml"
 MARGIN_SECONDS = 30
-"""Beyond the time that ranks have to save, before the kubelet kills what is left."""
+"""Added to the time that ranks have to save, before the kubelet kills them."""
 
 NON_RETRYABLE_EXIT_CODES = [ConfigError.exit_code, CapabilityError.exit_code]
-"""Exit codes of faults that another pod would have, too."""
+"""Exit codes of errors that a retry in another pod would hit again."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What only the command line says."""
+    """The Kubernetes options of the command line."""
 
     image: str
     claim: str | None = None
     """A PersistentVolumeClaim that every pod mounts, for data and results."""
     mount: str = "/data"
-    """Where it is mounted; relative paths of the config lie below it."""
+    """Mount path; relative paths of the config are below it."""
     secret: str | None = None
     """A Secret whose keys become environment variables, such as HF_TOKEN."""
 
@@ -39,10 +39,10 @@ class Cluster:
 def kubernetes_job(
     run: RunConfig, cluster: Cluster, *, ranks: int, gpus: int, cpus: int | None
 ) -> str:
-    """YAML for `kubectl apply`: a ConfigMap with the run, a Service for pods to meet, and the Job.
+    """YAML for `kubectl apply`: a ConfigMap with the run, a Service for the rendezvous, the Job.
 
-    `ranks` processes, `gpus` and `cpus` are those of one pod. Raises ConfigError if results would
-    be lost with a pod, or if the config holds what nobody else may read.
+    `ranks`, `gpus` and `cpus` are per pod. Raises ConfigError if results would be lost with a pod,
+    or if the config contains credentials.
     """
     _check_storage(run, cluster)
     name = _name(run)
@@ -57,7 +57,7 @@ def kubernetes_job(
 
 
 class _BlockTextDumper(yaml.SafeDumper):
-    """Writes text of several lines as such."""
+    """Writes multi-line strings as block scalars."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -69,13 +69,13 @@ _BlockTextDumper.add_representer(str, _represent_text)
 
 
 def _name(run: RunConfig) -> str:
-    """A DNS label that leaves room for a pod's number."""
+    """A DNS label with room for the pod's index."""
     plain = re.sub(r"[^a-z0-9]+", "-", run.pipeline.name.lower()).strip("-")
     return f"penstock-{plain}"[:50].rstrip("-") if plain else "penstock"
 
 
 def _config(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
-    """The run as it was written, with what pods are told alone in its place."""
+    """The config, with the launch settings of the pods."""
     values = run.model_dump(mode="json", exclude_unset=True)
     launch = {**values.get("launch", {}), "nproc_per_node": ranks}
     launch.pop("node_rank", None)
@@ -97,7 +97,7 @@ def _config_map(name: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _service(name: str) -> dict[str, Any]:
-    """Gives pods names; they look for the first one while it is still starting."""
+    """Gives pods DNS names, also before they are ready: the others wait for the first one."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -116,7 +116,7 @@ def _job(
     nodes = run.launch.nnodes
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        # Told to end, training finishes its step and saves.
+        # On SIGTERM, training finishes its step and saves a checkpoint.
         "terminationGracePeriodSeconds": math.ceil(run.launch.stop_timeout) + MARGIN_SECONDS,
         "containers": [_container(run, cluster, gpus=gpus, cpus=cpus)],
         "volumes": _volumes(name, cluster),
@@ -131,7 +131,7 @@ def _job(
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
-            # Pods that are started anew go on from the newest checkpoint.
+            # Restarted pods resume from the newest checkpoint.
             "backoffLimit": run.launch.max_restarts * nodes,
             "podFailurePolicy": {
                 "rules": [
@@ -180,7 +180,7 @@ def _container(run: RunConfig, cluster: Cluster, *, gpus: int, cpus: int | None)
 def _volumes(name: str, cluster: Cluster) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": name}},
-        # The default of 64 MB is too little for processes that share rows and gradients.
+        # The default of 64 MB is too small for NCCL and data loader processes.
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
     if cluster.claim:
@@ -197,13 +197,13 @@ def _labels(name: str) -> dict[str, str]:
 
 
 def _check_storage(run: RunConfig, cluster: Cluster) -> None:
-    """Results must outlive pods, and the config map must hold nothing secret."""
+    """Raise ConfigError if results would be lost with a pod or the config has credentials."""
     for where, value in _string_fields(run.model_dump(mode="json", exclude_unset=True)):
         if redact(value) != value:
             raise ConfigError(
                 f"{where} is a URL with a password or a signature, which a ConfigMap would show to "
-                "whoever may read it.\n  Write the URL without them, and give the credentials to "
-                "the pods with --secret."
+                "every user who can read it.\n  Write the URL without them, and pass "
+                "credentials to the pods with --secret."
             )
     for where, value in {
         "train.output_dir": run.train.output_dir,

@@ -1,4 +1,4 @@
-"""A Slurm batch script for a run: one launcher on each node, which starts that node's ranks."""
+"""A Slurm batch script for a run: one launcher per node, which starts the ranks of the node."""
 
 import math
 import re
@@ -11,18 +11,18 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.process.rendezvous import PORT, parse_endpoint
 
 PER_NODE_FIELDS = ("launch.node_rank", "launch.rdzv_endpoint")
-"""What each node is told by the script itself."""
+"""Fields that the script sets on each node."""
 
 MARGIN_SECONDS = 60
-"""Beyond the time that ranks have to save: Slurm may signal that much late."""
+"""Added to the time that ranks have to save: Slurm's signal may be this late."""
 
 
 def slurm_script(
     run: RunConfig, request: Request, *, ranks: int, gpus: int, cpus: int | None
 ) -> str:
-    """For `sbatch`, whose own options (--partition, --account, --time) win over what is in it.
+    """A script for `sbatch`, whose options (--partition, --account, --time) override the script's.
 
-    `ranks` processes, `gpus` and `cpus` are those of one node; whole nodes where `cpus` is None.
+    `ranks`, `gpus` and `cpus` are per node; nodes are exclusive if `cpus` is None.
     """
     launch = run.launch
     options = {
@@ -31,10 +31,10 @@ def slurm_script(
         "ntasks-per-node": 1,
         "gpus-per-node": gpus or None,
         "cpus-per-task": cpus,
-        # Training saves and ends when it is told to; the default would kill it at the time limit.
+        # On SIGTERM training saves and ends; by default Slurm kills it at the time limit.
         "signal": f"TERM@{math.ceil(launch.stop_timeout) + MARGIN_SECONDS}",
         "output": "%x-%j.log",
-        # Started again after a preemption, it goes on from its newest checkpoint.
+        # Requeued after a preemption, it resumes from its newest checkpoint.
         "requeue": "",
         "open-mode": "append",
         "chdir": shlex.quote(str(Path.cwd())),
@@ -46,7 +46,7 @@ def slurm_script(
         for name, value in options.items()
         if value is not None
     ]
-    # Nodes end at their own pace: one is still saving, or exporting, when another has left.
+    # Nodes end at different times: one still saves or exports when another has exited.
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
         step.append(f"--cpus-per-task={cpus}")
@@ -73,7 +73,7 @@ def slurm_script(
 
 
 def _node_command(command: str) -> str:
-    """What a node runs: it alone knows its number."""
+    """The shell command of a node; its node rank is known only there."""
     return (
         f"exec {command} "
         '--launch.node_rank="$SLURM_NODEID" --launch.rdzv_endpoint="$PENSTOCK_ENDPOINT"'

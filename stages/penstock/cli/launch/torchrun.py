@@ -1,4 +1,4 @@
-"""The torchrun command of every machine, to be typed there."""
+"""The torchrun commands of a run, one for each machine."""
 
 import shlex
 
@@ -8,9 +8,9 @@ from penstock.train.launch.torchrun import build_environment, torchrun_arguments
 
 
 def torchrun_lines(run: RunConfig, request: Request) -> str:
-    """One command for each machine. Every one of them needs the config file and the same folders.
+    """One command per machine. Each machine needs the config file and the same folders.
 
-    Raises ConfigError where several machines have no place to meet.
+    Raises ConfigError for several machines without a rendezvous endpoint.
     """
     commands = [_command(run, request, number) for number in range(run.launch.nnodes)]
     if len(commands) == 1:
@@ -20,7 +20,7 @@ def torchrun_lines(run: RunConfig, request: Request) -> str:
 
 
 def shell_args(request: Request, *left_out: str) -> list[str]:
-    """The config and its overrides as they were typed, but for fields that are left out."""
+    """The config and its overrides as arguments, without the fields `left_out`."""
     overrides = [
         f"{one.option}={one.text}" for one in request.overrides if one.name not in left_out
     ]

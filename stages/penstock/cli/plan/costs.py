@@ -1,4 +1,4 @@
-"""What `penstock plan` says of a run's costs: memory, time, tokens, disk, and faster layouts."""
+"""The costs of a run in `penstock plan`: memory, time, tokens, disk, and faster layouts."""
 
 import math
 from collections.abc import Sequence
@@ -10,50 +10,50 @@ from penstock.cli.plan.sizing import check_sizing
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
-from penstock.costs.device_speed import Machine, machine_called, machine_here
+from penstock.costs.device_speed import Machine, detect_machine, find_machine
 from penstock.costs.estimate import Prediction, build_cost_model, predict
-from penstock.costs.layouts import Proposal, Wanted, fastest
-from penstock.costs.token_counts import Made, estimate_data, with_row_length
+from penstock.costs.layouts import LayoutSearch, Proposal, find_fastest_layouts
+from penstock.costs.token_counts import DataFacts, estimate_data, with_row_length
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
 from penstock.machine import resolve_hf_config, world_size
 from penstock.train.launch.torchrun import num_local_ranks
 
-NOT_MEASURED = "time not known; penstock doctor --measure finds out how fast this machine is"
+NOT_MEASURED = "time not known; penstock doctor --measure measures how fast this machine is"
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What the command line says of the machine."""
+    """The device options of the command line."""
 
     devices: int | None = None
-    """Look for the fastest layouts on so many."""
+    """Search the fastest layouts on this many devices."""
     kind: str | None = None
-    """Their name; None: those that are here."""
+    """Device name; None: the devices of this machine."""
 
 
 def costs(
     run: RunConfig, steps: Sequence[PlannedStage], where: DeviceOptions
 ) -> tuple[str, dict[str, Any]]:
-    """What a run costs, as text and as plain values; nothing of a run that does not train.
+    """The costs of a run as text and as plain values; empty for a run that does not train.
 
-    Raises ConfigError for devices that nobody knows.
+    Raises ConfigError for unknown devices.
     """
     if all(step.stage.name != "train" for step in steps):
         if where.devices or where.kind:
             raise ConfigError(
-                "--devices and --device-kind speak of training, and this run does not train.\n"
+                "--devices and --device-kind are about training, and this run does not train.\n"
                 "  Add train to pipeline.stages, or leave them out."
             )
         return "", {}
     degrees = compute_dims(run.train, world_size(run))
     if not isinstance(degrees, ParallelDims):
         return "", {}
-    hf_config, made = resolve_hf_config(run), Made.of(steps)
+    hf_config, made = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
     run = with_row_length(run, made, steps, model.config.vocab_size)
     data = estimate_data(run, steps, model.config.vocab_size)
-    machine = machine_called(where.kind) if where.kind else machine_here(num_local_ranks(run))
+    machine = find_machine(where.kind) if where.kind else detect_machine(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         found = replace(found, reference_seconds=None)
@@ -64,8 +64,8 @@ def costs(
     if where.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
-    wanted = Wanted(run, model, counts, machine, where.devices, rows, data)
-    layouts = fastest(wanted)
+    wanted = LayoutSearch(run, model, counts, machine, where.devices, rows, data)
+    layouts = find_fastest_layouts(wanted)
     text += "\n" + _format_layouts(layouts, wanted)
     return text, {**plain, "layouts": [_layout_as_json(one) for one in layouts]}
 
@@ -91,7 +91,7 @@ def _format_ranks(degrees: ParallelDims) -> str:
 
 
 def _machine_name(machine: Machine) -> str:
-    return f"{machine.name} ({machine.known_by})" if machine.known_by else machine.name
+    return f"{machine.name} ({machine.source})" if machine.source else machine.name
 
 
 def _format_length(found: Prediction) -> str:
@@ -118,7 +118,8 @@ def _format_step(found: Prediction) -> str:
 
 
 def _format_reference(found: Prediction) -> str:
-    return f"{_format_seconds(found.reference_seconds)} for what the reference makes of all answers, once"
+    seconds = _format_seconds(found.reference_seconds)
+    return f"{seconds} for the reference log-probs of all completions, once"
 
 
 def _format_memory(found: Prediction) -> str:
@@ -144,7 +145,7 @@ def _format_disk(found: Prediction) -> str:
     return ", ".join(parts)
 
 
-def _format_layouts(layouts: Sequence[Proposal], wanted: Wanted) -> str:
+def _format_layouts(layouts: Sequence[Proposal], wanted: LayoutSearch) -> str:
     head = f"fastest on {wanted.devices} x {wanted.machine.name}, {wanted.rows} rows a step:"
     if not layouts:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
@@ -186,13 +187,13 @@ def _per_second(found: Prediction) -> float | None:
 
 
 def _costs_as_json(found: Prediction, sizes: int) -> dict[str, Any]:
-    """Bytes, seconds and operations."""
+    """The costs as plain values, in bytes, seconds and FLOPs."""
     length, machine = found.length, found.machine
     return {
         "machine": {
             "name": machine.name,
             "kind": machine.kind,
-            "known_by": machine.known_by,
+            "known_by": machine.source,
             "memory": machine.memory,
         },
         "layout": asdict(found.degrees),

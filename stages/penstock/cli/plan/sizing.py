@@ -1,11 +1,11 @@
-"""What `penstock plan` says of rows and steps: how long rows are, and what is likely not meant."""
+"""Row length and number of steps in `penstock plan`, and warnings about probable mistakes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.config.schema.run import RunConfig
-from penstock.costs.token_counts import Data, Length, Made
+from penstock.costs.token_counts import Data, DataFacts, Length
 from penstock.rows.sizing import Finding, findings, row_length_line, run_size
 
 Known = Literal["counted", "estimated", "not yet"]
@@ -13,12 +13,12 @@ Known = Literal["counted", "estimated", "not yet"]
 
 @dataclass(frozen=True)
 class Sizing:
-    """The judgement of a run's size."""
+    """The row length of a run and warnings about its size."""
 
     known: Known
     """`counted` from packed rows, `estimated` from prepared samples, or `not yet` possible."""
     row_length: int | None
-    """Tokens of a row; None where that depends on data that is not prepared."""
+    """Tokens of a row; None if it depends on data that is not prepared yet."""
     findings: tuple[Finding, ...]
     text: str
 
@@ -32,15 +32,17 @@ class Sizing:
 
 
 def check_sizing(
-    run: RunConfig, made: Made, data: Data | None, length: Length | None, rows_per_step: int
+    run: RunConfig, made: DataFacts, data: Data | None, length: Length | None, rows_per_step: int
 ) -> Sizing:
-    """The judgement from what is prepared and packed. `run` has the length of rows that follows
-    from it."""
+    """Check the sizes with the data that is prepared and packed. `run` has the row length that
+    follows from this data."""
     row = run.data.row_length
     if not (made.prepared or made.packed) or data is None or length is None:
-        # Without results `run` has a guess.
+        # Without results the row length in `run` is an estimate.
         known = run.data.sample_packing_sequence_len
-        what = "samples that are cut or left out, steps" + (", row length" if known is None else "")
+        what = "samples that are truncated or dropped, steps" + (
+            ", row length" if known is None else ""
+        )
         return Sizing(
             "not yet", known, (), f"    size    not known before data is prepared: {what}"
         )
@@ -62,5 +64,5 @@ def check_sizing(
     doubt = "" if made.packed else " (estimated: nothing is packed yet)"
     lines = [f"    size    {line}" for line in [row_length_line(run, row)] if line]
     lines += [f"    warning {each.text}{doubt}" for each in found]
-    text = "\n".join(lines or [f"    size    rows of {row:,} tokens; nothing to warn of"])
+    text = "\n".join(lines or [f"    size    rows of {row:,} tokens; no warnings"])
     return Sizing("counted" if made.packed else "estimated", row, tuple(found), text)

@@ -1,4 +1,4 @@
-"""`penstock plan`: which stage is cached, partial or stale, and exactly why."""
+"""`penstock plan`: which stages are cached, partial, stale or missing, and why."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ THIS_MACHINE = DeviceOptions()
 def print_plan(
     run: RunConfig, console: Console, where: DeviceOptions = THIS_MACHINE
 ) -> dict[str, Any]:
-    """Print a verdict per stage, and what training will cost; returns the same as plain values."""
+    """Print the state of each stage and the cost of training; returns the same as plain values."""
     planned = plan(run)
     for note in planned.notes:
         console.say(note)
