@@ -73,8 +73,8 @@ class ChatModel:
         except Exception as error:  # templates may raise any exception
             roles = ", ".join(message["role"] for message in messages)
             raise ConfigError(
-                f"the model's chat template refuses a conversation of {roles}: {error}\n"
-                "  Leave --system out if the model knows no system message."
+                f"the model's chat template rejects a conversation of {roles}: {error}\n"
+                "  Remove --system if the model does not support system messages."
             ) from error
         # The chat template already contains the special tokens.
         return list(self.tokenizer.encode(str(text), add_special_tokens=False))
@@ -112,7 +112,7 @@ class ChatModel:
         self.generator.require_possible("the conversation", prompt)
         try:
             [answered] = self.generator.generate([prompt], between=check_stop, on_token=on_token)
-            ended = str(answered.answers[0].ended)
+            ended = str(answered.completions[0].finish_reason)
         except StoppedError:
             ended = "interrupted"
         text = decoded()
@@ -157,6 +157,6 @@ def require_not_quantized(folder: Path) -> None:
     support."""
     if read_json(folder / "config.json").get("quantization_config"):
         raise CapabilityError(
-            f"{folder} is quantized, and penstock chat computes with plain weights.\n"
+            f"{folder} is quantized, and penstock chat supports unquantized weights only.\n"
             "  Serve it with vLLM, or export without export.quantise."
         )

@@ -88,8 +88,8 @@ def exact_match(
     if not questions:
         such = f" that {answer.pattern} matches" if answer else ""
         raise StageError(
-            f"{prepared.path} holds no validation row with a prompt and an answer{such} "
-            f"({len(found)} rows looked at).\n  Set data.val_set_size or data.test_datasets."
+            f"{prepared.path} has no validation row with a prompt and an answer{such} "
+            f"({len(found)} rows checked).\n  Set data.val_set_size or data.test_datasets."
         )
     model = _load_model(hf_folder)
     ends = _eos_token_ids(model, tokenizer)

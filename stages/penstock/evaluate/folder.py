@@ -19,7 +19,7 @@ def read_base_model(folder: Path) -> str | None:
         return None
     if find_spec("peft") is None:
         raise CapabilityError(
-            f"{folder} holds only an adapter, and peft, which loads it, is not installed.\n"
+            f"{folder} has only an adapter, and peft, which loads it, is not installed.\n"
             "  pip install peft, or export with export.merge_lora true."
         )
     named = read_json(folder / ADAPTER)["base_model_name_or_path"]
@@ -31,7 +31,7 @@ def _require_quantization_support(folder: Path) -> None:
     quantized = read_json(folder / "config.json").get("quantization_config")
     if quantized and find_spec("compressed_tensors") is None:
         raise CapabilityError(
-            f"{folder} is quantized (export.quantise), and compressed-tensors, with which "
-            "transformers loads it, is not installed.\n"
+            f"{folder} is quantized (export.quantise), and compressed-tensors, which "
+            "transformers needs to load it, is not installed.\n"
             "  pip install compressed-tensors, or export without export.quantise."
         )

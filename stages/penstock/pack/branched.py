@@ -1,9 +1,8 @@
-"""Samples with two answers, as documents that branch (see `rows.branching`).
+"""Preference samples in packed rows: two completions per prompt (see `rows.shared_prefix`).
 
-A pair has its chosen and its rejected answer. A judged answer stands beside one to another prompt,
-from which the KL divergence of KTO is estimated (Ethayarajh et al. 2024, arXiv 2402.01306). Which
-one that is follows from the order of the stored samples, so the two depend neither on rows nor on
-their order.
+A pair has a chosen and a rejected completion. A KTO sample is paired with a completion of another
+prompt, from which the KL divergence is estimated (Ethayarajh et al. 2024, arXiv 2402.01306). The
+pairing depends on the stored order of the samples only, not on how they are packed.
 """
 
 from collections.abc import Sequence
@@ -28,27 +27,27 @@ DIGEST = pa.binary(DIGEST_BYTES)
 
 @dataclass(frozen=True)
 class PreferenceSamples:
-    """The samples of a split, one document each where prompts are shared, else one per answer."""
+    """The samples of a split: one document each with prefix sharing, else one per completion."""
 
     samples: PreparedSamples
     settings: PackSettings
 
     @property
     def share_prompts(self) -> bool:
-        """Whether the answers of a sample share their prompt's tokens."""
+        """Whether the completions of a sample share the prompt's tokens."""
         return self.settings.share_prompts
 
     @property
     def documents_per_sample(self) -> int:
-        """Of each sample."""
+        """Number of documents of each sample."""
         return 1 if self.share_prompts else PER_SAMPLE
 
     def sample_lengths(self) -> Indices:
-        """Tokens of every sample in a row."""
+        """Number of tokens of every sample in a row."""
         return self._shared_lengths + self._branch_lengths.sum(axis=1)
 
     def document_lengths(self, chosen: Indices, sizes: Indices) -> Indices:
-        """Tokens of every document of the chosen samples, which have these sizes."""
+        """Number of tokens of every document of the chosen samples; `sizes` are per sample."""
         return sizes if self.share_prompts else self._branch_lengths[chosen].ravel()
 
     def write_tokens(
@@ -59,8 +58,8 @@ class PreferenceSamples:
         labels: Tokens,
         begins: Indices | None = None,
     ) -> None:
-        """Lay the documents of the chosen samples end to end, each sample's ending where `ends`
-        says. Samples with two answers are always whole, so there are no `begins`."""
+        """Write the documents of the chosen samples one after another; `ends` is the end of each
+        sample. Preference samples are never split, so `begins` is None."""
         assert begins is None
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
@@ -80,8 +79,8 @@ class PreferenceSamples:
                 at = end
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
-        """How rows branch, and what is in them: rows begin at the samples `rows`; the last entry
-        ends the last."""
+        """Columns of prefix sharing. `rows` are the indices of each row's first sample, then the
+        number of samples."""
         prompts = np.repeat(self._shared_lengths[chosen], self.documents_per_sample)
         digests = pa.array([self.digest(sample) for sample in chosen.tolist()], DIGEST)
         found = [
@@ -98,11 +97,11 @@ class PreferenceSamples:
         return found
 
     def facts(self, chosen: Indices) -> dict[str, int]:
-        """How many samples the chosen ones are, and the tokens that their branches share."""
+        """Number of chosen samples, and of tokens that their branches share."""
         return {"samples": len(chosen), "shared_tokens": int(self._shared_lengths[chosen].sum())}
 
     def digest(self, sample: int) -> bytes:
-        """What names the sample by the tokens and labels of its branches."""
+        """Digest of the tokens and labels of the sample's branches."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         digest.update(
             np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
@@ -114,11 +113,11 @@ class PreferenceSamples:
         return digest.digest()
 
     def _side_tokens(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """The side of a sample that a branch has its prompt from: ids and unshifted labels."""
+        """(token ids, unshifted labels) of the side of a sample that belongs to a branch."""
         return self.samples.tokens(self._sides[branch], sample)
 
     def _completion(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """A branch's targets, and their labels."""
+        """(token ids, labels) of a branch's completion."""
         of = int(self._kl_partners[sample]) if self._is_kto and branch else sample
         first = int(self._prompt_ends[of]) + 1
         last = first + int(self._completion_lengths[sample, branch])
@@ -136,13 +135,13 @@ class PreferenceSamples:
 
     @cached_property
     def _prompt_ends(self) -> Indices:
-        """The place of the token in each sample that both answers follow: the prompt's last one."""
+        """Index of the prompt's last token in each sample, which predicts both completions."""
         heads = np.min([self.samples.prompt_lengths(side) for side in self._sides], axis=0)
         causes = np.maximum(heads - 1, 0)
         if not self._is_kto:
             for sample, cause in enumerate(causes.tolist()):
                 one, other = (self._side_tokens(side, sample)[0][: cause + 1] for side in (0, 1))
-                # Where both prompts were cut away, what is left need not begin alike.
+                # If truncation removed both prompts, the rest need not have a common prefix.
                 if not np.array_equal(one, other):
                     causes[sample] = 0
         return causes
@@ -153,20 +152,20 @@ class PreferenceSamples:
 
     @cached_property
     def _completion_lengths(self) -> Indices:
-        """Tokens of every sample's two answers, [samples, 2]."""
+        """Number of tokens of every sample's two completions, [samples, 2]."""
         lengths = [self.samples.side_lengths(side) for side in self._sides]
         counts = np.stack(lengths, axis=1) - self._prompt_ends[:, None] - 1
         if self._is_kto and len(counts):
             counts[:, 1] = counts[self._kl_partners, 0]
             if self.settings.kl_max_len is not None:
-                # A sample of a data set without a limit may be longer, and so may its pair.
+                # Samples of a data set without max_seq_len, and their pairs, may be longer.
                 longest = np.maximum(lengths[0], self.settings.kl_max_len)
                 counts[:, 1] = np.minimum(counts[:, 1], longest - self._prompt_ends - 1)
         return counts
 
     @cached_property
     def _branch_lengths(self) -> Indices:
-        """Tokens of every sample's two branches, [samples, 2]."""
+        """Number of tokens of every sample's two branches, [samples, 2]."""
         return (self._prompt_ends - self._shared_lengths)[:, None] + self._completion_lengths
 
     @cached_property
@@ -179,12 +178,12 @@ class PreferenceSamples:
 
     @cached_property
     def _kl_partners(self) -> Indices:
-        """Of every judged sample the one whose answer stands beside its own."""
+        """For every KTO sample, the sample that provides the mismatched completion."""
         count = len(self.samples)
         if count < PER_SAMPLE:
             raise StageError(
-                f"There is one {self.samples.split} sample of type kto, and the baseline needs the "
-                "answer of another one.\n  Add samples, or raise data.val_set_size."
+                f"There is only one {self.samples.split} sample of type kto; the KL baseline needs "
+                "the answer of another one.\n  Add samples, or raise data.val_set_size."
             )
         if self.settings.kl_pairing == "rotate":
             return _rotate(count, self.settings.kl_rotation_size or count)
@@ -196,7 +195,7 @@ class PreferenceSamples:
 
 
 def _rotate(count: int, size: int) -> Indices:
-    """For each sample the one before it; for the first of a group of `size` the group's last."""
+    """For each sample the previous one; for the first of each group of `size` the group's last."""
     others = np.arange(count) - 1
     firsts = np.arange(0, count, size)
     others[firsts] = np.minimum(firsts + size, count) - 1
@@ -204,15 +203,15 @@ def _rotate(count: int, size: int) -> Indices:
 
 
 def _pair_with_other_prompts(prompts: Sequence[bytes]) -> Indices:
-    """For each sample the nearest one before it, round the start, that has another prompt."""
+    """For each sample the nearest previous one, cyclically, with another prompt."""
     count = len(prompts)
     others = np.arange(count) - 1
-    # Twice round, so that the first samples know of the last ones.
+    # Two passes, so that the first samples can refer to the last ones.
     for sample in [*range(count)] * 2:
         if prompts[sample] == prompts[sample - 1]:
             others[sample] = others[sample - 1]
     others %= count
-    # Where all prompts are one, any other sample's answer is as good.
+    # If all prompts are equal, use the previous sample.
     others[others == np.arange(count)] -= 1
     return others % count
 

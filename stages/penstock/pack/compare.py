@@ -1,4 +1,4 @@
-"""What every way of packing would make of prepared samples, without writing a row."""
+"""Compare packing methods on prepared samples, without writing rows."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +20,28 @@ from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import SPLITS
 
 DEFAULT_METHODS: tuple[Method, ...] = ("sequential", "multipack", "unpacked")
-"""What is always compared."""
+"""Methods that are always compared."""
 
 
 @dataclass(frozen=True)
 class PackingStats:
-    """One way to pack one split."""
+    """One packing method on one split."""
 
     split: str
     method: Method
     chosen: bool
-    """Whether it is what the settings say."""
+    """Whether it is the configured method."""
     rows: int
     fill: float
-    """The share of the rows' capacity that holds tokens."""
+    """Tokens divided by the capacity of the rows."""
     padding: float
-    """The share of padding in what is computed, when each row is padded by itself."""
+    """Share of padding if each row is padded separately."""
     bound: int
-    """No way needs fewer rows than this."""
+    """Lower bound on the number of rows."""
 
 
 def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> list[PackingStats]:
-    """Every method on every split that has samples. Raises what the pack stage raises."""
+    """Compare the methods on every split with samples. Raises as the pack stage."""
     found: list[PackingStats] = []
     for split in SPLITS:
         samples = PreparedSamples(prepared, split)
@@ -70,8 +70,8 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
 
 
 def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list[Method]:
-    """The methods that are usual, and the chosen one; alone, where only it can cut samples that are
-    longer than a row."""
+    """The default methods and the configured one; only "wrapped" if samples are longer than a row,
+    because only it splits samples."""
     is_longer = bool((form.sample_lengths() > capacity).any())
     if chosen == "wrapped" and is_longer:
         return [chosen]
@@ -79,7 +79,7 @@ def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list
 
 
 def _row_lengths(layout: Layout) -> np.ndarray:
-    """The tokens of every row."""
+    """Number of tokens of every row."""
     return np.add.reduceat(layout.sizes, layout.bins.ends - layout.bins.sizes())
 
 

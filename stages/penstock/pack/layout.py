@@ -1,4 +1,4 @@
-"""Which samples of a split share a row, and in which order the rows stand."""
+"""Plan the packed rows of a split: which samples share a row, and the order of rows."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,39 +20,39 @@ Method = Literal["sequential", "multipack", "greedy", "wrapped", "unpacked"]
 METHODS: tuple[Method, ...] = ("sequential", "multipack", "greedy", "wrapped", "unpacked")
 
 RowSamples = SFTSamples | PreferenceSamples
-"""What samples are in a row."""
+"""The samples of a split as documents in rows."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of one split: those of its first epoch, then those of the next one, and so on."""
+    """The rows of one split, epoch after epoch."""
 
     bins: PackingPlan
-    """Over the samples of the split, which may be in several epochs."""
+    """Rows as sample indices; a sample may be in several epochs."""
     epoch_rows: list[int]
-    """How many rows each epoch has."""
+    """Number of rows of each epoch."""
     sizes: Indices
-    """Tokens of every entry of `bins.samples`: of a sample, or of a piece of one."""
+    """Number of tokens of every entry of `bins.samples`: a sample, or a piece of one."""
     begins: Indices | None = None
-    """`wrapped`: the first token of every piece in its sample."""
+    """`wrapped`: index of every piece's first token in its sample."""
 
 
 def build_row_samples(samples: PreparedSamples, settings: PackSettings) -> RowSamples:
-    """What the samples are in a row."""
+    """Build the documents of samples by kind."""
     return SFTSamples(samples) if samples.kind == "sft" else PreferenceSamples(samples, settings)
 
 
 def packing_method(split: str, settings: PackSettings) -> Method:
-    """How the samples of a split are to be laid into rows."""
+    """The packing method of a split."""
     if split == "validation" and not settings.eval_sample_packing:
         return "unpacked"
     return settings.sample_packing_method
 
 
 def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layout:
-    """Plan the rows of every epoch by itself.
+    """Plan the rows of every epoch separately.
 
-    Raises StageError when a sample is longer than a row.
+    Raises StageError if a sample is longer than a row, except with "wrapped".
     """
     sizes = form.sample_lengths()
     if method == "wrapped":
@@ -67,7 +67,7 @@ def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layou
 
 
 def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> Layout:
-    """Every epoch's samples as one stream, cut into rows."""
+    """Concatenate the samples of every epoch and split them into rows."""
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
     laid = [
@@ -104,7 +104,7 @@ def _require_fits(form: RowSamples, sizes: Indices, capacity: int) -> None:
     section = "datasets" if samples.split == "train" else "test_datasets or data.datasets"
     of = sorted(set(samples.datasets()[too_long].tolist()))
     names = " and ".join(f"data.{section}.{number}.max_seq_len" for number in of)
-    # Either side of a sample with two answers has so many tokens at most, and one token is theirs.
+    # Maximum tokens of each side, so that both fit in a row; they share at least one token.
     both, limit = "", capacity
     if isinstance(form, PreferenceSamples):
         both, limit = ", with both answers,", capacity // 2 + 1

@@ -1,4 +1,4 @@
-"""Samples that are documents as they are: labels shifted once, and the last one's place empty."""
+"""SFT samples in packed rows: one document each, with labels shifted by one."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,11 +21,11 @@ class SFTSamples:
     documents_per_sample: ClassVar[int] = 1
 
     def sample_lengths(self) -> Indices:
-        """Tokens of every sample."""
+        """Number of tokens of every sample."""
         return self.samples.lengths()
 
     def document_lengths(self, chosen: Indices, sizes: Indices) -> Indices:
-        """Tokens of every document of the chosen samples, which have these sizes."""
+        """Number of tokens of every document: that of the sample."""
         del chosen
         return sizes
 
@@ -37,11 +37,11 @@ class SFTSamples:
         labels: Tokens,
         begins: Indices | None = None,
     ) -> None:
-        """Lay the chosen samples end to end, each ending where `ends` says; or pieces of them,
-        which begin at the tokens `begins` of their samples. The last position of a piece has the
-        sample's next token as its target, where there is one.
+        """Write the chosen samples one after another; `ends` is the end of each. With `begins`,
+        write pieces that start at these tokens of their samples. The target of a piece's last
+        position is the sample's next token, if there is one.
 
-        In the order in which they are stored, so that files are read from front to back.
+        Copies in stored order, so that files are read sequentially.
         """
         samples = self.samples
         sizes = np.diff(ends, prepend=0)
@@ -65,15 +65,15 @@ class SFTSamples:
             for begin, stop, end in spans:
                 start = end - (stop - begin)
                 to_ids[start:end] = from_ids[begin:stop]
-                # The one shift: a target stands at its cause.
+                # Shift labels: position t has the label of token t + 1.
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
-        """Columns of theirs alone: there are none."""
+        """SFT data has no further columns."""
         del chosen, rows
         return []
 
     def facts(self, chosen: Indices) -> dict[str, int]:
-        """What there is to tell of theirs alone: nothing."""
+        """SFT data has no further facts."""
         del chosen
         return {}

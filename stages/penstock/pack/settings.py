@@ -1,4 +1,4 @@
-"""What decides the content of packed rows, besides the samples."""
+"""Settings that determine the content of packed rows, besides the samples."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,44 +14,44 @@ def _unset_is_true(value: Any) -> Any:
 
 
 class PackSettings(Settings):
-    """The identity of packed data."""
+    """Cache identity of packed data."""
 
     sample_packing_method: Literal["sequential", "multipack", "greedy", "wrapped"] = "sequential"
-    """`sequential` keeps the order of the samples; `multipack` fills rows best; `greedy` puts each
-    sample where most room is; `wrapped` cuts one stream of samples into full rows."""
+    """`sequential`: next fit in sample order; `multipack`: as few rows as possible; `greedy`: each
+    sample goes to the row with the most room; `wrapped`: samples are concatenated and split."""
 
     sample_packing_sequence_len: int = Field(default=32_000, gt=0)
-    """Tokens a row holds at most."""
+    """Maximum tokens per row."""
 
     row_length: RowLength = "written"
-    """`written`: a row holds as many tokens as `sample_packing_sequence_len` says. `fitted`: the
-    length follows from the samples, and `sample_packing_sequence_len` is its upper bound."""
+    """`written`: rows have `sample_packing_sequence_len` tokens. `fitted`: the row length is chosen
+    from the samples, with `sample_packing_sequence_len` as upper bound."""
 
     row_multiple: int = Field(default=SHORTEST, gt=0)
-    """`fitted`: the length is a multiple of this, which rows are padded to when they are loaded."""
+    """`fitted`: the row length is a multiple of this, to which rows are padded when loaded."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
-    """`multipack` and `greedy`: consecutive samples among which rows are formed."""
+    """`multipack` and `greedy`: number of consecutive samples that are packed together."""
 
     eval_sample_packing: Annotated[bool, BeforeValidator(_unset_is_true)] = True
-    """Whether validation is packed too; otherwise each of its samples has a row of its own."""
+    """Whether validation samples are packed; otherwise each has its own row."""
 
     num_shards: int | None = Field(default=None, gt=0)
-    """Files per split; unset: by size. There are never more files than rows."""
+    """Files per split (None: by size), at most one per row."""
 
     seed: int = 42
-    """`multipack`: which samples share a row, and the order of the rows."""
+    """`multipack`: random seed of the packing and of the row order."""
 
     share_prompts: bool = True
-    """Whether the two answers of a sample share their prompt's tokens."""
+    """Prefix sharing: whether the completions of a sample share the prompt's tokens."""
 
     kl_pairing: KLPairing | None = None
-    """Judged answers: which answer stands beside each, as in `preference.kl_pairing`. None where
-    samples are of another kind."""
+    """KTO: which completion each sample is paired with (`preference.kl_pairing`); None for other
+    data."""
 
     kl_rotation_size: int | None = Field(default=None, gt=0)
-    """`rotate`: consecutive samples among which answers rotate; None: all."""
+    """`rotate`: number of consecutive samples in which completions rotate; None: all."""
 
     kl_max_len: int | None = Field(default=None, gt=0)
-    """Judged answers: tokens of a prompt with the answer beside its own, at most, unless the sample
-    itself has more; None: no limit."""
+    """KTO: maximum tokens of a prompt with the mismatched completion, unless the sample itself is
+    longer; None: no limit."""

@@ -1,4 +1,4 @@
-"""One file of packed rows: the documents of samples end to end."""
+"""Write one Arrow file of packed rows."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema
 
 BATCH_TOKENS = 4 << 20
-"""Tokens in one record batch, about: what is held in memory at once."""
+"""Approximate tokens per record batch, which is kept in memory."""
 
 
 @dataclass(frozen=True)
 class ShardStats:
-    """What is known of a file once its tokens have been seen."""
+    """Statistics of a file's tokens."""
 
     trained_tokens: int
     max_token_id: int
@@ -29,12 +29,12 @@ class ShardStats:
 def write_shard(
     form: RowSamples, bins: PackingPlan, sizes: Indices, target: Path, begins: Indices | None = None
 ) -> ShardStats:
-    """Publish a file of these rows. `bins.samples` have `sizes`, or are pieces of samples that have
-    these sizes and begin at the tokens `begins`."""
+    """Write a file of these rows. `sizes` are the tokens of each entry of `bins.samples`; with
+    `begins`, entries are pieces that start at these tokens of their samples."""
     ends = np.cumsum(sizes)
     batches = list(_batches(bins, ends))
     room = max(int(ends[last - 1] - ends[first] + sizes[first]) for _, _, first, last in batches)
-    # The same memory for every batch: fresh pages cost more than the copying.
+    # Reuse the buffers for every batch: page faults of new memory cost more than the copies.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
     trained = largest = 0
     with (
@@ -65,8 +65,8 @@ def read_shard_stats(shard: Path) -> ShardStats:
 
 
 def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:
-    """Runs of rows of about BATCH_TOKENS each, as (first row, row after the last, first sample,
-    sample after the last)."""
+    """Yield ranges of rows with about BATCH_TOKENS each, as (first row, end row, first sample, end
+    sample)."""
     batch_of = (ends[bins.ends - 1] - 1) // BATCH_TOKENS
     cuts = [0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(bins)]
     for low, high in pairwise(cuts):
@@ -76,7 +76,8 @@ def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int,
 def _batch(
     form: RowSamples, chosen: Indices, rows: Indices, ends: Indices, ids: Tokens, labels: Tokens
 ) -> pa.RecordBatch:
-    """A record batch of rows that begin at the samples `rows`; the last entry ends the last."""
+    """Build a record batch. `rows` are the indices of each row's first sample, then the number of
+    samples."""
     tokens = pa.array(np.concatenate([[0], ends])[rows].astype(np.int32))
     documents = pa.array((rows * form.documents_per_sample).astype(np.int32))
     lengths = form.document_lengths(chosen, np.diff(ends, prepend=0))

@@ -1,4 +1,4 @@
-"""The files of a split, spread over processes. How many makes no difference to what they hold."""
+"""Write the files of a split in several processes; the output does not depend on their number."""
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
@@ -22,17 +22,18 @@ from penstock.rows.prepared import PreparedSamples
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
 SHARD_BYTES = 256 << 20
-"""Of one file: large enough for an object store, small enough for many to be read at once."""
+"""Approximate size of one file: large enough for object stores, small enough to read several in
+parallel."""
 
 BYTES_PER_TOKEN = 8
 
 MIN_TOKENS_PER_PROCESS = 16 << 20
-"""Tokens below which a process takes longer to start than to write them."""
+"""Tokens per process, below which starting a process takes longer than writing."""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Processes that write files."""
+    """Number and start method of writer processes."""
 
     count: int = 1
     start_method: StartMethod = "spawn"
@@ -40,24 +41,24 @@ class Workers:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """One file to be, and what goes into it."""
+    """One planned file and its content."""
 
     prepared: Path
     split: str
     target: Path
     bins: PackingPlan
     sizes: Indices
-    """Tokens of the samples in `bins`, or of the pieces of samples."""
+    """Number of tokens of each sample (or piece) in `bins`."""
     begins: Indices | None
-    """The first token of each piece in its sample; None where samples are whole."""
+    """Index of each piece's first token in its sample; None for whole samples."""
     settings: PackSettings
 
 
 def plan_shards(
     prepared: Path, split: str, layout: Layout, folder: Path, settings: PackSettings
 ) -> list[ShardPlan]:
-    """The files of a split, with about equally many rows each: as many as `num_shards` or by size,
-    and never more than rows."""
+    """Plan the files of a split, with about equally many rows each: `num_shards` files, or by size;
+    at most one per row."""
     bins, sizes, begins = layout.bins, layout.sizes, layout.begins
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
@@ -75,9 +76,9 @@ def plan_shards(
 
 
 def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardStats]:
-    """Write the files that are not there, and say of all of them what they hold.
+    """Write the missing files; returns the statistics of all files.
 
-    Raises the first error in the order of the files.
+    Raises the first error in file order.
     """
     missing = [shard for shard in shards if not shard.target.exists()]
     tokens = sum(int(shard.sizes.sum()) for shard in missing)
@@ -112,8 +113,8 @@ def _in_processes(
         failure = None if future.cancelled() else future.exception()
         if isinstance(failure, BrokenProcessPool):
             raise StageError(
-                f"One of {count} packing processes was killed, most likely for want of memory.\n"
-                "  Set data.dataset_num_proc lower."
+                f"One of {count} packing processes was killed, most likely because memory "
+                "ran out.\n  Set data.dataset_num_proc lower."
             ) from failure
         if failure:
             raise failure
@@ -121,13 +122,13 @@ def _in_processes(
 
 
 def _init_worker() -> None:
-    """A process's first act: it ends with the one that started it, and needs no secrets."""
+    """Worker initializer: end with the parent process, and drop secrets."""
     end_with_starter()
     env.forget_secrets()
 
 
 def _write_in_worker(shard: ShardPlan) -> ShardStats:
-    settings: Any = shard.settings  # frozen, so it has a hash, which its type does not say
+    settings: Any = shard.settings  # frozen, so hashable, which its type does not say
     form = _build_form_once(shard.prepared, shard.split, settings)
     return write_shard(form, shard.bins, shard.sizes, shard.target, shard.begins)
 
@@ -137,4 +138,4 @@ def _build_form(prepared: Path, split: str, settings: PackSettings) -> RowSample
 
 
 _build_form_once = lru_cache(maxsize=1)(_build_form)
-"""Mapped once for all files that one worker writes; it lives no longer than the run."""
+"""Cached: samples are memory-mapped once per worker process."""

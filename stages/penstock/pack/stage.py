@@ -1,4 +1,4 @@
-"""The pack stage: prepared samples laid into rows of a fixed number of tokens."""
+"""The pack stage: prepared samples to packed rows of a fixed maximum length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from penstock.pack.settings import PackSettings
 
 @dataclass(frozen=True)
 class Pack(Stage):
-    """Samples in, rows out: `data/<split>/rows-00000-of-0000N.arrow`.
+    """Input: prepared samples. Output: `data/<split>/rows-00000-of-0000N.arrow`.
 
-    Version 1: rows without padding; labels shifted once, -100 at the end of every document.
-    Version 2: `multipack` mixes lengths; every planned epoch has rows of its own, one epoch's after
-    the other's, and the fact `epoch_rows` says how many.
-    Version 3: beside validation rows of several data sets lies of which one each document is.
+    Version 1: rows without padding; labels shifted by one, -100 at the end of every document.
+    Version 2: `multipack` mixes lengths; each planned epoch has its own rows, epoch after epoch;
+    the fact `epoch_rows` has their numbers.
+    Version 3: `sources.json` has the data set of each validation document, if there are several.
     """
 
     name: ClassVar[str] = "pack"
@@ -35,7 +35,7 @@ class Pack(Stage):
     prepared: Artifact
 
     num_proc: int = 1
-    """Processes that write files, where there are several."""
+    """Number of processes that write files."""
 
     start_method: Literal["fork", "spawn", "forkserver"] = "spawn"
     """How those processes are started."""
@@ -46,8 +46,8 @@ class Pack(Stage):
         return {"prepared": self.prepared}
 
     def resolved(self) -> PackSettings:
-        """The settings with the row length that they mean for these samples, once they are there:
-        a function of what the key names."""
+        """The settings with a fitted row length resolved. Requires the prepared samples; depends
+        only on the cache key."""
         if self.settings.row_length == "written":
             return self.settings
         from penstock.rows.prepared import PLAN
@@ -61,9 +61,9 @@ class Pack(Stage):
         )
 
     def run(self, out: Path) -> Facts:
-        """Pack each split file by file, keeping the files an earlier attempt has finished.
+        """Pack each split, keeping the files of an earlier attempt.
 
-        Raises StageError when a sample does not fit a row, or has nothing to be compared with.
+        Raises StageError if a sample does not fit in a row, or a KTO split has only one sample.
         """
         from penstock.rows.schema import SPLITS
 
@@ -73,8 +73,8 @@ class Pack(Stage):
         return {name: {split: measured[split][name] for split in SPLITS} for name in names}
 
     def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
-        """Write the files of a split and count what they hold; `fill` is the share of the rows'
-        capacity that holds tokens, and `shared_tokens` are those that stand for two."""
+        """Write the files of a split and return its facts. `fill` is tokens divided by the capacity
+        of the rows; `shared_tokens` are prompt tokens shared by two completions."""
         from penstock.pack.layout import build_row_samples, packing_method, plan_rows
         from penstock.pack.spread import Workers, plan_shards, write_shards
         from penstock.rows.prepared import PreparedSamples

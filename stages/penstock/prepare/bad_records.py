@@ -1,4 +1,4 @@
-"""Records that cannot be used: why, where, and how many."""
+"""Unusable and dropped records: reasons, locations and counts."""
 
 import difflib
 import math
@@ -21,29 +21,29 @@ Reason = Literal[
 ]
 
 DROP_REASONS = ("empty", "no_trained_tokens", "same_answers", "too_long")
-"""Reasons that leave a record out without blaming the data for it."""
+"""Reasons that drop a record but do not count as unusable (`data.bad_rows_allowed`)."""
 
 MAX_EXAMPLES = 30
 EXAMPLES_PER_CAUSE = 3
-"""Records that are named of each cause."""
+"""Maximum examples per cause."""
 MAX_CAUSES = 50
-"""Causes that are told apart; the rest count as one."""
+"""Maximum distinct causes; further ones are counted together."""
 MAX_CAUSES_SHOWN = 10
 OTHER = "other causes"
 
 
-class BadRecord(Exception):  # noqa: N818 - a fact about a record; it never leaves this package
+class BadRecord(Exception):  # noqa: N818 - caught within this package
     """The record cannot become a sample."""
 
     def __init__(self, reason: Reason, why: str) -> None:
-        # A name out of a record may be no text, and reasons are written to files.
+        # Names from records may contain lone surrogates, which cannot be written to files.
         self.why = why.encode(errors="backslashreplace").decode()
         self.reason: Reason = reason
         super().__init__(self.why)
 
 
 def get_column(record: Mapping[str, Any], name: str) -> Any:
-    """The record's value. Raises BadRecord that names the columns there are, the nearest first."""
+    """The record's value. Raises BadRecord with the record's columns and the closest name."""
     if name in record:
         return record[name]
     near = difflib.get_close_matches(name, list(record), n=1, cutoff=0.4)
@@ -57,7 +57,7 @@ def get_text(record: Mapping[str, Any], name: str) -> str:
 
 
 def get_number(record: Mapping[str, Any], name: str) -> float:
-    """The record's value, which must be a number and not without end."""
+    """The record's value, which must be a finite number."""
     value = get_column(record, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadRecord("wrong_type", f"{name} is {json_type_name(value)} where a number is meant")
@@ -71,7 +71,7 @@ def get_number(record: Mapping[str, Any], name: str) -> float:
 
 
 def check_text(where: str, value: Any) -> str:
-    """`value`, found at `where`, which must be a string that UTF-8 can hold."""
+    """Return `value`, which must be a string that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where a string is meant")
     if value.isascii():
@@ -85,14 +85,14 @@ def check_text(where: str, value: Any) -> str:
 
 
 def get_optional_text(record: Mapping[str, Any], name: str | None) -> str:
-    """The record's value where a column is named; empty where it is not, or holds null."""
+    """The record's string; empty if no column is named or its value is null."""
     if name is None or get_column(record, name) is None:
         return ""
     return get_text(record, name)
 
 
 def json_type_name(value: Any) -> str:
-    """What people call the type of a JSON value."""
+    """Name of a JSON value's type, with article."""
     names = {type(None): "null", dict: "an object", list: "a list", bool: "a boolean"}
     return names.get(type(value)) or {int: "a number", float: "a number", str: "a string"}.get(
         type(value), type(value).__name__
@@ -100,7 +100,7 @@ def json_type_name(value: Any) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """What a value is, with its length or itself where that is short."""
+    """Short description of a value: a number itself, a list with its length, else the type."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     return str(value) if isinstance(value, int | float) else json_type_name(value)
@@ -108,46 +108,47 @@ def describe_value(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """What became of a run of records. All of it is a function of their content."""
+    """Counts of a sequence of records; a function of their content."""
 
     records: int = 0
     rows: int = 0
     """Samples."""
     tokens: int = 0
-    """Tokens of all samples, of a pair on both sides."""
+    """Tokens of all samples; for pairs, of both sides."""
     trained_tokens: int = 0
-    """Those of them that are trained. The first one of a sample is the target of none."""
+    """Trained tokens. The first token of a sample is never trained: no position predicts it."""
     truncated: int = 0
-    """Samples that lost tokens to `max_seq_len`."""
+    """Samples truncated to `max_seq_len`."""
     tokens_cut: int = 0
-    """The tokens they lost, those of dropped turns with them."""
+    """Tokens cut from them, including dropped turns."""
     turns_dropped: int = 0
-    """Whole turns that were taken out of conversations to make them fit."""
+    """Turns dropped from conversations to fit `max_seq_len`."""
     lengths: Counter[str] = field(default_factory=Counter)
-    """Samples by length, as `rows.schema.histogram` tells it; a pair is as long as its longer
+    """Length histogram of samples (`rows.schema.histogram`); a pair has the length of its longer
     side."""
     left_out: Counter[str] = field(default_factory=Counter)
+    """Records without a sample, by reason."""
     causes: Counter[str] = field(default_factory=Counter)
-    """Records that were left out by `normalize_reason`; those of the first few causes."""
+    """Records without a sample, by cause (`normalize_reason`), up to `MAX_CAUSES`."""
     unread: Counter[str] = field(default_factory=Counter)
-    """Records by columns that hold something and that their format does not read."""
+    """Records with a non-empty column that their format does not read, by column."""
     blank_answers: int = 0
-    """Conversations that train an answer which says nothing, its end alone."""
+    """Conversations with an empty trained answer: only its end token is trained."""
     assistant_first: int = 0
-    """Samples of conversations that begin with the assistant."""
+    """Conversations that start with an assistant message."""
     samples: list[dict[str, Any]] = field(default_factory=list)
-    """The first few of each cause: file, line, record where lines do not tell records apart, reason
-    (a word), why (a sentence)."""
+    """Examples of each cause: file, line, record (if lines do not identify records), reason (a
+    word), why (a sentence)."""
 
     @property
     def bad(self) -> int:
-        """Records that are unusable, those left out for other reasons not counted."""
+        """Number of unusable records, without those dropped for `DROP_REASONS`."""
         return sum(count for reason, count in self.left_out.items() if reason not in DROP_REASONS)
 
     def drop_record(
         self, file: str, line: int, fault: BadRecord, record: int | None = None
     ) -> None:
-        """Count a record that gives no sample. `record`: its number, where no line names it."""
+        """Count a record without a sample. `record`: its number, if lines do not identify it."""
         self.left_out[fault.reason] += 1
         cause = normalize_reason(fault.reason, fault.why)
         if cause not in self.causes and len(self.causes) >= MAX_CAUSES:
@@ -159,20 +160,20 @@ class Tally:
             self.samples.append({**where, "reason": fault.reason, "why": fault.why})
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON, read back by `of_json`."""
+        """As plain JSON, read by `from_json`."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
         return {**counts, **by_key, "samples": self.samples}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Tally":
-        """A tally as it was written."""
+        """Build from the output of `as_json`."""
         counters = {name: Counter(value.get(name, {})) for name in _COUNTERS}
         return cls(**{**value, **counters})
 
     @classmethod
     def total(cls, tallies: Iterable["Tally"]) -> "Tally":
-        """Several tallies as one."""
+        """Sum of several tallies."""
         total = cls()
         for tally in tallies:
             for name in (*_COUNTS, *_COUNTERS):
@@ -183,7 +184,7 @@ class Tally:
 
 
 def normalize_reason(reason: str, why: str) -> str:
-    """What faults have in common that differ in numbers alone, such as the place in a list."""
+    """A cause: reason and message with numbers replaced by #."""
     return f"{reason}: {re.sub(_NUMBER, '#', why)}"
 
 
@@ -204,7 +205,7 @@ _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in (*_COUNTERS, "sam
 
 
 def format_causes(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> str:
-    """One line for each cause, the most frequent first: how often, why, and records as examples."""
+    """One line per cause, most frequent first: count, message, example records."""
     by_cause: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
         by_cause.setdefault(normalize_reason(sample["reason"], sample["why"]), []).append(sample)
@@ -228,7 +229,7 @@ def _format_locations(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def record_location(sample: Mapping[str, Any]) -> str:
-    """Where people find a record: `file:line`, or its number in a file without lines."""
+    """`file:line`, or the record number in a file without lines."""
     if "record" in sample:
         return f"{sample['file']}, record {sample['record']}"
     return f"{sample['file']}:{sample['line']}"

@@ -1,6 +1,6 @@
-"""Data sets generated in code: no files, no network, the same records everywhere and always.
+"""Built-in data sets, generated in code: deterministic, without files or network.
 
-What they generate is versioned in `penstock.core.sources.pin.BUILTIN_DATA`.
+Their versions are in `penstock.core.sources.pin.BUILTIN_DATA`.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 DUMMY_SAMPLES = 4096
 DUMMY_TOKENS = 513
-"""A multiple of 16 and one: 512 trained positions."""
+"""512 trained positions, and the first token, which is never trained."""
 
 SUMS = ("What is {a} + {b}?", "{a} plus {b} is what?", "Add {a} and {b}.", "{a} + {b} =")
 DIFFERENCES = ("What is {a} - {b}?", "{a} minus {b} is what?", "Take {b} from {a}.", "{a} - {b} =")

@@ -1,7 +1,7 @@
-"""The inferred type of a data set whose `type` is not written, remembered by its content.
+"""Infer the type of a data set without `type`, cached by its content.
 
-The type is used as if it had been written, so it is part of the key of prepared data. Readers are
-imported only for data that is new: a finished pipeline starts without pyarrow and numpy.
+The inferred type is part of the cache key, as if it were set. Readers are imported only for new
+data, so a finished pipeline starts without pyarrow and numpy.
 """
 
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError
 
 INFER_RECORDS = 20
-"""Records that are looked at: a column may be null in the first."""
+"""Number of records used for inference; a column may be null in the first ones."""
 
 VERSION = 4
-"""Raised when the same records are inferred to have another format."""
+"""Increase it if another format must be inferred for the same records."""
 
 
 @dataclass(frozen=True)
 class InferredType:
-    """A format, and the columns to read where they have other names than usual."""
+    """An inferred format, with `field_` settings for columns with other than default names."""
 
     type: FormatName
     fields: Mapping[str, str] = field(default_factory=dict[str, str])
     columns: str = ""
-    """The columns that the format was inferred from."""
+    """The columns from which the format was inferred, for messages."""
 
     def settings(self) -> dict[str, Any]:
-        """The settings of a data set that say the same."""
+        """The equivalent data set settings."""
         return {"type": self.type, **self.fields}
 
     def __str__(self) -> str:
@@ -42,11 +42,11 @@ class InferredType:
 def infer_dataset_type(
     dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
 ) -> InferredType | None:
-    """The format of a source by its first records; None where there is no record to look at, or
-    the hub cannot be reached, which preparing reports better.
+    """Infer the format of a source from its first records; None if it has no records or the hub
+    cannot be reached, for which the prepare stage has better errors.
 
-    `where` is the data set's place in the configuration. Raises ConfigError that shows the columns
-    where several formats or none fit.
+    `where` is the data set's section in the config. Raises ConfigError with the columns if no
+    format or several fit.
     """
     named = _named_fields(dataset)
     asked = digest_json([VERSION, source.key, dataset.ds_type, named, objective, INFER_RECORDS])
@@ -67,7 +67,7 @@ def infer_dataset_type(
 
 
 def _named_fields(dataset: DatasetConfig) -> dict[str, str]:
-    """The `field_` settings that are written."""
+    """The `field_` settings that the user has set."""
     return {
         name: value
         for name in sorted(dataset.model_fields_set)

@@ -1,4 +1,4 @@
-"""The first records of a source as samples, without preparing it: what a check looks at."""
+"""Encode the first records of a source without running the prepare stage, for `penstock check`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,20 @@ from penstock.prepare.settings import DatasetSettings
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """What became of the first records."""
+    """Counts of the first records and their samples."""
 
     records: int
     samples: int
     tokens: int
     trained_tokens: int
     longest: int
-    """Tokens of the longest sample; of a pair, those of its longer side."""
+    """Tokens of the longest sample; for pairs, of the longer side."""
     bad: int
-    """Records that fail the prepare stage, unless `data.bad_rows_allowed` lets them be."""
+    """Unusable records; the prepare stage fails unless `data.bad_rows_allowed` allows them."""
     faults: tuple[str, ...]
-    """Why records give no sample, each cause once."""
+    """Why records have no sample, without duplicates."""
     hint: str
-    """Of which type the records look like, where that is another."""
+    """Hint with the inferred type, if it differs from the configured one."""
 
 
 def first_samples(
@@ -36,7 +36,7 @@ def first_samples(
     tokenizer: PreTrainedTokenizerBase,
     columns: tuple[str, ...] | None = None,
 ) -> FirstSamples:
-    """Records as the prepare stage encodes them. Raises what its encoder raises."""
+    """Encode records as the prepare stage does. Raises as `Encoder`."""
     values: list[dict[str, Any] | BadRecord] = list(records)
     found = Encoder(settings, tokenizer, columns)(values)
     faults = list(found.faults.values())

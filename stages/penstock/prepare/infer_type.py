@@ -19,25 +19,25 @@ from penstock.prepare.readers.records import Value
 from penstock.prepare.readers.registry import read_chunks
 
 MESSAGE_COLUMNS = ("messages", "conversations")
-"""Columns that hold conversations."""
+"""Columns with conversations."""
 
 PREFERRED_TYPES: Mapping[str, set[FormatName]] = {
     "preference": {"preference", "preference_turns", "kto"},
     "pretrain": {"text"},
 }
-"""What an objective learns from, where it does not learn from everything."""
+"""Types that an objective can train on; other objectives accept all types."""
 
 QUESTIONS = ("instruction", "prompt", "question", "query", "input", "problem")
 CONTEXTS = ("context", "input")
 ANSWERS = ("completion", "response", "answer", "output", "solution")
 TEXTS = ("text", "content", "document", "body")
-"""Names of columns that are proposed; only those of usual formats are taken by themselves."""
+"""Column names for suggestions in errors; they are not used for inference."""
 
 
 def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
-    """Up to `LOOKED_AT` records from the beginning of a source.
+    """Up to `LOOKED_AT` records from the start of a source.
 
-    Raises what reading raises, and StageError where faults are all that is there.
+    Raises as the readers do, and StageError if none of the records can be read.
     """
     values = list(islice(_iter_source(source, ds_type, token), INFER_RECORDS))
     records = [value for value in values if not isinstance(value, BadRecord)]
@@ -48,7 +48,7 @@ def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[
 
 
 def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:
-    """The format that the first records of some pieces have; None where none or several fit."""
+    """Infer the format from the first records of a file split; None if none or several fit."""
     found = islice(
         (value for piece in pieces[:1] for value in _iter_split(piece, None)), INFER_RECORDS
     )
@@ -66,10 +66,10 @@ def infer_format(
     objective: str,
     where: str,
 ) -> InferredType:
-    """The one format that fits the records. `named` are the `field_` settings that are written;
-    of several formats, those come first that `objective` (`train.objective`) can learn from.
+    """Infer the format of the records. `named` are the `field_` settings that the user has set; of
+    several formats, those that `objective` (`train.objective`) can train on are preferred.
 
-    Raises ConfigError where none fits, or several do.
+    Raises ConfigError if no format or several fit.
     """
     columns = _columns(records)
     found = list(_candidates(columns, named))
@@ -94,7 +94,7 @@ def infer_format(
 
 
 def suggest_fields(columns: Mapping[str, Any]) -> str:
-    """What to write for records with these columns of unusual names."""
+    """Suggest settings for records with these columns."""
     lists = [name for name, value in columns.items() if _messages_type(name, value)]
     question, answer = (
         next((name for name in lists if name in usual), None) for usual in (QUESTIONS, ANSWERS)
@@ -105,7 +105,8 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
             "type: chat."
         )
     if lists:
-        return f"Write type: {_messages_type(lists[0], columns[lists[0]])}, field_messages: {lists[0]}."
+        name = lists[0]
+        return f"Write type: {_messages_type(name, columns[name])}, field_messages: {name}."
     question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
     answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
     if question and answer:
@@ -184,7 +185,7 @@ def _conversation_types(
 
 
 def _messages_type(where: str, value: Any) -> FormatName | None:
-    """How the messages in a list are written; None for what is no list of messages."""
+    """Format of a list of messages, "chat" or "sharegpt"; None for any other value."""
     try:
         found = parse_json_text(where, value) if _looks_like_list(value) else value
     except BadRecord:
@@ -198,7 +199,7 @@ def _messages_type(where: str, value: Any) -> FormatName | None:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every column that a record has, with the first value that is neither null nor empty."""
+    """All columns of the records, each with its first value that is neither null nor empty."""
     found: dict[str, Any] = {}
     for record in records:
         for name, value in record.items():
@@ -208,7 +209,7 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_empty(value: Any) -> bool:
-    # An array of token ids has no truth value.
+    # Not `not value`: an array of token ids has no truth value.
     return value is None or (isinstance(value, str | list) and not value)
 
 
@@ -234,8 +235,8 @@ def _iter_split(piece: FileSplit, token: bool | None) -> Iterator[Value]:
 
 
 def _iter_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
-    """Rows as they come, without a copy of the data set; from the copy where there is one only."""
-    # The library takes a second to import, which all other sources are spared.
+    """Stream rows without downloading the data set; from the local copy if streaming fails."""
+    # `datasets` takes a second to import.
     from penstock.prepare.readers.hub import open_hub, open_stream  # noqa: PLC0415
 
     try:

@@ -1,4 +1,4 @@
-"""From a prepared sample back to the record it was made of: the file, and the line or row in it."""
+"""Locate the record of a prepared sample: its file, and the line or row in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,26 +13,26 @@ from penstock.prepare.slices import Slice
 from penstock.prepare.stage import Prepare
 
 LINE_READERS = ("json_lines", "csv", "json_document")
-"""Readers of files in which the number of a record does not tell its line."""
+"""Readers of files in which the line of a record does not follow from its index."""
 
 
 @dataclass(frozen=True)
 class RecordLocation:
-    """Where people find a record."""
+    """Location of a record in its source."""
 
     file: str
-    """A file, or the hub or built-in data set."""
+    """A file, or the name of a hub or built-in data set."""
     line: int
-    """Its line, or its row where there are no lines, from 1."""
+    """Line, or row in files without lines, from 1."""
 
 
 Locate = Callable[[str, int], RecordLocation | None]
-"""From a slice's key and a record's place in it, from 0, to where that record is found."""
+"""(slice key, record index in the slice from 0) -> location of the record."""
 
 
 def build_locator(stage: Stage) -> Locate:
-    """The places of all records that went into a result of the prepare stage; unknown where its
-    sources are out of reach, or are not its own."""
+    """Build a function that locates records of a prepared artifact; it returns None if the sources
+    cannot be read or are not those of the artifact."""
     if not isinstance(stage, Prepare):
         return lambda *_: None
     token = stage.hub_token
@@ -48,10 +48,9 @@ def build_locator(stage: Stage) -> Locate:
 
 
 def locate_row(item: Slice, row: int, token: bool | None = None) -> RecordLocation | None:
-    """The place of record `row` of the slice, from 0. None where only fetching would tell.
+    """Locate record `row` of the slice, from 0. None if a remote file would have to be fetched.
 
-    Local lines are counted, and nothing is parsed. Raises StageError when a file has changed or
-    gone.
+    Counts lines without parsing. Raises StageError if a file has changed or is missing.
     """
     at = item.first + item.step * row
     for piece in item.pieces:

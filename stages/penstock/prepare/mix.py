@@ -1,4 +1,4 @@
-"""How the stored samples of the training sources are mixed, as the settings say."""
+"""Mixing of training sources according to the settings."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,14 @@ from penstock.prepare.settings import MixSettings, PrepareSettings
 from penstock.rows.sample_order import DatasetMixer, expected_draws
 
 MAX_DRAWS = 1 << 28
-"""Samples of an epoch that `interleave_over` draws at most: their order must fit memory."""
+"""Maximum samples per epoch with `interleave_over`, because their order must fit in memory."""
 
 
 def build_mixer(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> DatasetMixer:
-    """How samples become epochs.
+    """Build the mixer of the training sources.
 
-    `mean_tokens` are those of a sample of each training source. Where weights are shares of tokens,
-    a source whose samples are twice as long gives half as many.
+    `mean_tokens` is the mean sample length of each source. If weights are shares of tokens, a
+    source with samples twice as long contributes half as many.
     """
     weights = tuple(mix_settings(settings.mix, of).weight for of in range(len(settings.datasets)))
     if settings.weight_unit == "tokens" and mean_tokens:
@@ -32,7 +32,7 @@ def build_mixer(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) ->
 
 
 def mix_settings(mix: Sequence[MixSettings], dataset: int) -> MixSettings:
-    """How much of one source is used."""
+    """Mix settings of one source."""
     return mix[dataset] if mix else MixSettings()
 
 
@@ -42,8 +42,8 @@ def check_mix(
     settings: PrepareSettings,
     mean_tokens: Sequence[float] = (),
 ) -> None:
-    """Raise StageError for a source that is drawn from and holds nothing, and for an epoch that is
-    too large. `num_rows`, `labels` and `mean_tokens` are those of the training sources."""
+    """Raise StageError for a source with a weight but no samples, and for an epoch that is too
+    large. `num_rows`, `labels` and `mean_tokens` are per training source."""
     if settings.mix_strategy == "concat":
         return
     mixing = build_mixer(settings, mean_tokens)
@@ -58,6 +58,6 @@ def check_mix(
         of = draws.index(max(draws))
         raise StageError(
             f"{labels[of]} (data.datasets.{of}) has {num_rows[of]} samples and so small a weight "
-            f"that they would last for {max(draws):.0f} draws; {MAX_DRAWS} are the most.\n"
+            f"that an epoch would have {max(draws):.0f} draws; the maximum is {MAX_DRAWS}.\n"
             "  Raise its weight, or write mix_strategy: random with data.samples_per_epoch."
         )

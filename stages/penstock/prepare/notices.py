@@ -1,4 +1,4 @@
-"""What people should know of data that has just been prepared: a line for each thing."""
+"""Warnings about prepared data, one line each."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,28 +18,28 @@ REASON_TEXTS = {
     "bad_value": "with a value that cannot be used",
     "template": "refused by the chat template",
 }
-"""Reasons that a record gives no sample; others were asked for."""
+"""Reasons for dropped records; other reasons are requested by settings."""
 
 
 def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
-    """From the facts of the prepare stage."""
+    """Yield warnings from the facts of the prepare stage."""
     dropped = {name: count for name, count in facts["dropped"].items() if name in REASON_TEXTS}
     if dropped:
         reasons = sorted(dropped.items(), key=lambda each: -each[1])
-        told = "; ".join(f"{count:,} {REASON_TEXTS[name]}" for name, count in reasons)
+        counts = "; ".join(f"{count:,} {REASON_TEXTS[name]}" for name, count in reasons)
         yield (
             f"warning: {sum(dropped.values()):,} of {facts['records']:,} records give no sample: "
-            f"{told}; penstock data stats names some"
+            f"{counts}; penstock data stats shows examples"
         )
     if blank := facts.get("blank_answers"):
         yield (
-            f"warning: {blank:,} of {facts['records']:,} records train an empty answer, its end "
-            "alone; fill it, or take the record out"
+            f"warning: {blank:,} of {facts['records']:,} records train an empty answer (only its "
+            "end token); fill it, or remove the record"
         )
     if first := facts.get("assistant_first"):
         yield (
-            f"warning: {first:,} of {facts['records']:,} records begin with the assistant, whose "
-            "turn is trained without anything before it; put a user's turn there, or give it "
+            f"warning: {first:,} of {facts['records']:,} records start with an assistant message, "
+            "which is trained without a prompt; add a user message before it, or give it "
             "weight: 0"
         )
     for source in facts["sources"]:

@@ -1,4 +1,4 @@
-"""A source must not be what is made of it: what a run prepares would be new data for the next."""
+"""Reject data sources that contain prepared data: each run would read the output of the last."""
 
 from pathlib import Path
 
@@ -6,28 +6,28 @@ from penstock.config.schema.dataset import DatasetConfig
 from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import local_path
-from penstock.core.sources.datasets_folder import saved_in
+from penstock.core.sources.datasets_folder import read_saved_folder
 from penstock.core.sources.local_files import NOT_DATA
 
 _KINDS = ("json", "arrow")
-"""What results consist of, as `ds_type` calls it."""
+"""`ds_type` of the files that runs write."""
 
 
 def require_not_own_files(
     field: str, dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]
 ) -> None:
-    """Raise ConfigError where what runs make in `root` is among the source's files, or would be.
+    """Raise ConfigError if the source's files include files that runs write in `root`, or would.
 
-    `made` are the folders in `root`, which is `data.dataset_prepared_path`. `field` is the name of
-    the dataset's field `path`.
+    `root` is `data.dataset_prepared_path`, `made` are its subfolders that runs write. `field` is
+    the full name of the data set's field `path`.
     """
     why = _conflict(dataset, source, root.resolve(), made)
     if why:
         raise ConfigError(
-            f"{field} {dataset.path} {why} data.dataset_prepared_path {root}, so what is prepared "
-            "would be data to prepare the next time.\n"
-            "  Set data.dataset_prepared_path to a folder outside the data, or name the files that "
-            "are meant in data_files."
+            f"{field} {dataset.path} {why} data.dataset_prepared_path {root}, so the next run "
+            "would read prepared data.\n"
+            "  Set data.dataset_prepared_path to a folder outside the data, or list the data files "
+            "in data_files."
         )
 
 
@@ -42,7 +42,7 @@ def _conflict(
     }
     if own:
         files = [file for file in source.paths if file.parent in own]
-        return f"has {len(files)} files ({files[0]} is one) that runs have made in"
+        return f"has {len(files)} files ({files[0]} is one) that runs have written in"
     folder = Path(local_path(dataset.path)).expanduser()
     if folders and _is_read_whole(dataset, folder) and _search_reaches(folder.resolve(), root):
         return "is a folder that is read whole, and is or contains"
@@ -50,13 +50,13 @@ def _conflict(
 
 
 def _is_read_whole(dataset: DatasetConfig, folder: Path) -> bool:
-    """Whether all files in it are the source's that look like data of ours."""
+    """Whether the source would include files that runs write to the folder."""
     is_ours = dataset.ds_type in (None, *_KINDS)
-    return is_ours and not dataset.data_files and folder.is_dir() and not saved_in(folder)
+    return is_ours and not dataset.data_files and folder.is_dir() and not read_saved_folder(folder)
 
 
 def _search_reaches(folder: Path, root: Path) -> bool:
-    """Whether the search for data in `folder` comes to `root`: it passes by hidden folders."""
+    """Whether the search for data files in `folder` includes `root`; hidden folders are skipped."""
     if not root.is_relative_to(folder):
         return False
     return not any(map(NOT_DATA.fullmatch, root.relative_to(folder).parts))

@@ -1,8 +1,7 @@
-"""plan.json: what every file of each split holds, how samples are mixed, and what became of every
-record.
+"""plan.json: the content of every file of each split, the mix, and the counts of dropped records.
 
-It is written when all data lies in place. It is a function of content and settings alone, and the
-stage's facts are a function of it.
+It is written after all data files. It depends only on content and settings, and the stage's facts
+depend only on it.
 """
 
 from collections import Counter
@@ -32,7 +31,7 @@ SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decont
 def build_plan(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """The plan of the data that `publish_splits` lays out."""
+    """Build plan.json for the files that `publish_splits` writes."""
     files = plan_files(finished, selection, settings)
     shares = [part for of_split in files.values() for file in of_split for part in file.shares]
     entries = {part.entry[0].key: part.entry for part in shares if not part.is_whole}
@@ -65,9 +64,9 @@ def build_plan(
 
 
 def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
-    """What people look for in prepared data; lengths are in powers of two, inclusive."""
+    """The facts of the prepare stage. Length histograms have power-of-two buckets, inclusive."""
     splits: dict[str, list[dict[str, Any]]] = plan["splits"]
-    # Data to be avoided is read, but it is not what was prepared.
+    # Decontamination data is tokenized too, but is not part of the prepared data.
     slices = [item for item in plan["slices"] if item["role"] != "avoid"]
     tally = Tally.total(Tally.from_json(item["tally"]) for item in slices)
     dropped = sum((Counter(item["dropped"]) for item in slices), tally.left_out)
@@ -96,7 +95,7 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_sources(finished: Sequence[TokenizedSlice], settings: PrepareSettings) -> None:
-    """Raise StageError for a source with too many unusable records, or with nothing usable."""
+    """Raise StageError for a source with too many unusable records, or with no sample."""
     by_source: dict[tuple[str, int], list[TokenizedSlice]] = {}
     for entry in finished:
         by_source.setdefault((entry[0].role, entry[0].dataset), []).append(entry)
@@ -109,7 +108,7 @@ def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
     place = f"{item.label} (data.{SECTIONS[item.role]}.{item.dataset})"
     if not tally.records:
         raise StageError(
-            f"{place} holds no records.\n  Leave it out, fill it, or use another piece (shards, "
+            f"{place} has no records.\n  Leave it out, fill it, or use another piece (shards, "
             "dataset_shard_num)."
         )
     if tally.bad > allowed * tally.records:
@@ -130,14 +129,14 @@ def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
 
 
 def _type_hint(item: Slice) -> str:
-    """Of which type the records look like, where that is not the one that they were read as."""
+    """Hint with the inferred type, if it differs from the configured one; else empty."""
     try:
         looks = infer_from_splits(item.pieces)
     except PenstockError:
         return ""
     if looks is None or looks.type == item.settings.type:
         return ""
-    return f"  They look like {looks}; read as {item.settings.type}, they cannot be used.\n"
+    return f"  They look like {looks}, but are read as {item.settings.type}.\n"
 
 
 def _file_entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def _merge_histograms(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]
 
 
 def _mean_tokens(entries: Sequence[Mapping[str, Any]], num_datasets: int) -> list[float]:
-    """Tokens of a stored sample of each data set, on average; 1 where there is none."""
+    """Mean tokens per stored sample of each data set; 1 for a data set without samples."""
     rows, tokens = Counter[int](), Counter[int]()
     for part in (part for entry in entries for part in entry["parts"]):
         rows[part["dataset"]] += part["rows"]
@@ -200,8 +199,8 @@ def _summarize_sources(
     mixing: DatasetMixer,
     num_datasets: int,
 ) -> list[dict[str, Any]]:
-    """What every source gave: `samples` with their tokens to its own split, and if it is trained
-    on, `held_out` samples to validation and `samples_per_dataset` ones, a `part` of all, to an epoch."""
+    """Counts of every source: `samples` and tokens in its own split; for training sources also
+    `held_out` validation samples, and `drawn` samples per epoch (a `share` of it)."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for item, _, tally in finished:
         entry = found.setdefault((item.role, item.dataset), _new_source_entry(item))

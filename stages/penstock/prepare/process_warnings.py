@@ -1,6 +1,6 @@
-"""Warnings of processes that prepare slices, logged once each by the process that started them.
+"""Collect warnings of worker processes and log each once in the parent process.
 
-Only there do they reach the handlers that were set up for them, such as Prefect's of a task.
+Log handlers, such as that of a Prefect task, exist in the parent process only.
 """
 
 import logging
@@ -14,10 +14,10 @@ log = logging.getLogger("penstock.prepare")
 
 @dataclass(frozen=True)
 class ProcessWarnings:
-    """What a process has warned of."""
+    """Warnings of one process."""
 
     process: str
-    """A name that no other process has."""
+    """Unique name of the process."""
     messages: Sequence[str]
 
 
@@ -34,8 +34,8 @@ class _Collector(logging.Handler):
 
 @contextmanager
 def collect_warnings() -> Generator[list[str]]:
-    """Yield a list that gets, once each, what is logged while the block runs as a warning or worse,
-    and what the module `warnings` would show."""
+    """Yield a list that collects messages logged at WARNING or above during the block, and those of
+    the module `warnings`, without duplicates."""
     collector, root = _Collector(), logging.getLogger()
     logging.captureWarnings(capture=True)
     root.addHandler(collector)
@@ -47,7 +47,7 @@ def collect_warnings() -> Generator[list[str]]:
 
 
 def log_process_warnings(found: Iterable[ProcessWarnings]) -> None:
-    """Log each warning once, with the number of processes that it is of, if of several."""
+    """Log each warning once, with the number of processes if several raised it."""
     processes: dict[str, set[str]] = defaultdict(set)
     for each in found:
         for message in each.messages:

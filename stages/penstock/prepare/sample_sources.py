@@ -1,4 +1,4 @@
-"""Which source every stored sample is of, as plan.json tells it."""
+"""Source of each stored sample, from plan.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ class DataSource:
 
     role: str
     dataset: int
-    """Its place among those of its role, from 0."""
+    """Index among the sources of its role, from 0."""
     label: str
-    """What people call it."""
+    """Display name."""
 
     @property
     def section(self) -> str:
-        """Where the user wrote it."""
+        """Its section in the config."""
         return f"data.{SECTIONS[self.role]}.{self.dataset}"
 
 
 @dataclass(frozen=True)
 class SplitSources:
-    """The sources that gave samples to one split."""
+    """The sources of the samples of one split."""
 
     sources: tuple[DataSource, ...]
     """In the order of their first samples."""
     source_indices: Indices
-    """For every sample of the split, the place of its source in `sources`."""
+    """Index into `sources` of every sample of the split."""
     counts: tuple[Mapping[str, int], ...]
     """`rows`, `tokens` and `trained_tokens` of every source in the split."""
 
 
 def split_sources(plan: Mapping[str, Any], split: str) -> SplitSources:
-    """The sources of a split. Samples held out for validation are of their training source."""
+    """The sources of a split. Held-out validation samples belong to their training source."""
     of_slice = {
         item["key"]: DataSource(item["role"], item["dataset"], item["label"])
         for item in plan["slices"]

@@ -1,8 +1,8 @@
-"""Tokenized slices that all runs share: `<dataset_prepared_path>/slices/<key16>.arrow`.
+"""Slice cache shared by all runs: `<dataset_prepared_path>/slices/<key16>.arrow`.
 
-Beside each lies `<key16>.json`, written last: what became of its records, and what the file must
-look like. Whoever makes a slice holds its lock, which the kernel frees when the holder dies. What
-was computed from a slice lies beside it too, as `<key16>.<name>`.
+`<key16>.json` is written last: record counts, and size and digest of the file. A process that
+tokenizes a slice holds its lock, which the kernel releases when the process ends. Features computed
+from a slice are stored beside it as `<key16>.<name>`.
 """
 
 import errno
@@ -31,18 +31,18 @@ from penstock.prepare.slices import Slice, TokenizedSlice
 log = logging.getLogger("penstock.prepare")
 
 FIELDS_BEFORE_DIGEST = frozenset({"format", "file", "tally"})
-"""Fields of notes that were written before records had a digest."""
+"""Fields of JSON files that were written before they contained their own digest."""
 
 Note = dict[str, Any]
 
 DAY = 86_400.0
 
 NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""What a file system without locks says. There, two runs at once may make a slice twice; both
-publish the same bytes in one step."""
+"""Errors of a file system without locks. There, two runs may tokenize a slice at the same time;
+both write the same bytes atomically."""
 
 SliceStatus = Literal["made", "found", "busy"]
-"""What became of a wish for a slice: made here, there already, or being made by another run."""
+"""Tokenized by this call, found in the cache, or being tokenized by another run."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class SliceCache:
 
     folder: Path
     shared: SharedCache | None = None
-    """The same folder behind a URL, where all machines find what one of them made."""
+    """The same cache at a URL, shared by all machines."""
 
     def slice_path(self, item: Slice) -> Path:
-        """Where the slice lies, or will."""
+        """Path of the slice's file, which may not exist yet."""
         return self.folder / f"{item.content}.arrow"
 
     def lookup(self, slices: Sequence[Slice]) -> list[TokenizedSlice | None]:
-        """Each slice with its file and tally; None for one that is missing or damaged."""
+        """Each slice with its file and counts; None for a slice that is missing or damaged."""
         paths = [self.slice_path(item) for item in slices]
         notes = _verify_digests({path: note for path in paths if (note := _read_note(path))})
         return [
@@ -67,16 +67,16 @@ class SliceCache:
         ]
 
     def exchange(self, slices: Sequence[Slice]) -> None:
-        """Fetch slices that other machines have made, and send those that they lack."""
+        """Download slices that other machines have tokenized, and upload those that they lack."""
         if self.shared:
             self.shared.exchange({_file_names(item) for item in slices})
 
     def get_or_tokenize(
         self, item: Slice, tokenize: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
     ) -> SliceStatus:
-        """Have `tokenize` write the slice, durably, to the path it is given, unless it is there.
+        """Unless the slice is cached, call `tokenize`, which writes it to the given path.
 
-        While another run makes it, either waits for that or says so at once.
+        If another run is tokenizing it, waits or returns "busy" at once, as `when_busy` says.
         """
         target = self.slice_path(item)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class SliceCache:
                 _publish(target, tokenize)
                 if self.shared:
                     self.shared.send(_file_names(item))
-            # Whoever has waited at this lock finds the slice made, so the file is needless now.
+            # A process that waits for this lock finds the slice, so the lock file can be removed.
             remove(_lock_path(target))
         return made
 
@@ -103,11 +103,11 @@ def prunable(
     older_than: float = DAY,
     going: Collection[Path] = (),
 ) -> Iterator[list[Path]]:
-    """The files of each cached slice that nothing links to and no key of `used` names.
+    """The files of each cached slice without hard links whose key is not in `used`.
 
-    What is younger than a day (or `older_than` seconds), or locked, is left alone: a run may be
-    about to use it. Unfinished files of runs that died are among them. Links in the folders `going`
-    do not count.
+    Skips files younger than a day (or `older_than` seconds) and locked slices: a run may be about
+    to use them. Includes partial files of runs that died. Links in the folders `going`, which are
+    deleted too, do not count.
     """
     loose = Counter(_inode(path) for gone in going for path in gone.rglob("*.arrow"))
     by_key: dict[str, list[Path]] = {}
@@ -138,8 +138,7 @@ def _file_names(item: Slice) -> Files:
 
 
 def _read_note(path: Path) -> Note | None:
-    """What was written down when the slice was finished; None where its file is not of that size,
-    or the note is damaged."""
+    """Read the slice's JSON file; None if it is damaged or its Arrow file has another size."""
     try:
         note = read_record_fields(
             path.with_suffix(".json"), FIELDS_BEFORE_DIGEST, "It is written again."
@@ -150,8 +149,7 @@ def _read_note(path: Path) -> Note | None:
 
 
 def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
-    """Those whose files have the bytes that were written, each read once and again when it has
-    changed."""
+    """Notes whose files match their digest. Digests are cached until a file changes."""
     try:
         digests = digest_files(notes, "ctime")
     except OSError:  # one was deleted meanwhile
@@ -164,8 +162,8 @@ def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
 
 
 def _publish(target: Path, tokenize: Callable[[Path], Tally]) -> None:
-    # A name of its own, and those of others left alone while they may be at work: on a file system
-    # without locks several may write the same slice.
+    # A unique name, and recent files of other processes are kept: on a file system without locks
+    # several processes may write the same slice.
     for leftover in target.parent.glob(f"{target.name}.*{PART}"):
         with suppress(FileNotFoundError):
             if leftover.stat().st_mtime < time.time() - DAY:
@@ -189,7 +187,7 @@ def _lock_path(target: Path) -> Path:
 
 @contextmanager
 def _slice_lock(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bool]:
-    """Hold the slice's lock while the block runs, and say whether it is held."""
+    """Hold the slice's lock during the block; yields False if another process holds it."""
     lock = FileLock(_lock_path(target))
     try:
         lock.acquire(timeout=-1 if when_busy == "wait" else 0)
@@ -200,7 +198,7 @@ def _slice_lock(target: Path, when_busy: Literal["wait", "skip"]) -> Iterator[bo
         if error.errno not in NO_LOCK_ERRNOS:
             raise StageError(
                 f"{target} cannot be locked: {error.strerror or error}.\n"
-                "  data.dataset_prepared_path must be a folder that this user may write to."
+                "  data.dataset_prepared_path must be a folder that this user can write to."
             ) from error
         yield True
         return

@@ -1,12 +1,12 @@
-"""The unit of preparing: records of one source that are tokenized together, named by content.
+"""Slices: records of one source that are tokenized and cached together, with content-based keys.
 
-A slice's key holds everything that decides its samples: the tokenizer, the data set's settings, and
-digests of what it reads. Seeds, shuffles, weights and validation are not in it, nor how many
-records come before it, so that a slice outlives most changes of a run.
+The cache key of a slice contains everything that determines its samples: the tokenizer, the data
+set's settings, and digests of its records. It does not contain seeds, shuffling, weights or the
+validation split, nor the position of its records, so most changes of a run reuse its slices.
 
-Which records are used is decided here too, in a way that loses and repeats none: of every slice,
-each `shards`th record is one piece's, and of those each `dataset_shard_num`th. Where the count
-begins follows from the slice's content, so that the remainders of many slices are spread evenly.
+Sharding is applied here as well: every `shards`th record of a slice belongs to one shard, and of
+those every `dataset_shard_num`th. The offset is derived from the slice's content, so that over many
+slices all shards get about equally many records; every record is in exactly one shard.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from penstock.prepare.readers.registry import count_records
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
 FORMAT = 4
-"""Raised when the same records and settings must give other samples."""
+"""Increase it if the same records and settings must give other samples."""
 
 RECORD_SELECTION = {
     "shards",
@@ -34,10 +34,10 @@ RECORD_SELECTION = {
     "dataset_shard_idx",
     "document_split",
 }
-"""Settings that say which records are read; a slice's key tells those themselves."""
+"""Settings that select records; the slice key contains digests of those records instead."""
 
 Role = Literal["train", "validation", "avoid"]
-"""What a slice is for; what `avoid` holds must not be trained on."""
+"""Use of a slice; `avoid`: decontamination data, which must not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Slice:
     """Records of data set number `dataset` of the sources of its role."""
 
     key: str
-    """16 hex digits, unlike those of any other slice of the run."""
+    """16 hex digits, unique in the run."""
     content: str
-    """16 hex digits by which runs share it; the same as `key` unless its source is listed twice."""
+    """Cache key, 16 hex digits; equals `key` unless the same records are listed twice."""
     role: Role
     dataset: int
     label: str
@@ -55,23 +55,23 @@ class Slice:
     columns: tuple[str, ...] | None
     pieces: tuple[FileSplit, ...]
     first: int = 0
-    """Place of the first record that is used, in all pieces together."""
+    """Index of the first record that is used, in all pieces together."""
     step: int = 1
-    """From there on each so-manieth is."""
+    """Stride: every `step`th record is used."""
 
     @property
     def file(self) -> str:
-        """What its Arrow file is called in an artifact."""
+        """Name of its Arrow file in an artifact."""
         return f"slice-{self.key}.arrow"
 
     @property
     def num_bytes(self) -> int:
-        """How much work it is, about."""
+        """Approximate size, for load balancing."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 TokenizedSlice = tuple[Slice, Path, Tally]
-"""A slice, where its tokenized file lies, and what became of its records."""
+"""(slice, path of its Arrow file, counts of its records)."""
 
 
 def plan_slices(
@@ -85,8 +85,8 @@ def plan_slices(
 ) -> list[Slice]:
     """All slices, training first, in the order of the sources and of their records.
 
-    Training sources of weight 0 have none. Raises StageError for a file that is empty or not of its
-    kind, CapabilityError for a hub data set that cannot be fetched (with or without `token`).
+    Training sources of weight 0 have none. Raises StageError for a file that is empty or of another
+    type, CapabilityError for a hub data set that cannot be fetched.
     """
     weights = [mix.weight for mix in settings.mix] or [1.0] * len(train)
     roles: list[tuple[Role, Sequence[Source], tuple[DatasetSettings, ...]]] = [
@@ -105,15 +105,15 @@ def plan_slices(
 
 
 def dataset_label(source: Source) -> str:
-    """What people call the data set."""
+    """Display name of the data set."""
     pin = source.pin
     return str(pin[{"files": "label", "hub": "repo", "builtin": "name"}[pin["kind"]]])
 
 
 def select_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]:
-    """The slices that share `index` of `count` does: every one is in exactly one share.
+    """The slices of share `index` of `count`; every slice is in exactly one share.
 
-    They are dealt by size, back and forth, so that shares are of about the same work.
+    Slices are assigned by size in boustrophedon order, so that shares have about equal size.
     """
     once = {item.content: item for item in slices}
     by_size = sorted(once.values(), key=lambda item: (-item.num_bytes, item.content))
@@ -149,10 +149,10 @@ def _build_slice(
 
 
 def _record_stride(its: DatasetSettings, held: str) -> tuple[int, int]:
-    """The first record that is used and the step to the next.
+    """(first record, stride) of a slice.
 
-    Record j is of piece (j + a) mod `shards`; of that piece's records, number k is of piece
-    (k + b) mod `dataset_shard_num`.
+    Record j is in shard (j + a) mod `shards`; of that shard's records, number k is in part
+    (k + b) mod `dataset_shard_num`. a and b are taken from the content digest.
     """
     pieces, parts = its.shards or 1, its.dataset_shard_num or 1
     j = ((its.shards_idx or 0) - int(held[:8], 16)) % pieces
@@ -161,7 +161,7 @@ def _record_stride(its: DatasetSettings, held: str) -> tuple[int, int]:
 
 
 def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
-    """The same records listed again (to weigh them more) have keys of their own."""
+    """Give slices with the same records (a source listed twice, for weight) distinct keys."""
     seen: Counter[str] = Counter()
     found: list[Slice] = []
     for item in slices:
@@ -175,7 +175,7 @@ def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
 def _split_into_slices(
     source: Source, its: DatasetSettings, token: bool | None
 ) -> list[tuple[FileSplit, ...]]:
-    """The pieces of each slice: one, or as many as make `preprocess_shards` slices in all."""
+    """The pieces of each slice: one, or several if `preprocess_shards` sets the slice count."""
     pieces = split_source(
         source,
         ds_type=its.ds_type,
@@ -195,7 +195,7 @@ def _split_into_slices(
 def _select_records(
     pieces: list[FileSplit], counts: list[int], number: int, of: int
 ) -> tuple[FileSplit, ...]:
-    """The pieces of run `number`: its share of the records, in order, even to within one."""
+    """Pieces of slice `number` of `of`; record counts of slices differ by at most one."""
     total = sum(counts)
     first, last = total * number // of, total * (number + 1) // of
     run: list[FileSplit] = []

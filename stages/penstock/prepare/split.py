@@ -1,7 +1,7 @@
-"""The files of `data/train` and `data/validation`: what each holds, and writing it.
+"""Plan and write the files of `data/train` and `data/validation`.
 
-A slice that is stored whole is a link to the cache. What is stored in part is written anew, unless
-a sealed artifact beside this one holds the same samples already.
+A slice that is stored whole is a hard link to the cache. Partial slices are written to new files,
+unless a sealed artifact beside this one has a file with the same samples.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,17 +29,16 @@ from penstock.rows.reader import map_batches
 from penstock.rows.schema import SPLITS, prepared_schema
 
 FORMAT = 1
-"""Raised when the same samples must be laid into batches otherwise."""
+"""Increase it if the same samples must be written in other record batches."""
 
 BATCH_SAMPLES = 1000
 BATCH_BYTES = 32 << 20
-"""A record batch is written when it holds so many samples or bytes."""
+"""Size at which a record batch is written, in samples or bytes."""
 
 
 @dataclass(frozen=True)
 class SlicePart:
-    """What a file holds of one slice: of its samples `start` to `stop`, those that `keep` says
-    (None: all)."""
+    """Samples of one slice in a file: those in `start:stop` where `keep` is true (None: all)."""
 
     entry: TokenizedSlice
     start: int
@@ -51,35 +50,35 @@ class SlicePart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the slice."""
+        """Whether it contains the whole slice."""
         return self.keep is None and (self.start, self.stop) == (0, self.entry[2].rows)
 
     def as_json(self) -> list[Any]:
-        """What decides its samples."""
+        """Identity of its samples."""
         mask = None if self.keep is None else blake2b(np.packbits(self.keep).tobytes()).hexdigest()
         return [self.entry[0].key, self.start, self.stop, mask]
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One file of a split, and what it holds, in order."""
+    """One file of a split and its content, in order."""
 
     name: str
     content: str
-    """A digest of what it holds: files of the same content have the same bytes."""
+    """Digest of its samples: files with the same digest have the same bytes."""
     shares: tuple[SlicePart, ...]
 
     @property
     def is_slice(self) -> bool:
-        """Whether it is one slice whole."""
+        """Whether it is exactly one whole slice."""
         return len(self.shares) == 1 and self.shares[0].is_whole
 
 
 def plan_files(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings
 ) -> dict[str, list[DataFile]]:
-    """The files of each split: one for each slice that is not empty, or for training as many as
-    `num_dataset_shards_to_save`, as long as there are so many samples."""
+    """The files of each split: one per non-empty slice; for training `num_dataset_shards_to_save`
+    files, if set and there are that many samples."""
     shares: dict[str, list[SlicePart]] = {split: [] for split in SPLITS}
     for entry, part in zip(finished, selection.masks, strict=True):
         for split, mask in zip(SPLITS, (part.train, part.validation), strict=True):
@@ -95,7 +94,7 @@ def plan_files(
 def publish_splits(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
-    """Write the files of both splits below `out/data`, skipping those that are there."""
+    """Write the files of both splits to `out/data`, skipping those that exist."""
     schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
     whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
@@ -118,14 +117,14 @@ def publish_splits(
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link the file; what an earlier attempt linked may be one that was damaged since."""
+    """Hard-link the file, replacing a link of an earlier attempt to a file since replaced."""
     if target.exists() and not target.samefile(source):
         target.unlink()
     link(source, target)
 
 
 def file_path(split: str, file: DataFile) -> str:
-    """Where a file lies in the artifact."""
+    """Path of a file in the artifact."""
     return f"data/{split}/{file.name}"
 
 
@@ -138,7 +137,7 @@ def _content_digest(shares: Sequence[SlicePart]) -> str:
 
 
 def _split_evenly(shares: Sequence[SlicePart], wanted: int) -> list[DataFile]:
-    """All samples in order, in `wanted` files of as many samples each (or one more)."""
+    """Split all samples, in order, into `wanted` files whose sizes differ by at most one."""
     total = sum(map(len, shares))
     count = min(wanted, total)
     bounds = [total * number // count for number in range(count + 1)]
@@ -160,7 +159,7 @@ def _split_evenly(shares: Sequence[SlicePart], wanted: int) -> list[DataFile]:
 
 
 def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
-    """Samples `first` to `last` of those that the share keeps."""
+    """The selected samples `first` to `last` of a part."""
     if share.keep is None:
         return SlicePart(share.entry, share.start + first, share.start + last, None)
     kept = np.flatnonzero(share.keep)
@@ -169,8 +168,9 @@ def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
 
 
 def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
-    """Files of sealed artifacts beside `out` that hold what is wanted, by content, and are still
-    what they were when they were sealed. What cannot be read is passed over."""
+    """Files with the `wanted` content in sealed artifacts beside `out`, verified by digest.
+
+    Artifacts that cannot be read are skipped."""
     found: dict[str, tuple[Path, str]] = {}
     for manifest in sorted(out.parent.glob(f"*/{MANIFEST}")):
         folder = manifest.parent
@@ -209,7 +209,7 @@ def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
 
 
 def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The file's samples in batches that are neither tiny nor larger than memory likes."""
+    """Yield the file's samples in record batches of moderate size."""
     labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
     held: list[pa.RecordBatch] = []
     for share in file.shares:
@@ -232,7 +232,7 @@ def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
             part = batch.slice(low, high - low)
             first = at + low - share.start
             keep = None if share.keep is None else share.keep[first : first + high - low]
-            # Copied in any case: a slice of a batch would be written with all of its tokens.
+            # Always copied: IPC would write all tokens of the batch that a slice is a view of.
             rows = np.arange(high - low) if keep is None else np.flatnonzero(keep)
             if len(rows):
                 yield part.take(pa.array(rows))
@@ -242,7 +242,7 @@ def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
 def _with_labels(
     batch: pa.RecordBatch, number: int, labels: Sequence[str], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """The batch with its source told by one dictionary for the whole file, as Arrow wants it."""
+    """The batch with the file-wide dictionary of sources, which the Arrow file format requires."""
     sources = pa.DictionaryArray.from_arrays(
         pa.array(np.full(batch.num_rows, number, dtype=np.int32)), pa.array(labels, pa.string())
     )

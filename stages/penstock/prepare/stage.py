@@ -1,4 +1,4 @@
-"""The prepare stage: records from outside become tokenized samples."""
+"""The prepare stage: data sets to tokenized samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from penstock.core.remote.shared_files import SharedCache
 from penstock.prepare.settings import PrepareSettings
 
 SLICES = "slices"
-"""Folder of a root for the slices that all runs share."""
+"""Subfolder of the root with the slices that all runs share."""
 
 if TYPE_CHECKING:
     from penstock.prepare.slices import Slice
@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SliceProgress:
-    """How far a share of the slices is."""
+    """How many slices are tokenized."""
 
     slices: int
-    """In the share; those that were there already are among them."""
+    """Number of slices, including those that were tokenized already."""
     done: int
-    """Of those, what the call that tells it tokenized, or found."""
+    """From `prepare_share`: the slices that the call tokenized; from `progress`: all tokenized
+    ones."""
 
 
 @dataclass(frozen=True)
 class Prepare(Stage):
-    """Sources in, samples out: `data/<split>/slice-<key>.arrow` and `plan.json`.
+    """Input: data sources. Output: `data/<split>/slice-<key>.arrow` and `plan.json`.
 
-    Version 2: slices in source order; the order of samples is a plan
-    (`penstock.rows.sample_order`). Version 3: nulls within tools are kept as they are written, and
-    masks of templates that render an earlier answer differently are found turn by turn.
+    Version 2: slices keep source order; samples are shuffled by index
+    (`penstock.rows.sample_order`). Version 3: nulls in tools are kept, and conversations whose chat
+    template renders earlier answers differently are rendered turn by turn.
     """
 
     name: ClassVar[str] = "prepare"
@@ -49,20 +50,20 @@ class Prepare(Stage):
     """One for each of settings.test_datasets."""
     tokenizer: Source
     tokenizer_path: str
-    """How: where the tokenizer lies, as the user typed it."""
+    """How: path or hub id of the tokenizer, as the user wrote it."""
     decontaminate_sources: tuple[Source, ...] = ()
     """One for each of settings.decontaminate_datasets."""
     num_proc: int = 1
-    """How: processes that slices are spread over."""
+    """How: number of tokenization processes."""
     hub_token: bool | None = None
-    """How: whether the hub's login is used (true), not used (false), or used if there is one."""
+    """How: use the Hugging Face login (True), do not (False), or use it if there is one (None)."""
     slices_path: Path | None = None
-    """How: where tokenized slices are kept. Unset: `slices`, beside the stage's own folder."""
+    """How: folder of the slice cache. None: `slices`, beside the stage's own folder."""
     slices_url: str | None = None
-    """How: where they are kept for all machines, if the root lies behind a URL."""
+    """How: URL of the slice cache shared by all machines, if the root is a URL."""
 
     def __post_init__(self) -> None:
-        """Sources and their settings come in pairs."""
+        """Raise ValueError unless each source has settings."""
         counts = (len(self.sources), len(self.test_sources))
         wanted = (len(self.settings.datasets), len(self.settings.test_datasets))
         if counts != wanted:
@@ -70,7 +71,7 @@ class Prepare(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Source]:
-        """The data, by role and place, and the tokenizer."""
+        """The data sources, by role and index, and the tokenizer."""
         return {
             **{f"data.{index}": source for index, source in enumerate(self.sources)},
             **{f"test.{index}": source for index, source in enumerate(self.test_sources)},
@@ -79,11 +80,11 @@ class Prepare(Stage):
         }
 
     def run(self, out: Path) -> Facts:
-        """Tokenize the slices that no run has tokenized yet, then choose and lay out samples.
+        """Tokenize the slices that are not in the cache, then filter samples and write the splits.
 
-        Slices lie in a cache that all runs beside `out` share, so that an attempt goes on where
-        another ended. Raises StageError when a source is unreadable, or more of its records
-        unusable than the settings allow.
+        All runs beside `out` share the slice cache, so a new attempt continues where another one
+        stopped. Raises StageError if a source cannot be read, or more of its records are unusable
+        than the settings allow.
         """
         from penstock.prepare.plan import build_plan, check_sources, summarize_plan
         from penstock.prepare.select.select import select
@@ -97,8 +98,8 @@ class Prepare(Stage):
             finished = [entry for entry in config.cache.lookup(slices) if entry]
             if len(finished) < len(slices):
                 raise StageError(
-                    f"{len(slices) - len(finished)} of {len(slices)} slices are gone from "
-                    f"{config.cache.folder} since they were made.\n  Run again to make them anew."
+                    f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
+                    f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
                 )
             check_sources(finished, self.settings)
             selection = select(finished, self.settings, workers=self.num_proc)
@@ -107,10 +108,10 @@ class Prepare(Stage):
         return summarize_plan(read_json(out / PLAN))
 
     def prepare_share(self, out: Path, index: int, count: int) -> SliceProgress:
-        """Tokenize those slices of share `index` (from 0) of `count` that are missing.
+        """Tokenize the missing slices of share `index` (from 0) of `count`.
 
-        `out` is the folder the stage will run in, later; nothing is written there. Any number of
-        machines that see the same root may each do a share at once.
+        `out` is the stage's output folder of a later run; nothing is written there. Machines with
+        the same root may tokenize shares at the same time.
         """
         from penstock.prepare.slices import select_shard
         from penstock.prepare.workers import tokenize_missing
@@ -122,7 +123,7 @@ class Prepare(Stage):
         return SliceProgress(slices=len(share), done=tokenize_missing(share, config, self.num_proc))
 
     def progress(self, out: Path) -> SliceProgress:
-        """All slices, and how many of them some run has tokenized already; nothing is made."""
+        """Number of slices, and how many are in the cache; tokenizes nothing."""
         slices, config = self._plan_slices(out)
         config.cache.exchange(slices)
         done = [entry for entry in config.cache.lookup(slices) if entry]

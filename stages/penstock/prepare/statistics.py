@@ -1,4 +1,4 @@
-"""What prepared data looks like: counts from plan.json, lengths from the files, no token read."""
+"""Statistics of prepared data: counts from plan.json, lengths from the files' offsets."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from penstock.rows.schema import SPLITS
 
 PERCENTS = (5, 50, 95)
 MAX_BARS = 16
-"""Bars of a histogram, the last one for all that is longer not counted."""
+"""Maximum bars of a histogram, plus one for longer samples."""
 
 COPIED_FACTS = ("records", "truncated", "tokens_cut", "turns_dropped", "dropped", "dropped_samples")
 
@@ -25,8 +25,8 @@ COPIED_FACTS = ("records", "truncated", "tokens_cut", "turns_dropped", "dropped"
 def compute_statistics(folder: Path) -> dict[str, Any]:
     """Statistics of the prepared artifact in `folder`, as plain JSON.
 
-    A pair is as long as its longer side, and its tokens are those of both. Percentiles are lengths
-    of samples: the smallest that at least so many per cent do not exceed.
+    A pair has the length of its longer side and the tokens of both. Percentiles use the nearest
+    rank: the smallest length that at least p percent of the samples do not exceed.
     """
     plan = read_json(folder / PLAN)
     facts = summarize_plan(plan)
@@ -46,7 +46,7 @@ def compute_statistics(folder: Path) -> dict[str, Any]:
 
 
 def describe_lengths(lengths: Indices) -> dict[str, float]:
-    """Percentiles, the longest and the mean of lengths; nothing of none."""
+    """Percentiles, maximum and mean of lengths; empty without lengths."""
     if not len(lengths):
         return {}
     ranks = [math.ceil(percent * len(lengths) / 100) - 1 for percent in PERCENTS]
@@ -56,9 +56,9 @@ def describe_lengths(lengths: Indices) -> dict[str, float]:
 
 
 def length_histogram(lengths: Indices) -> list[dict[str, int]]:
-    """How many lengths lie from one round number to the next: `above`, `to` (inclusive), `samples`.
+    """Histogram with bars of a round width: `above`, `to` (inclusive), `samples`.
 
-    The few longest share the last bar, however long they are.
+    The last bar contains all longer samples.
     """
     if not len(lengths):
         return []
@@ -111,7 +111,7 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
 
 
 def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
-    """How many judged answers are good ones."""
+    """Number of desirable completions (KTO)."""
     files = [folder / entry["file"] for entry in plan["splits"][split]]
     batches = [batch for file in files for batch in map_batches(file)]
     return sum(batch.column("desirable").true_count for batch in batches)
@@ -122,7 +122,7 @@ def _sums(origins: SplitSources, names: Sequence[str]) -> list[int]:
 
 
 def _mix_entry(source: dict[str, Any]) -> dict[str, Any]:
-    """What an epoch takes of a source; `repeats` is how often each of its samples comes."""
+    """Samples of a source in an epoch; `repeats` is the mean count of each of its samples."""
     repeats = source["drawn"] / source["samples"] if source["samples"] else 0.0
     return {
         "label": source["label"],

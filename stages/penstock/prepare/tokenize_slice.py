@@ -1,4 +1,4 @@
-"""One slice: records in, samples out, as an Arrow file beside a tally of what became of them."""
+"""Tokenize one slice: records to an Arrow file of samples, with counts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,17 +22,16 @@ Read = Callable[[], Iterable[Batch]]
 
 
 def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
-    """Write the slice to `target`, and return what became of its records.
+    """Write the slice to `target`, and return the counts of its records.
 
-    All records are written in the order of the source, but for those that are left out. `row` is
-    the place of the record in the slice, left-out records counted. Raises StageError when a file
-    breaks off.
+    Samples keep the order of the source. Column `row` is the index of the record in the slice,
+    counting dropped records. Raises StageError if a file is truncated.
     """
     with atomic_write(target) as part:
         try:
             tally = _write_samples(item, encode, part, read)
         except BackendMismatch:
-            # The library that was found out is not used again, nor is what it gave.
+            # fastokens gave wrong ids; it is not used again, and earlier batches are redone.
             tally = _write_samples(item, encode, part, read)
     return tally
 

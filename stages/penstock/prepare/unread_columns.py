@@ -1,4 +1,4 @@
-"""Columns that usually mean something, hold something, and are not read by the format in use."""
+"""Find non-empty columns with well-known names that the data set's format does not read."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ WATCHED = (
     "functions",
     "tool_calls",
 )
-"""Names under which public data sets keep parts of a question or an answer."""
+"""Column names that public data sets use for parts of a prompt or an answer."""
 
 ALPACA_COLUMNS = ("input", "system", "history")
 
@@ -30,16 +30,16 @@ DEFAULT_COLUMNS: Mapping[str, Sequence[str]] = {
     "preference": ALPACA_COLUMNS,
     "preference_turns": ("system",),
 }
-"""Columns that a format reads without being told."""
+"""Columns that a format reads without a `field_` setting."""
 
 TYPES_WITH_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
 SINGLE_COLUMN_TYPES = ("tokenized", "text")
-"""Formats whose records are one thing: what is beside it is not part of a conversation."""
+"""Formats of one column: other columns are not part of a conversation."""
 
 
 def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The usual columns that records of this data set may have in vain. Of `columns`, the only ones
-    that may be used, nobody is told more than what was asked for."""
+    """The `WATCHED` columns that this data set does not read; with `select_columns` (`columns`),
+    only those of them."""
     if its.type in SINGLE_COLUMN_TYPES:
         return ()
     named = {value for name, value in its.model_dump().items() if name.startswith("field_")}
@@ -50,7 +50,7 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
 
 
 def count_unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
-    """How many records have something in each of the watched columns."""
+    """Number of records with a non-empty value in each watched column."""
     found: Counter[str] = Counter()
     for value in values:
         if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def count_unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
 
 
 def column_remedy(name: str, type_name: str) -> str:
-    """What to write so that a column is read."""
+    """Suggestion how to have a column read."""
     if type_name == "instruction" and name in ALPACA_COLUMNS:
         return "write type: alpaca, which reads it"
     if name in ("input", "context") and type_name in ("instruction", "alpaca"):

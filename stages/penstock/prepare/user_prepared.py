@@ -1,11 +1,12 @@
-"""Prepared data that is taken as it lies: found, checked against its own seal, never built.
+"""Prepared data that the user supplies (`data.skip_prepare_dataset`): found and verified, not
+built.
 
-A sealed result bears the identity it was made with. It is read back from the manifest, and its key
-computed from it again, so that what was edited or is unfinished cannot pass for prepared data, and
-what is packed or trained from it has the key it would have had on the machine that prepared it.
+The manifest of a sealed result contains its identity. The key is recomputed from it, so edited or
+unfinished data is rejected, and later stages get the same cache keys as on the machine that
+prepared the data.
 
-Tokens that other programs have left bear no identity. They are a source like any other, pinned to
-its content, whose records need no tokenizer.
+Token data sets of other programs have no manifest. They are ordinary sources of type `tokenized`,
+pinned by content.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,22 +22,22 @@ from penstock.core.cache.stage import ATTEMPT, Facts, Source, Stage, short, stag
 from penstock.core.cache.store import REPLACED, PlannedStage, StageResult, find_local
 from penstock.core.cache.verify import Verify, require_content
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
-from penstock.core.sources.datasets_folder import saved_in
-from penstock.core.sources.local_files import choose, detect_file_kind, names_in
+from penstock.core.sources.datasets_folder import read_saved_folder
+from penstock.core.sources.local_files import detect_file_kind, list_names, select_data_files
 
 _VOCABULARY = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"})
 _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
 
 
 class SealedSettings(RootModel[dict[str, Any]]):
-    """Settings as a manifest holds them, whatever fields they have."""
+    """Settings as stored in a manifest, with any fields."""
 
     model_config = ConfigDict(defer_build=True)
 
 
 @dataclass(frozen=True)
 class ExternalPrepared(Stage):
-    """A sealed result of the prepare stage, known by its manifest alone."""
+    """A sealed result of the prepare stage, rebuilt from its manifest."""
 
     name: ClassVar[str] = "prepare"
 
@@ -46,22 +47,22 @@ class ExternalPrepared(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Source]:
-        """The sources it was made from, which may be gone."""
+        """The sources it was made from, which may not exist anymore."""
         return self.sealed_inputs
 
     def run(self, out: Path) -> Facts:
-        """Raise StageError: what is given is never built."""
+        """Raise StageError: user-supplied data is never built."""
         raise StageError(
-            f"{out} was sealed when this run began, and is not any more.\n"
-            "  Bring it back, or set data.skip_prepare_dataset to false to prepare the data again."
+            f"{out} was sealed when this run started, and is not anymore.\n"
+            "  Restore it, or set data.skip_prepare_dataset to false to prepare the data again."
         )
 
 
 def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
-    """The given data as the outcome of a stage that was skipped.
+    """Return user-supplied data as the result of a skipped stage.
 
-    Raises StageError when it has gone since it was found, ArtifactError when files are missing
-    or damaged.
+    Raises StageError if it was removed since it was found, ArtifactError if files are missing or
+    damaged.
     """
     manifest = find_local(step)
     if manifest:
@@ -75,12 +76,12 @@ def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
 def find_user_prepared(
     place: Path, own_key: Callable[[], str], tokenizer: Source, version: int
 ) -> PlannedStage | None:
-    """The sealed prepared data at `place`: that folder itself, or one in the root that it is.
+    """Find sealed prepared data at `place`: an artifact folder, or a root that contains one.
 
-    Of several in a root the one of this run's `own_key` is taken, which is asked for only then.
-    None where nothing is sealed. Raises ConfigError where none can be chosen, or where the data was
-    made by another `version` of the stage or with another vocabulary than `tokenizer`'s;
-    ArtifactError where a manifest is not as it was sealed.
+    If a root contains several, the one with this run's key is used; `own_key` is called only then.
+    None if nothing is sealed. Raises ConfigError if none can be chosen, or if the data was made by
+    another `version` of the stage or with another vocabulary than that of `tokenizer`;
+    ArtifactError if a manifest was changed.
     """
     found = _find_candidates(place)
     if not found:
@@ -90,7 +91,7 @@ def find_user_prepared(
     if step.stage.version != version:
         raise ConfigError(
             f"{folder} was prepared by version {step.stage.version} of the stage, and this is "
-            f"version {version}, which lays data out otherwise.\n"
+            f"version {version}, which writes data differently.\n"
             "  Set data.skip_prepare_dataset to false to prepare the data again."
         )
     theirs = step.stage.inputs.get("tokenizer")
@@ -104,40 +105,40 @@ def find_user_prepared(
 
 
 def find_token_dataset(place: Path) -> DatasetConfig | None:
-    """The source that `place` is when tokens of another program lie there: a folder written by
-    `datasets` with save_to_disk, or parquet or Arrow files. None where neither does. Of splits
-    that are told apart it is the one for training.
+    """The token data set in `place`, written by another program: a `save_to_disk` folder of
+    `datasets`, or Parquet or Arrow files. None if there is none. Of several splits, uses the
+    training split.
     """
     if not place.is_dir() or (place / MANIFEST).is_file():
         return None
-    if saved_in(place):
+    if read_saved_folder(place):
         return DatasetConfig(path=str(place), type="tokenized")
     kinds: tuple[Literal["parquet", "arrow"], ...] = ("parquet", "arrow")
     for kind in kinds:
-        found = [name for name in names_in(place) if detect_file_kind(name) == kind]
-        # Beside a slice of ours lies what became of its records; slices are no data set.
+        found = [name for name in list_names(place) if detect_file_kind(name) == kind]
+        # Arrow files with a JSON file of the same name are slices of a slice cache.
         if found and not any((place / name).with_suffix(".json").is_file() for name in found):
-            names = choose(str(place), found, split=None, ds_type=kind)
+            names = select_data_files(str(place), found, split=None, ds_type=kind)
             return DatasetConfig(path=str(place), type="tokenized", data_files=names, ds_type=kind)
     return None
 
 
 def no_prepared_data(place: Path) -> ConfigError:
-    """The error for a place without any prepared data."""
+    """Error for a folder without prepared data."""
     unfinished = [path for path in (place, *_prepared_folders(place)) if (path / ATTEMPT).is_file()]
     hint = f" ({unfinished[0]} is an unfinished attempt)" if unfinished else ""
     foreign = [path for path in _prepared_folders(place) if find_token_dataset(path)]
     if foreign:
-        hint = f" (another program has left some in {', '.join(map(str, foreign[:5]))})"
+        hint = f" (token data sets of another program: {', '.join(map(str, foreign[:5]))})"
     return ConfigError(
         f"data.dataset_prepared_path {place} holds no finished prepared data{hint}, and "
         "data.skip_prepare_dataset is true.\n"
-        "  Name a folder that does, or set data.skip_prepare_dataset to false."
+        "  Name a folder with prepared data, or set data.skip_prepare_dataset to false."
     )
 
 
 def artifacts_root(place: Path) -> Path:
-    """The root that other results go to beside given data: `place`, or the one `place` lies in."""
+    """Root folder for other results beside user-supplied data: `place`, or the root of `place`."""
     if _is_prepared(read_manifest(place)) and place.parent.name == ExternalPrepared.name:
         return place.parent.parent
     return place
@@ -149,7 +150,7 @@ Candidate = tuple[Path, dict[str, Any]]
 def _find_candidates(place: Path) -> list[Candidate]:
     if not place.is_dir():
         raise ConfigError(
-            f"data.dataset_prepared_path {place} is not there, and data.skip_prepare_dataset is "
+            f"data.dataset_prepared_path {place} does not exist, and data.skip_prepare_dataset is "
             "true.\n  Name the folder of prepared data, or set data.skip_prepare_dataset to false."
         )
     itself = read_manifest(place)
@@ -165,7 +166,7 @@ def _find_candidates(place: Path) -> list[Candidate]:
 
 
 def _prepared_folders(root: Path) -> list[Path]:
-    """Where results of prepare lie in a root, or in the folder of that name."""
+    """Candidate folders of prepare results in a root, or in its subfolder `prepare`."""
     folders = sorted(
         path for glob in (f"{ExternalPrepared.name}/*", "*") for path in root.glob(glob)
     )
@@ -181,7 +182,7 @@ def _choose_own(found: Sequence[Candidate], place: Path, own_key: Callable[[], s
     try:
         mine, why = own_key(), ""
     except PenstockError as error:
-        mine, why = None, f" This run's own cannot be told, for {str(error).splitlines()[0]}"
+        mine, why = None, f" This run's key cannot be computed: {str(error).splitlines()[0]}"
     for folder, manifest in found:
         if manifest["key"] == mine:
             return folder, manifest
@@ -190,7 +191,7 @@ def _choose_own(found: Sequence[Candidate], place: Path, own_key: Callable[[], s
     raise ConfigError(
         f"data.dataset_prepared_path {place} holds {len(found)} sets of prepared data, and "
         f"data.skip_prepare_dataset is true.{told}\n{listed}\n"
-        "  Set data.dataset_prepared_path to the one that is meant."
+        "  Set data.dataset_prepared_path to one of them."
     )
 
 
@@ -212,7 +213,7 @@ def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrep
         sealed = str(manifest["key"])
     except (KeyError, TypeError, ValueError) as error:
         raise ArtifactError(
-            f"The manifest in {folder} lacks what a seal holds ({error}).\n"
+            f"The manifest in {folder} is incomplete ({error}).\n"
             "  Restore it, or name other prepared data in data.dataset_prepared_path."
         ) from error
     if stage_key(stage) != sealed:
@@ -225,10 +226,10 @@ def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrep
 
 
 def _tokenizer_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
-    """Why two tokenizers cannot give the same tokens; empty where that is not known.
+    """Why two tokenizers cannot give the same tokens; empty if that is not known.
 
-    A hub repository and a folder may hold the same tokenizer, as may two repositories; of two
-    folders only the files with the vocabulary count.
+    A hub repository and a folder may contain the same tokenizer, as may two repositories; two
+    folders are compared by their vocabulary files.
     """
     builtin = [pin["kind"] == "builtin" for pin in (theirs, mine)]
     if any(builtin):

@@ -1,4 +1,4 @@
-"""Slices spread over processes. How many makes no difference to what they write."""
+"""Tokenize slices in several processes; the output does not depend on their number."""
 
 import os
 from collections.abc import Collection, Sequence
@@ -33,28 +33,27 @@ from penstock.prepare.tokenize_slice import tokenize
 from penstock.rows.tokenizer import load_tokenizer
 
 MIN_BYTES_PER_PROCESS = 32 << 20
-"""Bytes of a source below which a process takes longer to start than to do them."""
+"""Bytes of data per process, below which starting a process takes longer than tokenization."""
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What slices are made with, and where they go."""
+    """Tokenizer and slice cache of the worker processes."""
 
     cache: SliceCache
     tokenizer: str
-    """Where it lies, as the user typed it."""
+    """Path or hub id, as the user wrote it."""
     revision: str | None
     tokenizer_key: str
-    """What it is."""
+    """Digest of its content."""
     token: bool | None
-    """Whether the hub's login is used; None: if there is one."""
+    """Whether the Hugging Face login is used; None: if there is one."""
 
 
 def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: int) -> int:
-    """Make those slices that are missing, and return how many this call made.
+    """Tokenize the slices that are not in the cache; returns how many this call tokenized.
 
-    Slices that another run is making are waited for last. Raises the first error in the order of
-    the slices.
+    Waits last for slices that another run is tokenizing. Raises the first error in slice order.
     """
     config.cache.exchange(slices)
     missing = _find_missing(slices, config.cache)
@@ -72,11 +71,11 @@ def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: in
 def tokenize_one(
     item: Slice, config: WorkerConfig, when_busy: Literal["wait", "skip"]
 ) -> SliceStatus:
-    """Make one slice in this process, unless it is there or another run is making it."""
+    """Tokenize a slice in this process, unless it is cached or another run is tokenizing it."""
 
     def write(target: Path) -> Tally:
         named = (config.tokenizer, config.revision, config.tokenizer_key)
-        its: Any = item.settings  # frozen, so hashable, which its type does not tell
+        its: Any = item.settings  # frozen, so hashable, which its type does not say
         encode = _build_encoder(its, item.columns, *named)
         tally = tokenize(item, encode, target, partial(read_records, item, config.token))
         require_unchanged(piece.file for piece in item.pieces)
@@ -86,7 +85,7 @@ def tokenize_one(
 
 
 def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
-    """Those that are not there, once each."""
+    """Slices that are not in the cache, without duplicates."""
     once = list({item.content: item for item in slices}.values())
     return [item for item, there in zip(once, cache.lookup(once), strict=True) if not there]
 
@@ -94,8 +93,8 @@ def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
 def _tokenize_in_processes(
     slices: list[Slice], config: WorkerConfig, workers: int
 ) -> list[SliceStatus]:
-    """Biggest first, so that no process is left alone with much work at the end."""
-    # Not forked: the parent may hold threads and locks of the tokenizers library.
+    """Tokenize in a process pool; largest slices first, so that processes finish together."""
+    # Not fork: threads and locks of the tokenizers library do not survive it.
     context = get_context("spawn")
     threads = max(1, env.num_processors() // workers)
     begin = (os.getpid(), threads, _credential_purposes(slices, config))
@@ -116,8 +115,8 @@ def _tokenize_in_processes(
     for failure in failures:
         if isinstance(failure, BrokenProcessPool):
             raise StageError(
-                f"One of {workers} preparing processes was killed, most likely for want of "
-                "memory.\n  Set data.dataset_num_proc lower."
+                f"One of {workers} tokenization processes was killed, most likely because "
+                "memory ran out.\n  Set data.dataset_num_proc lower."
             ) from failure
         if failure:
             raise failure
@@ -125,14 +124,14 @@ def _tokenize_in_processes(
 
 
 def _tokenize_in_worker(item: Slice, config: WorkerConfig) -> tuple[SliceStatus, ProcessWarnings]:
-    """Make a slice in a process of the pool."""
+    """Tokenize a slice in a worker process."""
     with collect_warnings() as messages:
         made = tokenize_one(item, config, "skip")
     return made, ProcessWarnings(str(os.getpid()), messages)
 
 
 def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[Purpose]:
-    """What the processes need credentials for."""
+    """Purposes for which the worker processes need credentials."""
     pieces = [piece for item in slices for piece in item.pieces]
     found: set[Purpose] = set()
     is_local = config.tokenizer.startswith("builtin:") or Path(config.tokenizer).exists()
@@ -144,8 +143,7 @@ def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[P
 
 
 def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
-    """A process's first act: it ends with its parent, forgets secrets that it has no use for, and
-    leaves the others their processors."""
+    """Worker initializer: end with the parent, drop unneeded secrets, limit tokenizer threads."""
     end_with_parent(parent)
     env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
@@ -155,12 +153,12 @@ def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> No
 def _build_encoder(
     its: DatasetSettings, columns: tuple[str, ...] | None, path: str, revision: str | None, key: str
 ) -> Encoder:
-    """Made once in each process for all slices of a source."""
+    """Cached: one encoder per process and data set."""
     return Encoder(its, _load_tokenizer_once(path, revision, key), columns)
 
 
 @lru_cache(maxsize=2)
 def _load_tokenizer_once(path: str, revision: str | None, key: str) -> PreTrainedTokenizerBase:
-    """Loaded once in each process, for as long as what lies there is the same."""
+    """Cached: loaded once per process while the tokenizer's content (`key`) is the same."""
     del key
     return load_tokenizer(path, revision)

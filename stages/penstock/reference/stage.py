@@ -79,7 +79,7 @@ class Reference(Stage):
         from penstock.rows.ref_logprobs import RefLogprobs, drop_damaged, write_scores
 
         for file in drop_damaged(self.shared_folder):
-            sys.stderr.write(f"reference: {file} is damaged, and is computed again\n")
+            sys.stderr.write(f"reference: {file} is damaged; its log-probs are computed again\n")
         samples = sample_digests(self.packed.path)
         if self.ranks == "this_process" or RefLogprobs(self.shared_folder).missing(samples):
             job = self.job(out.resolve())
@@ -121,8 +121,8 @@ class Reference(Stage):
             raise build_error(job.output_dir / LOGS, ended.exit_status, ended.hang_report)
         if outcome["facts"] is None:
             raise Interrupted(
-                f"reference was asked to stop, and keeps what it has computed in {self.shared_folder}.\n"
-                f"  Run the same command again to go on from there, in {where}.",
+                f"reference was asked to stop; log-probs so far are in {self.shared_folder}.\n"
+                f"  Run the same command again to resume, in {where}.",
                 signum=outcome["signal"] or signal.SIGTERM,
             )
         return outcome["facts"]
@@ -139,12 +139,12 @@ class Reference(Stage):
 def no_reference(run: RunConfig) -> ConfigError:
     """Error for a run without a reference stage."""
     if run.train.objective != "preference":
-        why = f"train.objective is {run.train.objective}, which compares with no reference model"
+        why = f"train.objective is {run.train.objective}, which uses no reference model"
     elif run.preference.reference_free:
         why = "preference.reference_free is true"
     else:
-        why = f"preference.loss_type {run.preference.loss_type} compares with no reference model"
-    return ConfigError(f"this run has no reference stage: {why}.\n  Train it as it is.")
+        why = f"preference.loss_type {run.preference.loss_type} uses no reference model"
+    return ConfigError(f"this run has no reference stage: {why}.\n  Train without it.")
 
 
 def _run_in_this_process(job: Job) -> LaunchResult:

@@ -74,7 +74,7 @@ class PreparedSamples:
             sides = SIDES[self.kind]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DamagedFileError(
-                f"{folder / PLAN} is damaged: it is no plan of prepared data ({error!r}).\n"
+                f"{folder / PLAN} is damaged: it is not a plan of prepared data ({error!r}).\n"
                 "  Restore it from a copy, or build it again with --force prepare."
             ) from error
         batches = [batch for file in files for batch in map_batches(file)]

@@ -38,7 +38,7 @@ class PackedRows:
         """Memory-map the shards. Raises ArtifactError if there is none or one cannot be read."""
         shards = sorted(folder.glob(SHARDS))
         if not shards:
-            raise ArtifactError(f"{folder} holds no packed rows.\n  Run the pack stage first.")
+            raise ArtifactError(f"{folder} has no packed rows.\n  Run the pack stage first.")
         self.folder = folder
         self._columns: list[tuple[_ListColumn, _ListColumn, _ListColumn]] = []
         self._batches: list[pa.RecordBatch] = []

@@ -57,7 +57,7 @@ class RefLogprobs:
             places = [self._at[sample] for sample in samples]
         except KeyError as error:
             raise ArtifactError(
-                f"{self._folder} does not say what the reference model makes of sample "
+                f"{self._folder} has no reference log-probs of sample "
                 f"{error.args[0].hex()}.\n  Build it again with --force reference."
             ) from None
         return self._scores[places]
@@ -69,7 +69,7 @@ def read_scores(file: Path) -> tuple[list[bytes], Scores]:
     _, _, digest = file.stem.removeprefix("scores-").partition("-")
     if digest and digest != _short_digest(file.read_bytes()):
         raise ArtifactError(
-            f"{file} is damaged: it holds other bytes than were written.\n"
+            f"{file} is damaged: its bytes do not match their digest.\n"
             "  Restore it from a copy, or delete it."
         )
     batches = map_batches(file)

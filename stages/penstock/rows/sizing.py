@@ -147,8 +147,9 @@ def _few_steps(size: RunSize) -> Iterator[Finding]:
     ways.append(f"raise train.num_train_epochs ({size.epochs:g})")
     yield Finding(
         "few_steps",
-        f"the run is {_count(size.steps, 'optimizer step')}, and fewer than {FEW_STEPS} teach "
-        f"little: {_count(size.rows, 'row')} an epoch, {size.rows_per_step} a step; "
+        f"the run is {_count(size.steps, 'optimizer step')}, which trains "
+        f"little (fewer than {FEW_STEPS}): {_count(size.rows, 'row')} an epoch, "
+        f"{size.rows_per_step} a step; "
         f"{_either(ways)}",
     )
 
@@ -161,7 +162,7 @@ def _long_rows(size: RunSize) -> Iterator[Finding]:
         return
     yield Finding(
         "long_rows",
-        f"rows hold {size.row_length:,} tokens, and no sample more than {size.longest:,}: "
+        f"rows have {size.row_length:,} tokens, and no sample more than {size.longest:,}: "
         f"{_count(size.rows, 'row')} an epoch; {_shorter_rows(size)} for more and smaller steps",
     )
 
@@ -182,8 +183,8 @@ def _rows_dropped(size: RunSize) -> Iterator[Finding]:
         return
     yield Finding(
         "rows_dropped",
-        f"{size.rows_dropped} of {size.rows} rows ({size.rows_dropped / size.rows:.0%}) are left "
-        f"out of every epoch, for they fill no step of {size.rows_per_step}; write "
+        f"{size.rows_dropped} of {size.rows} rows ({size.rows_dropped / size.rows:.0%}) are "
+        f"dropped from every epoch, because they do not fill a step of {size.rows_per_step}; write "
         "data.dataloader_drop_last: false to train on them",
     )
 
@@ -194,7 +195,7 @@ def _long_warmup(size: RunSize) -> Iterator[Finding]:
     yield Finding(
         "long_warmup",
         f"the learning rate warms up for {_count(size.warmup_steps, 'step')}, and the run ends "
-        f"after {size.steps}: it never gets to train.lr; lower train.lr_warmup_steps or "
+        f"after {size.steps}: it never reaches train.lr; lower train.lr_warmup_steps or "
         "train.lr_warmup_ratio",
     )
 
@@ -204,15 +205,15 @@ def _samples_cut(size: RunSize) -> Iterator[Finding]:
     if size.cut > FEW_SAMPLES * there:
         yield Finding(
             "samples_cut",
-            f"{size.cut:,} of {there:,} samples ({size.cut / there:.1%}) were cut to "
+            f"{size.cut:,} of {there:,} samples ({size.cut / there:.1%}) were truncated to "
             "data.datasets.*.max_seq_len; raise it, or see data.truncation_mode",
         )
     if size.too_long > FEW_SAMPLES * there:
         yield Finding(
             "samples_too_long",
-            f"{size.too_long:,} of {there:,} samples ({size.too_long / there:.1%}) were left out, "
+            f"{size.too_long:,} of {there:,} samples ({size.too_long / there:.1%}) were dropped, "
             "longer than data.datasets.*.max_seq_len; raise it, or write data.truncation_mode: "
-            "keep_start to cut them",
+            "keep_start to truncate them",
         )
 
 

@@ -1,8 +1,8 @@
-"""Text to token ids, by the fastest library that gives the tokenizer's own.
+"""Tokenization backends: fastokens if it gives the same token ids, else tokenizers.
 
-`fastokens` (an optional package) encodes about ten times as fast as `tokenizers`. It is taken only
-where its ids are the same: for a few hard texts when it is loaded, and for some texts of every
-batch. Which library encodes is never part of what the data is.
+`fastokens` (an optional package) is about ten times as fast as `tokenizers`. Its token ids are
+compared with the tokenizer's on difficult texts when it is loaded and on some texts of every batch.
+The backend is not part of the cache key.
 """
 
 import json
@@ -23,16 +23,16 @@ from penstock.prepare.encode.ragged import Ids, Offsets, to_offsets
 log = logging.getLogger("penstock.prepare")
 
 FASTOKENS_ERRORS = (ValueError, RuntimeError, TypeError)
-"""What the fast library raises for a tokenizer or a text that it cannot take."""
+"""Errors that fastokens raises for tokenizers or texts that it does not support."""
 
 FIRST_BATCH_CHECKS = 16
-"""Texts of a slice's first batch that the tokenizer encodes too, for comparison."""
+"""Number of texts of the first batch that are compared."""
 
 LATER_BATCH_CHECKS = 1
-"""Texts of every other batch, of about a megabyte. Those beyond ASCII go first, in both."""
+"""Number of texts of later batches (of about 1 MB) that are compared, non-ASCII texts first."""
 
 CHECK_CHARACTERS = 2000
-"""Of a long text the beginning is compared; cut off within a word, it is a text too."""
+"""Maximum characters that are compared per text."""
 
 HARD_TEXTS = (
     "",
@@ -46,18 +46,19 @@ HARD_TEXTS = (
     "<|a|> <s></s> [INST] {{x}} <think>\n</think>\n\n\n#### 42",
     "a" * 300 + " " * 40 + "\n" * 9 + "!?.,;:" * 9 + "é" * 40,
 )
-"""Where tokenizers are known to differ: contractions, runs of blanks, digits, marks, joiners."""
+"""Texts on which tokenizers differ: contractions, runs of blanks, digits, combining marks,
+joiners."""
 
 
-class BackendMismatch(Exception):  # noqa: N818 - a fact about two libraries; it never leaves prepare
-    """The fast library gives other ids than the tokenizer."""
+class BackendMismatch(Exception):  # noqa: N818 - caught in tokenize_slice
+    """fastokens gave other token ids than the tokenizer."""
 
 
 class Backend(Protocol):
-    """Encodes without special tokens of its own accord; those in the text are read as such."""
+    """Encodes texts without adding special tokens; special tokens in the text are recognized."""
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """All ids, and where those of each text begin and end."""
+        """(token ids of all texts, offsets of each text)."""
         ...
 
 
@@ -76,7 +77,7 @@ class _Fastokens:
 
 
 class _HFTokenizers:
-    """The package `tokenizers`, which transformers' fast tokenizers are made of."""
+    """The package `tokenizers`, the backend of transformers' fast tokenizers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -88,10 +89,10 @@ class _HFTokenizers:
 
 
 class TextEncoder:
-    """Token ids of texts, and the characters that each token stands for."""
+    """Encodes texts to token ids, and maps tokens to characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises CapabilityError for a tokenizer that does more than its library does."""
+        """Raises CapabilityError for a tokenizer whose Python class changes texts."""
         self._tokenizer = tokenizer
         its_json, self.definition = tokenizer_definition(tokenizer)
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
@@ -99,31 +100,31 @@ class TextEncoder:
         self._tokenizers_library.encode_special_tokens = self._splits_special
         self._backend: Backend = _HFTokenizers(self._tokenizers_library)
         self.fallback_reason = ""
-        """Why the fast library is not used; empty where it is."""
+        """Why fastokens is not used; empty if it is."""
         hard = [*HARD_TEXTS, *_special_token_texts(tokenizer)]
         if self._find_mismatches(hard):
             raise CapabilityError(
-                f"The tokenizer {type(tokenizer).__name__} changes texts in code of its own, which "
-                "preparing does not run.\n"
-                "  Use data of type tokenized, or a tokenizer that is all in its tokenizer.json."
+                f"The tokenizer {type(tokenizer).__name__} changes texts in Python code, which "
+                "the prepare stage does not run.\n"
+                "  Use data of type tokenized, or a tokenizer defined by its tokenizer.json alone."
             )
         self._try_fastokens(its_json, hard)
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        """All ids, and where those of each text begin and end. Raises Disagreement, as `check`."""
+        """(token ids of all texts, offsets of each text). Raises BackendMismatch as `check`."""
         try:
             return self._backend.encode(texts)
         except FASTOKENS_ERRORS as error:
             if self.fallback_reason:
                 raise
-            self._fall_back(f"it cannot take a text ({error})")
+            self._fall_back(f"it does not support a text ({error})")
             raise BackendMismatch from error
 
     def check(self, texts: Sequence[str], how_many: int) -> None:
-        """Compare the fast library with the tokenizer on some of these texts.
+        """Compare fastokens with the tokenizer on some of these texts.
 
-        Raises Disagreement when it is not exact; from then on it is not used. Whoever has used
-        what it gave before encodes that again.
+        Raises BackendMismatch if they differ; fastokens is then no longer used, and the caller must
+        encode earlier texts again.
         """
         if self.fallback_reason:
             return
@@ -134,13 +135,14 @@ class TextEncoder:
             raise BackendMismatch
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, Offsets, Offsets]:
-        """Ids, and the first and the last character but one of each, which cover the text.
+        """(token ids, first character of each, character after the last of each); the spans cover
+        the text.
 
-        Slow, for texts whose tokens are not simply their bytes.
+        Slow; used for texts whose tokens cannot be located by byte counts.
         """
         encoded = self._tokenizers_library.encode(text, add_special_tokens=False)
         places = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        # Libraries may trim blanks off a token's place; they belong to it all the same.
+        # Offsets may exclude leading blanks of a token; extend them to the previous token.
         starts, ends = places[:, 0], places[:, 1]
         starts[1:] = np.minimum(ends[:-1], starts[1:])
         starts[:1], ends[-1:] = 0, len(text)
@@ -153,7 +155,7 @@ class TextEncoder:
             self._backend = _Fastokens(its_json, splits_special=self._splits_special)
             differing = self._find_mismatches(hard)
         except FASTOKENS_ERRORS as error:
-            return self._fall_back(f"it cannot take this tokenizer ({error})")
+            return self._fall_back(f"it does not support this tokenizer ({error})")
         if differing:
             return self._fall_back(f"it differs from tokenizers on {differing[0]!r:.60}")
         return None
@@ -164,7 +166,7 @@ class TextEncoder:
         log.warning(self.fallback_reason)
 
     def _find_mismatches(self, texts: list[str]) -> list[str]:
-        """The texts that the chosen library encodes unlike transformers."""
+        """The texts for which the backend's token ids differ from those of transformers."""
         judge: Any = self._tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
@@ -178,7 +180,7 @@ class TextEncoder:
 
 
 def special_token_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before a text and after it."""
+    """The special tokens that the tokenizer adds before and after a text."""
     text = "a"
     inner = _ids(tokenizer, text, special=False)
     outer = _ids(tokenizer, text, special=True)
@@ -197,9 +199,8 @@ def _special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def tokenizer_definition(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[str, Any]]:
-    """What the library knows the tokenizer by, as text and as an object.
-
-    That texts are to be cut or filled is left out, for transformers does neither unless asked.
+    """The tokenizer's tokenizer.json, as text and parsed, without truncation and padding, which
+    transformers does not apply by default.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     its_json = backend.to_str()

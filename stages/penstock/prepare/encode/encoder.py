@@ -1,7 +1,7 @@
-"""Records of one data set as samples: parsed, rendered, encoded, marked and cut to length.
+"""Encode records of one data set: parse, render, tokenize, mask and truncate.
 
-A batch of records goes through as a whole; what is rare (a sample that is too long, a token astride
-a border) is done one by one and put in its place.
+Batches are processed as a whole; rare cases (samples that are too long, tokens across a span
+border) are processed one by one and replaced in the batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,42 +30,42 @@ from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
 
 NEEDS_TEMPLATE = ("chat", "sharegpt", "sft_turns")
-"""Formats of whole conversations, which have no form without a chat template."""
+"""Formats that require a chat template."""
 
 Value = dict[str, Any] | BadRecord
-"""A record, or why it could not be read."""
+"""A record, or the reason why it cannot be read."""
 
 
 @dataclass(slots=True)
 class EncodedBatch:
-    """The samples of a batch of records: `sides[s]` holds one sequence for each of them.
+    """The samples of a batch of records: `sides[s]` has one sequence per sample.
 
-    There are two sides in pairs (the chosen one, then the rejected one) and one in all else.
+    Pairs have two sides (chosen, rejected), other samples one.
     """
 
     sides: list[TokenSequences]
     records: list[int]
-    """Which of the batch's records each sample is of, in order."""
+    """Index in the batch of each sample's record, in order."""
     desirable: list[bool]
-    """The verdicts on judged answers, and none on anything else."""
+    """KTO labels; empty for other data."""
     score_gaps: list[float]
-    """By how much better one answer is scored than the other, of scored pairs."""
+    """Chosen score minus rejected score of each pair; empty without scores."""
     faults: dict[int, BadRecord]
-    """Why the other records give no sample."""
+    """Reasons of records without a sample, by index in the batch."""
     truncated: TruncationCounts
     blank_answers: int = 0
-    """Conversations with an answer that is trained and says nothing."""
+    """Conversations with an empty trained answer."""
     assistant_first: int = 0
-    """Conversations that begin with the assistant."""
+    """Conversations that start with an assistant message."""
 
 
 @dataclass(slots=True)
 class _ParsedBatch:
-    """What the usable records of a batch say."""
+    """The parsed records of a batch."""
 
     records: list[int] = field(default_factory=list[int])
     sides: list[list[Document]] = field(default_factory=list[list[Document]])
-    """One list for each side, one document for each record. None of them where tokens are given."""
+    """Per side, one document per record; empty for tokenized records."""
     given: list[LabeledTokens] = field(default_factory=list[LabeledTokens])
     desirable: list[bool] = field(default_factory=list[bool])
     score_gaps: list[float] = field(default_factory=list[float])
@@ -75,7 +75,7 @@ class _ParsedBatch:
 
 
 class Encoder:
-    """Batches of records of one data set to samples."""
+    """Encodes batches of records of one data set."""
 
     def __init__(
         self,
@@ -83,11 +83,12 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         columns: Sequence[str] | None = None,
     ) -> None:
-        """`columns` are the only ones a record may use. Raises StageError if the tokenizer lacks
-        what the data needs, CapabilityError if it is one that cannot be used exactly."""
+        """`columns`: the only columns that are used (`select_columns`). Raises StageError if the
+        tokenizer lacks a chat template or EOS token that the data needs, CapabilityError if the
+        tokenizer is not supported."""
         if its.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
             raise StageError(
-                "The tokenizer has no chat template, so conversations have no form.\n"
+                "The tokenizer has no chat template, which conversations need.\n"
                 "  Add chat_template.jinja to its folder, or set model.tokenizer_path to one that "
                 "has it."
             )
@@ -103,20 +104,19 @@ class Encoder:
 
     @property
     def fallback_reason(self) -> str:
-        """Why texts are not encoded by the fast library; empty where they are."""
+        """Why fastokens is not used; empty if it is."""
         return self._loss_masker.encoder.fallback_reason
 
     @property
     def num_per_turn(self) -> int:
-        """Conversations so far whose turns the chat template shows differently once others
-        follow."""
+        """Number of conversations so far that were rendered turn by turn."""
         return self._renderer.num_per_turn
 
     def __call__(self, values: Sequence[Value]) -> EncodedBatch:
-        """The samples of a batch.
+        """Encode a batch.
 
-        Raises Disagreement when the library that encodes fast is found to be inexact: what came
-        of earlier batches is then to be made again.
+        Raises BackendMismatch if fastokens gives wrong token ids: earlier batches must be encoded
+        again.
         """
         parsed = self._parse_batch(values)
         if self._its.type == "tokenized":
@@ -216,7 +216,7 @@ class Encoder:
         known: Mapping[int, BadRecord],
         cuts: TruncationCounts,
     ) -> dict[int, BadRecord]:
-        """Put samples that are too long into `sides` shortened; the faults of the unusable."""
+        """Truncate samples in `sides` that are too long; returns the reasons of dropped samples."""
         found: dict[int, BadRecord] = {}
         shorter: dict[int, list[LabeledTokens]] = {}
         longest = np.max([side.lengths for side in sides], axis=0)
@@ -257,7 +257,7 @@ class Encoder:
 def _samples_to_check(
     sides: list[TokenSequences], longest: Any, trained: Any, limit: int | None
 ) -> list[int]:
-    """Samples that need a look of their own: all pairs, and what is too long or not trained."""
+    """Samples to check one by one: all pairs, and samples that are too long or not trained."""
     if len(sides) > 1:
         return list(range(len(longest)))
     is_odd = trained == 0
@@ -267,7 +267,7 @@ def _samples_to_check(
 
 
 def _train_on_prompts(flat: TokenSequences) -> TokenSequences:
-    """Trained from the start to the last token that is trained anyhow."""
+    """Train all tokens up to the last trained one (`train_on_prompt`)."""
     labels = flat.labels.copy()
     for start, stop in zip(flat.offsets[:-1], flat.offsets[1:], strict=True):
         trained = np.flatnonzero(labels[start:stop] != IGNORED)
@@ -278,7 +278,7 @@ def _train_on_prompts(flat: TokenSequences) -> TokenSequences:
 
 
 class _SpecialTokens:
-    """The special tokens add a text, which a chat template writes itself."""
+    """Adds special tokens around texts without a chat template, which would write them itself."""
 
     def __init__(self, its: DatasetSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._end = tokenizer.eos_token_id
@@ -294,7 +294,7 @@ class _SpecialTokens:
         self._after = _to_labeled(after, is_trained)
 
     def add(self, flat: TokenSequences) -> TokenSequences:
-        """Every text with them, but no second end where it ends with one."""
+        """Add special tokens to every text; a text that ends with EOS gets no second one."""
         if not self._is_plain:
             return flat
         is_ended = np.zeros(len(flat), dtype=np.bool_)
@@ -322,6 +322,6 @@ def _require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
     if isinstance(end, int):
         return end
     raise StageError(
-        "The tokenizer has no end-of-sequence token, so nothing would teach the model to stop.\n"
+        "The tokenizer has no end-of-sequence token, so the model would not learn to stop.\n"
         "  Set eos_token in its tokenizer_config.json, or set data.add_eos to false."
     )

@@ -1,9 +1,9 @@
-"""Which tokens overlap the trained characters of a text.
+"""Loss mask: label the tokens that overlap the trained character spans of a text.
 
-A tokenizer of bytes needs no help for it: the bytes that each token of its vocabulary stands for
-are known, so their running sum says where every token begins and ends. That holds while the sum is
-the length of the text; where it is not (a normalizer changed the text, a special token swallowed
-blanks), and for tokenizers of other kinds, the library is asked for the characters of each token.
+For byte-level BPE, the number of bytes of each token is known, so a cumulative sum gives the span
+of every token. If the sum differs from the length of the text (a normalizer changed it, or a
+special token consumed blanks), and for other tokenizers, the character offsets of `tokenizers` are
+used.
 """
 
 import unicodedata
@@ -31,17 +31,18 @@ from penstock.rows.schema import IGNORED
 
 
 class LossMasker:
-    """Encodes documents and labels their trained tokens, all at once where bytes tell."""
+    """Encodes documents and labels their trained tokens, vectorized for byte-level BPE."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises CapabilityError for a tokenizer that does more than its library does."""
+        """Raises CapabilityError as `TextEncoder`."""
         self.encoder = TextEncoder(tokenizer)
         self._bytes = byte_lengths(tokenizer, self.encoder.definition)
 
     def __call__(
         self, documents: Sequence[Document]
     ) -> tuple[TokenSequences, dict[int, BadRecord]]:
-        """Every document encoded, and the faults of those that cannot be marked exactly."""
+        """Encode and label documents; returns the reasons of those that cannot be labeled
+        exactly."""
         ids, offsets = self.encoder.encode([document.text for document in documents])
         if all(document.spans is None for document in documents):
             return TokenSequences(ids, ids, offsets), {}
@@ -105,22 +106,22 @@ class LossMasker:
 
 @lru_cache(maxsize=4)
 def get_loss_masker(tokenizer: PreTrainedTokenizerBase) -> LossMasker:
-    """The one of this process: what it has learnt of its libraries holds for all slices."""
+    """Cached per process, so that the fastokens check applies to all slices."""
     return LossMasker(tokenizer)
 
 
 @dataclass(frozen=True, eq=False)
 class ByteLengths:
-    """Of a tokenizer whose tokens are runs of bytes."""
+    """Byte counts of the tokens of a byte-level tokenizer."""
 
     per_token: Offsets
-    """How many bytes of text a token stands for, by its id."""
+    """Bytes of each token, by token id."""
 
     normalizes_nfc: bool
-    """Whether texts are brought into Unicode's form NFC first."""
+    """Whether texts are normalized to Unicode NFC first."""
 
     def count(self, text: str) -> int:
-        """Bytes of a text; -1, which no sum of tokens is, where it is encoded as another."""
+        """Number of bytes of a text; -1 if the normalizer changes it, which matches no sum."""
         if text.isascii():
             return len(text)
         if self.normalizes_nfc and not unicodedata.is_normalized("NFC", text):
@@ -129,10 +130,10 @@ class ByteLengths:
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> ByteLengths | None:
-    """The bytes of every token; None if the tokenizer, defined by `its`, is not one of bytes.
+    """Byte counts of all tokens; None if the tokenizer (tokenizer.json `its`) is not byte-level
+    BPE.
 
-    In the vocabulary of byte-level BPE each character stands for one byte; added tokens stand for
-    themselves.
+    In a byte-level BPE vocabulary each character represents one byte; added tokens are literal.
     """
     normalizers = {step["type"] for step in _flatten(its["normalizer"])}
     levels = [step for step in _flatten(its["pre_tokenizer"]) if step["type"] == "ByteLevel"]
@@ -181,10 +182,10 @@ def _byte_spans(document: Document) -> Sequence[Span]:
 def _mask_spans(
     bytes_before: Offsets, offsets: Offsets, spans: Sequence[Sequence[Span]]
 ) -> tuple[Mask, Mask]:
-    """The tokens that overlap a span, and the documents where a token lies astride its border.
+    """(mask of tokens that overlap a span, mask of documents with a token across a span border).
 
-    Token `t` of all is bytes `bytes_before[t]` to `bytes_before[t + 1]`; the spans of a document
-    count from its own first byte.
+    Token `t` has bytes `bytes_before[t]` to `bytes_before[t + 1]`; spans are relative to the first
+    byte of their document.
     """
     of = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
     borders = np.array([span for each in spans for span in each], dtype=np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Many token sequences, with their labels, in one buffer."""
+"""Ragged batches: token sequences and labels, concatenated in one buffer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LabeledTokens = tuple[Ids, Ids]
 
 @dataclass(slots=True, eq=False)
 class TokenSequences:
-    """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`, as are its labels, -100 where untrained."""
+    """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`; labels likewise, -100 where untrained."""
 
     ids: Ids
     labels: Ids
@@ -29,7 +29,7 @@ class TokenSequences:
 
     @classmethod
     def from_list(cls, sequences: Sequence[LabeledTokens]) -> "TokenSequences":
-        """Separate sequences in one."""
+        """Concatenate sequences."""
         nothing = [np.empty(0, dtype=np.int32)]
         return cls(
             np.concatenate(nothing + [ids for ids, _ in sequences]),
@@ -39,7 +39,7 @@ class TokenSequences:
 
     @property
     def lengths(self) -> Offsets:
-        """Tokens of every sequence."""
+        """Number of tokens of every sequence."""
         return np.diff(self.offsets)
 
     def __getitem__(self, index: int) -> LabeledTokens:
@@ -47,17 +47,18 @@ class TokenSequences:
         return self.ids[place], self.labels[place]
 
     def prompt_lengths(self) -> Offsets:
-        """Tokens of every sequence before its first trained one; all where none is trained."""
+        """Number of tokens before the first trained one, per sequence; all if none is trained."""
         return untrained_prefix_lengths(self.labels, self.offsets)
 
     def count_trained(self) -> Offsets:
-        """Trained tokens of every sequence. The first is the target of none, so never trained."""
+        """Number of trained tokens of every sequence. The first token is never trained: no position
+        predicts it."""
         before = to_offsets(self.labels != IGNORED)
         starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
         return before[self.offsets[1:]] - before[starts]
 
     def replace(self, others: Mapping[int, LabeledTokens]) -> "TokenSequences":
-        """The same with other sequences in the places that are named."""
+        """Replace the sequences with the given indices."""
         if not others:
             return self
         ids: list[Ids] = []
@@ -77,7 +78,7 @@ class TokenSequences:
         )
 
     def select(self, wanted: Sequence[int]) -> "TokenSequences":
-        """Some of the sequences, in the order of their places."""
+        """Select sequences by index; `wanted` is sorted."""
         if len(wanted) == len(self):
             return self
         nothing = np.empty(0, dtype=np.int32)
@@ -86,7 +87,7 @@ class TokenSequences:
         return TokenSequences(emptied.ids, emptied.labels, to_offsets(self.lengths[list(wanted)]))
 
     def add_affixes(self, before: LabeledTokens, after: LabeledTokens) -> "TokenSequences":
-        """Every sequence with tokens, and their labels, put before and after it."""
+        """Add tokens, with their labels, before and after every sequence."""
         ahead, behind = len(before[0]), len(after[0])
         if not (ahead or behind):
             return self
@@ -106,7 +107,7 @@ class TokenSequences:
 
 
 def to_offsets(lengths: npt.ArrayLike) -> Offsets:
-    """Offsets of sequences that have these lengths."""
+    """Offsets of sequences with these lengths."""
     sizes = np.asarray(lengths)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])

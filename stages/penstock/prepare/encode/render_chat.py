@@ -1,12 +1,12 @@
-"""Conversations as text, with what the assistant says marked in it.
+"""Render conversations with the chat template, and mark the assistant's text.
 
-Which characters are the assistant's is marked by the chat template itself (`{% generation %}`).
-Where it is not, a turn is what the conversation has more with it than without it: the text up to
-the turn, with the prompt to answer, and up to its end must both be a beginning of the whole; where
-they are not, conversations are rendered turn by turn (`encode.by_turn`). A turn ends with its last
-special token; what the template puts after that is not the model's to say.
+Assistant spans come from `{% generation %}` blocks of the chat template. Without them, a turn's
+span is the difference of two renderings: the messages before it with the generation prompt, and the
+messages up to it; both must be prefixes of the whole text. If they are not, the conversation is
+rendered turn by turn (`render_per_turn`). A turn ends with its last special token; text that the
+template adds after it is not trained.
 
-Without a chat template a question and its answer are plain text, divided by a blank line.
+Without a chat template, a prompt and its answer are plain text, separated by a blank line.
 """
 
 import logging
@@ -30,18 +30,18 @@ from penstock.prepare.settings import DatasetSettings
 log = logging.getLogger("penstock.prepare")
 
 ANSWER_END = 16
-"""Characters of the end of an answer that are looked for in what a template makes of it."""
+"""Number of final characters of an answer that must be in the rendered text."""
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 
 STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 DATE = date(2024, 7, 26)
-"""What a template writes that asks for today's date, so that the same data gives the same tokens
-tomorrow. It is the one that Llama's templates fall back to."""
+"""Fixed date for templates that call `strftime_now`, so that tokens do not change from day to day.
+It is the fallback date of Llama's templates."""
 
 BREAK = "\n\n"
-"""Between the parts of a conversation that has no chat template."""
+"""Separator of the parts of a conversation without a chat template."""
 
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -53,16 +53,16 @@ TEMPLATE_ERRORS = (
     RecursionError,
     ArithmeticError,
 )
-"""What a chat template raises, by itself or by what it does to the messages."""
+"""Errors that chat templates raise."""
 
 _Part = Literal["any", "prompt"]
-"""Where turns may be dropped."""
+"""The part of a conversation from which turns may be dropped."""
 
 NO_TEMPLATE = "the tokenizer has no chat template"
 
 
 class Renderer:
-    """Conversations as documents, by a tokenizer's chat template."""
+    """Renders conversations to documents with a tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, its: DatasetSettings) -> None:
         self._tokenizer = tokenizer
@@ -74,19 +74,19 @@ class Renderer:
         self._may_drop = its.truncation_mode == "drop_turns" and its.max_seq_len is not None
         self._templates: dict[str, _Template] = {}
         self.num_per_turn = 0
-        """Conversations that were rendered turn by turn."""
+        """Number of conversations that were rendered turn by turn."""
 
     def render(self, conversation: Conversation) -> Document:
-        """The document it is. Raises BadRecord where the template refuses it or hides its turns."""
+        """Render a conversation. Raises BadRecord if the template fails or its turns cannot be
+        located."""
         if self._its.train_on_turns == "last":
             conversation = replace(conversation, trained=_last_turn_mask(conversation))
         return self._render(conversation, "any", 0)
 
     def render_completion(self, conversation: Conversation) -> Document:
-        """The document of a prompt and an answer, which is trained whole.
+        """Render a prompt and a completion, all of which is trained.
 
-        The tokens of the prompt are those it has by itself. Of its turns only what is before the
-        last one, which the answer is to, may be dropped.
+        The prompt has the same tokens as on its own. Its turns may be dropped, except the last one.
         """
         return self._render(conversation, "prompt", 0)
 
@@ -150,7 +150,7 @@ class Renderer:
 
     def _render_marked(self, template: str, conversation: Conversation) -> Document:
         text, spans = self._render_with_spans(template, conversation)
-        # A message may have several spans, or none: those before it are counted without it.
+        # A message may have any number of spans, so count those of the messages before it.
         counts = {0: 0, len(conversation.messages): len(spans)}
         kept: list[Span] = []
         for run in _trained_runs(conversation):
@@ -170,7 +170,7 @@ class Renderer:
                 "it begins with the assistant, so where its turn starts is not known; the chat "
                 "template needs {% generation %} marks",
             )
-        # The whole, and up to the end of each turn but one that ends it.
+        # The whole conversation, and the prefixes that end with a trained turn.
         ends = [num_messages, *(turn + 1 for turn in turns if turn + 1 < num_messages)]
         (text, *closed), _ = self._render_prefixes(template, conversation, ends, "closed")
         asking, _ = self._render_prefixes(template, conversation, turns, "asking")
@@ -191,7 +191,7 @@ class Renderer:
         return Document(text, tuple(spans), "cut")
 
     def _render_per_turn(self, template: str, conversation: Conversation) -> Document:
-        """Each answer as the template renders it last."""
+        """Render each answer as if it were the last message."""
 
         def render(messages: Sequence[Message], is_asking: bool) -> str:
             form = "asking" if is_asking else "closed"
@@ -205,9 +205,9 @@ class Renderer:
         )
         if self._its.chat_template == "auto" and not self.num_per_turn:
             log.warning(
-                "The chat template shows answers differently once others follow. Such "
-                "conversations are rendered turn by turn, each answer as it is when it is the last "
-                "one (data.chat_template: published leaves them out)."
+                "The chat template renders answers differently when other messages follow. Such "
+                "conversations are rendered turn by turn, each answer as if it were the last "
+                "message (data.chat_template: published drops them)."
             )
         self.num_per_turn += 1
         spans = [(start, self._end_of_turn(text, start, end)) for start, end in found]
@@ -216,7 +216,7 @@ class Renderer:
     def _render_with_spans(
         self, template: str, conversation: Conversation
     ) -> tuple[str, list[Span]]:
-        """The whole conversation, and the spans that its template marks."""
+        """Render the whole conversation with the spans of its generation blocks."""
         end = len(conversation.messages)
         [text], [spans] = self._render_prefixes(template, conversation, [end], "marked")
         return text, spans
@@ -228,8 +228,8 @@ class Renderer:
         ends: Sequence[int],
         form: Literal["marked", "closed", "asking"],
     ) -> tuple[list[str], list[list[Span]]]:
-        """Its messages up to each of `ends`, as the tokenizer's `apply_chat_template` renders them,
-        and the spans marked in each."""
+        """Render the messages up to each of `ends`, as `apply_chat_template` does, with the spans
+        of generation blocks."""
         beginnings = [conversation.messages[:end] for end in ends]
         return self._apply_template(template, beginnings, conversation.tools, form)
 
@@ -258,7 +258,7 @@ class Renderer:
         return end if last == start or text[last:end].strip() else last
 
     def _exclude_end_tokens(self, text: str, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """The spans, each up to the special token that ends it."""
+        """Shorten the spans to exclude their final special token."""
         found: list[Span] = []
         for start, end in spans:
             specials = list(self._special.finditer(text, start, end))
@@ -271,7 +271,7 @@ class Renderer:
 class _Template:
     text: str
     is_marked: bool
-    """Whether it says itself what the assistant's words are."""
+    """Whether it has generation blocks."""
 
 
 def _drop_nulls(message: Message) -> Message:
@@ -281,7 +281,7 @@ def _drop_nulls(message: Message) -> Message:
 
 
 def _require_tool_support(template: str, conversation: Conversation) -> None:
-    """Raises BadRecord where the template would leave them out without a word."""
+    """Raise BadRecord if the template would silently ignore tools."""
     are_called = any("tool_calls" in message for message in conversation.messages)
     for name, is_there in (("tools", conversation.tools), ("tool_calls", are_called)):
         if is_there and name not in template:
@@ -289,8 +289,8 @@ def _require_tool_support(template: str, conversation: Conversation) -> None:
 
 
 def _rename_reasoning(template: str, conversation: Conversation) -> Conversation:
-    """The conversation with reasoning under the name that the template reads. Raises BadRecord where
-    it reads none, and would leave reasoning out without a word."""
+    """Rename the reasoning field to the one that the template reads. Raises BadRecord if it reads
+    none and would silently ignore reasoning."""
     if not any(name in message for message in conversation.messages for name in REASONING):
         return conversation
     read = [name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template)]
@@ -307,7 +307,7 @@ def _rename_reasoning(template: str, conversation: Conversation) -> Conversation
 
 
 def _turn_starts(conversation: Conversation, part: _Part) -> list[int]:
-    """Where turns begin: at a user's words, and they last up to the user's next."""
+    """Start indices of turns; a turn starts with user messages and ends before the next ones."""
     messages = conversation.messages
     if part == "prompt" and True in conversation.trained:
         messages = messages[: conversation.trained.index(True)]
@@ -318,7 +318,7 @@ def _turn_starts(conversation: Conversation, part: _Part) -> list[int]:
 def _drop_oldest_turns(
     conversation: Conversation, starts: Sequence[int], turns: int
 ) -> Conversation:
-    """Without the oldest turns; what stands before the first turn stays where it is a system's."""
+    """Drop the oldest turns, keeping initial system messages."""
     messages = conversation.messages
     head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     kept = [*range(head), *range(starts[turns], len(messages))]
@@ -330,9 +330,10 @@ def _drop_oldest_turns(
 
 
 def _require_answers(text: str, conversation: Conversation) -> None:
-    """Raise BadRecord unless every answer that is trained is in the text, by how it ends.
+    """Raise BadRecord if the end of a trained answer is not in the text.
 
-    Templates take out reasoning and trim; some leave out whole turns without a word.
+    Only the end is compared, because templates strip text and remove reasoning. Some templates
+    silently skip whole turns.
     """
     for number, message in enumerate(conversation.messages, start=1):
         words = (message["content"] or "").rpartition("</think>")[2].strip()
@@ -344,7 +345,7 @@ def _require_answers(text: str, conversation: Conversation) -> None:
 
 
 def _last_turn_mask(conversation: Conversation) -> tuple[bool, ...]:
-    """Of what may be trained, that which follows the last question before the end of it."""
+    """Restrict trained messages to those after the last user message before the last of them."""
     trained = conversation.trained
     last = max((i for i, is_trained in enumerate(trained) if is_trained), default=0)
     asked = [i for i in range(last) if conversation.messages[i]["role"] == "user"]
@@ -357,8 +358,8 @@ def _message_prefix(conversation: Conversation, stop: int) -> Conversation:
 
 
 def _trained_runs(conversation: Conversation) -> list[tuple[int, int]]:
-    """Messages from the first number up to the second, so that all of the assistant's in them are
-    trained and no others: as few runs as there can be."""
+    """The fewest message ranges in which all assistant messages are trained, covering all trained
+    ones."""
     answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
     runs: list[tuple[int, int]] = []
     start: int | None = None

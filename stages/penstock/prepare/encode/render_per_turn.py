@@ -1,9 +1,9 @@
-"""Conversations whose chat template shows an answer differently once other messages follow it.
+"""Render conversations whose chat template renders an answer differently when others follow.
 
-Qwen3's template, for one, takes the reasoning out of all answers but the last one. A model that
-answers never sees its text change, so what it is to learn is each answer as it was written when it
-was the last: the text here is every turn as the template renders it last, one after another. Where
-a template does not change what it has rendered, that is its own rendering.
+Qwen3's template, for example, removes the reasoning from all answers except the last one. During
+generation the model's own text does not change, so each answer is trained as rendered when it is
+the last message; the text is the concatenation of these renderings. For a template that does not
+change earlier messages, this equals the normal rendering.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,11 @@ from penstock.prepare.encode.document import Span
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 
 Render = Callable[[Sequence[Message], bool], str]
-"""Messages to text; true: with the prompt for an answer at its end."""
+"""(messages, add_generation_prompt) -> text."""
 
 PLACEHOLDER = "\ue000answer\ue001"
-"""Stands for an answer while the text after it is looked for; no template knows its characters."""
+"""Replaces an answer to find the text after it; private-use characters that no template
+contains."""
 
 NEEDS_MARKS = (
     "otherwise once others follow, so its tokens are not known; the chat template needs "
@@ -28,11 +29,11 @@ NEEDS_MARKS = (
 def render_per_turn(
     render: Render, conversation: Conversation, ends_turn: Callable[[str], bool]
 ) -> tuple[str, list[Span]]:
-    """The text, and where each answer with what ends it stands in it, for every answer that is
-    trained. `ends_turn` says whether a text holds a token that ends a turn.
+    """(text, span of each trained answer with its end). `ends_turn` returns whether a text contains
+    a token that ends a turn.
 
-    Raises BadRecord where the template gives an answer another prompt than it asks with, or ends it
-    otherwise than it does once others follow.
+    Raises BadRecord if the template renders an answer without its generation prompt, or ends it
+    differently when other messages follow.
     """
     messages = conversation.messages
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -66,8 +67,8 @@ def _render_answer(render: Render, messages: Sequence[Message], place: int) -> s
 def _render_endings(
     render: Render, messages: Sequence[Message], place: int, following: int | None
 ) -> tuple[str, str]:
-    """What stands after the words of an answer: if it is the last message; and up to the words of
-    the following answer, or the end of the conversation."""
+    """(text after an answer that is the last message; text after it up to the next answer or the
+    end of the conversation)."""
     if following is None and place + 1 == len(messages):
         return "", ""
     kept = {name: value for name, value in messages[place].items() if name not in REASONING}
@@ -80,6 +81,6 @@ def _render_endings(
 
 
 def _common_prefix(one: str, other: str) -> str:
-    """What both begin with."""
+    """Longest common prefix."""
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(letter for letter, _ in pairs)

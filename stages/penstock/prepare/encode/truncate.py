@@ -1,7 +1,7 @@
-"""Samples brought down to the length that they may have, and what that costs counted.
+"""Truncate samples to `max_seq_len`, and count what is cut.
 
-Whole turns are dropped by rendering the conversation again without them, so that what is left is a
-conversation as the template makes it. The fewest that help are dropped.
+Turns are dropped by rendering the conversation again without them, so that the rest is rendered as
+a conversation of its own. As few turns as possible are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Encode = Callable[[Sequence[Document]], tuple[TokenSequences, dict[int, BadRecor
 
 @dataclass(slots=True)
 class TruncationCounts:
-    """What samples lost to their limit."""
+    """Counts of truncated samples, and of tokens and turns cut from them."""
 
     samples: int = 0
     tokens: int = 0
@@ -28,7 +28,7 @@ class TruncationCounts:
 
 
 class Truncator:
-    """Shortens samples that are too long, given how documents are encoded."""
+    """Truncates samples; `encode` encodes shortened documents."""
 
     def __init__(self, its: DatasetSettings, encode: Encode) -> None:
         self._its = its
@@ -37,9 +37,9 @@ class Truncator:
     def __call__(
         self, sides: Sequence[LabeledTokens], documents: Sequence[Document], cuts: TruncationCounts
     ) -> list[LabeledTokens]:
-        """The sides of one sample, none longer than `max_seq_len`. Raises BadRecord for one left out.
+        """Truncate the sides of one sample to `max_seq_len`. Raises BadRecord for a dropped sample.
 
-        `documents` are what the sides were encoded from; there are none for given tokens.
+        `documents` are the sides before encoding; empty for tokenized records.
         """
         lengths = [len(ids) for ids, _ in sides]
         found, turns = list(sides), 0
@@ -58,7 +58,7 @@ class Truncator:
     def _drop_turns(
         self, sides: list[LabeledTokens], documents: Sequence[Document]
     ) -> tuple[list[LabeledTokens], int]:
-        """Without the fewest of the oldest turns, but the last one stays however long it is."""
+        """Drop as few of the oldest turns as possible; the last turn is always kept."""
         fewest, most = 0, min(document.droppable_turns for document in documents)
         if not most:
             return sides, 0
@@ -86,7 +86,7 @@ class Truncator:
         return limit is None or max(len(ids) for ids, _ in sides) <= limit
 
     def _cut_tokens(self, sides: list[LabeledTokens]) -> list[LabeledTokens]:
-        """As `room.kept` says. The sides begin with the same prompt."""
+        """Cut tokens according to `truncated_lengths`. All sides start with the same prompt."""
         prompt = int(TokenSequences.from_list(sides).prompt_lengths()[0])
         stays = truncated_lengths(prompt, [len(ids) - prompt for ids, _ in sides], self._its)
         if stays is None:

@@ -1,4 +1,4 @@
-"""What a sample keeps when it is longer than it may be. Pure arithmetic of lengths."""
+"""Which tokens of a truncated sample are kept; pure arithmetic of lengths."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from penstock.prepare.settings import DatasetSettings
 
 Range = tuple[int, int]
-"""Tokens from the first number up to the second."""
+"""[start, stop) in tokens."""
 
 
 @dataclass(frozen=True)
 class TruncatedLengths:
-    """Tokens of the prompt, and of each answer to it, that stay."""
+    """Token ranges of the prompt and of each answer that are kept."""
 
     prompt: Range
     answers: tuple[Range, ...]
@@ -20,13 +20,12 @@ class TruncatedLengths:
 def truncated_lengths(
     prompt: int, answers: Sequence[int], its: DatasetSettings
 ) -> TruncatedLengths | None:
-    """What stays of a prompt and its answers, given their lengths; None if nothing does.
+    """Ranges to keep of a prompt and its answers, given their lengths; None to drop the sample.
 
-    Each answer makes a sample with the prompt, the same for all of them, and no sample is longer
-    than `max_seq_len`. First the prompt is shortened to `max_prompt_len`. Then `keep_end` takes
-    from the start of the prompt, and from an answer's start only what the prompt cannot give;
-    `keep_start`, and `drop_turns` once it has dropped what it may, take from the end; `drop`
-    leaves the sample out.
+    Prompt and answer together have at most `max_seq_len` tokens; the prompt range is the same for
+    all answers. First the prompt is cut to `max_prompt_len`. Then `keep_end` cuts the start of the
+    prompt, and of an answer only if that is not enough; `keep_start`, and `drop_turns` after
+    dropping turns, cut the end; `drop` drops the sample.
     """
     limit = its.max_seq_len
     everything = TruncatedLengths((0, prompt), tuple((0, answer) for answer in answers))

@@ -1,4 +1,4 @@
-"""`alpaca`: an instruction with its input, an answer, and what was said before them."""
+"""`alpaca`: instruction, input, output and history."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ HISTORY = "history"
 
 
 def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """What is asked, and the answer in `field_output`."""
+    """Parse a record: the instruction, and the answer in `field_output`."""
     asked = instruction_turns(settings, record)
     answer = get_text(record, settings.field_output)
     if not answer.strip():
@@ -28,7 +28,7 @@ def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation
 
 
 def instruction_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> list[Turn]:
-    """The question in `field_instruction` and `field_input`, after the turns in `history`."""
+    """The turns in `history`, then a user message from `field_instruction` and `field_input`."""
     asked = (
         get_text(record, settings.field_instruction),
         get_text_or_default(record, settings.field_input, "input"),
@@ -40,7 +40,7 @@ def instruction_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> l
 
 
 def system_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> str:
-    """The system prompt in `field_system`, or `system`; empty where there is none."""
+    """The system prompt in `field_system`, or in `system`; empty if there is none."""
     return get_text_or_default(record, settings.field_system, "system")
 
 

@@ -1,7 +1,8 @@
-"""Where a prompt ends and an answer to it begins, in the ways that records tell it.
+"""Split records of preference data and KTO into prompt and completion.
 
-An answer is text, a message, or messages, alone or after the prompt. The prompt has a column of
-its own, is what the answers have in common, or is a conversation that ends with the answer.
+A completion is text, a message, or messages, with or without the prompt before it. The prompt has
+its own column, is the common prefix of both completions, or is a conversation that ends with the
+completion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,34 +16,34 @@ from penstock.prepare.formats.sharegpt import parse_mixed_message, parse_mixed_m
 from penstock.prepare.settings import DatasetSettings
 
 CONVERSATIONS = ("messages", "conversations")
-"""Columns, and names in nested objects, that hold a whole conversation."""
+"""Columns, and members of nested objects, with a whole conversation."""
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages and the place in the record that they come from. There is at least one."""
+    """One or more messages, and their location in the record (`where`)."""
 
     where: str
     turns: Sequence[Turn]
 
     @property
     def is_conversation(self) -> bool:
-        """Whether these are a conversation, rather than an answer alone."""
+        """Whether they start with a prompt, rather than being a completion only."""
         return not self.turns[0].is_answer
 
     @property
     def ends_with_assistant(self) -> bool:
-        """Whether the assistant has the last word."""
+        """Whether the last message is the assistant's."""
         return self.turns[-1].is_answer
 
     def starts_with(self, turns: Sequence[Turn]) -> bool:
-        """Whether the messages are `turns`, or those and more."""
+        """Whether `turns` are a prefix of the messages."""
         return len(self.turns) >= len(turns) and all(map(messages_equal, self.turns, turns))
 
     def split_at(self, count: int) -> tuple["Messages", "Messages"]:
-        """The first messages, as a prompt that an answer can follow, and the others.
+        """Split into the first `count` messages (the prompt) and the rest (the completion).
 
-        Raises BadRecord where they cannot be that.
+        Raises BadRecord if either is empty or the prompt ends with the assistant.
         """
         if not count:
             raise BadRecord(
@@ -56,12 +57,12 @@ class Messages:
         return prompt, Messages(self.where, self.turns[count:])
 
     def split_last_answer(self) -> tuple["Messages", "Messages"]:
-        """What is said up to the assistant's last words, and those."""
+        """Split before the final assistant messages."""
         others = [place for place, turn in enumerate(self.turns) if not turn.is_answer]
         return self.split_at(others[-1] + 1 if others else 0)
 
     def require_prompt(self) -> "Messages":
-        """Itself. Raises BadRecord where the answer stands already."""
+        """Return self. Raises BadRecord if it ends with the assistant."""
         if self.ends_with_assistant:
             raise BadRecord(
                 "bad_value",
@@ -70,7 +71,7 @@ class Messages:
         return self
 
     def require_answer(self) -> "Messages":
-        """Itself. Raises BadRecord where it is no answer or says nothing."""
+        """Return self. Raises BadRecord if it does not end with a non-empty assistant message."""
         if not self.ends_with_assistant:
             raise BadRecord(
                 "bad_value", f"{self.where} does not end with an answer of the assistant's"
@@ -81,13 +82,13 @@ class Messages:
 
 
 def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
-    """What is in `field_prompt`; None where the record has no such column, or null there."""
+    """The messages in `field_prompt`; None if the record has no such column or it is null."""
     name = settings.field_prompt
     return None if record.get(name) is None else parse_any_messages(name, record[name], "user")
 
 
 def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
-    """The record's conversation in `field_messages`, or where it usually is; None without one."""
+    """The conversation in `field_messages`, or in a default column; None without one."""
     if settings.field_messages:
         found = get_column(record, settings.field_messages)
         return Messages(
@@ -97,7 +98,7 @@ def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> M
 
 
 def parse_any_messages(where: str, value: Any, speaker: str) -> Messages:
-    """What is said at `where`: text of the speaker, a message, or messages."""
+    """Parse text (a message with role `speaker`), a message, or a list of messages."""
     if isinstance(value, str):
         if not value.strip():
             raise BadRecord("empty", f"{where} is empty")
@@ -113,12 +114,12 @@ def parse_any_messages(where: str, value: Any, speaker: str) -> Messages:
 
 
 def messages_equal(one: Turn, other: Turn) -> bool:
-    """Whether two messages differ in nothing but the white space around their text."""
+    """Whether two messages are equal, ignoring white space around their text."""
     return _stripped(one) == _stripped(other)
 
 
 def missing_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> BadRecord:
-    """Why a record without any prompt is of no use."""
+    """Error for a record without a prompt."""
     try:
         get_column(record, settings.field_prompt)
     except BadRecord as fault:
@@ -133,7 +134,7 @@ def build_completion(
     answer: Messages,
     system: str | None = None,
 ) -> Conversation:
-    """The prompt, of which nothing is trained, and the answer."""
+    """Build a conversation of an untrained prompt and a trained completion."""
     untrained = [Turn(turn.message, trained=False) for turn in prompt.turns]
     return build_conversation(settings, record, [*untrained, *answer.turns], system)
 

@@ -1,7 +1,4 @@
-"""What a record says, whatever its format: a conversation, a pair of them, or a judged one.
-
-The formats that parse records end here; how it becomes text and tokens is told elsewhere.
-"""
+"""Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,32 +6,32 @@ from typing import Any
 Message = dict[str, Any]
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names under which a message has what was thought before its words; templates read one of them."""
+"""Message fields with reasoning content; chat templates read one of them."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in the form of OpenAI's chat, exactly as a chat template gets them."""
+    """Messages in OpenAI's chat format, as passed to the chat template."""
 
     messages: list[Message]
     """Each has a `role` (`system`, `user`, `assistant` or `tool`) and a `content`: text, or null
-    beside the `tool_calls` of an assistant, whose `arguments` are objects."""
+    for assistant messages with `tool_calls`, whose `arguments` are objects."""
 
     tools: list[dict[str, Any]] | None
-    """What the model may call, each as `{"type": "function", "function": {…}}`."""
+    """Tool definitions, each `{"type": "function", "function": {…}}`."""
 
     trained: tuple[bool, ...]
-    """Whether a message may be trained, one for each. Only the assistant's are."""
+    """Whether each message may be trained; false for all but assistant messages."""
 
     @property
     def begins_with_assistant(self) -> bool:
-        """Whether an answer comes before anything is asked; a system prompt asks nothing."""
+        """Whether the first message after system prompts is the assistant's."""
         roles = (message["role"] for message in self.messages)
         return next((role for role in roles if role != "system"), None) == "assistant"
 
     @property
     def has_blank_answer(self) -> bool:
-        """Whether an answer that is trained says nothing and calls nothing."""
+        """Whether a trained message has neither text nor tool calls."""
         return any(
             trained and not message.get("tool_calls") and not (message["content"] or "").strip()
             for message, trained in zip(self.messages, self.trained, strict=True)
@@ -43,17 +40,17 @@ class Conversation:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """A prompt with two answers. The prompt's messages are the same, and only answers trained."""
+    """Two completions of the same prompt; only the completions are trained."""
 
     chosen: Conversation
     rejected: Conversation
     score_gap: float | None = None
-    """By how much the chosen answer is scored higher, where answers are scored."""
+    """Chosen score minus rejected score; None without scores."""
 
 
 @dataclass(frozen=True)
 class RatedCompletion:
-    """A prompt and an answer, which alone is trained, with a verdict on it."""
+    """A prompt and a trained completion that is desirable or not (KTO)."""
 
     conversation: Conversation
     desirable: bool

@@ -32,7 +32,7 @@ SIDES = 2
 
 
 def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """As many answers as questions; `label` has a 0 for each answer that is not to be trained."""
+    """Parse a conversation: one answer per question; answers with `label` 0 are not trained."""
     system, asked = _parse_prompt(settings, record)
     said = _parse_texts("tgt", get_column(record, "tgt"))
     given = record.get("label")
@@ -52,9 +52,9 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
 
 
 def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
-    """One answer less than questions, and two to the last in `response`, ranked by `sort`.
+    """Parse a pair: `response` has two answers to the last question, ranked by `sort`.
 
-    A response is a text, or an odd number of them: the assistant's, the user's, the assistant's, …
+    A response is one text, or an odd number of alternating assistant and user texts.
     """
     system, asked = _parse_prompt(settings, record)
     earlier = record.get("tgt")
@@ -78,7 +78,7 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pr
 
 
 def _parse_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """The system prompt, empty where there is none, and what the user says."""
+    """(system prompt, empty if there is none; user messages)."""
     system = get_text_or_default(record, settings.field_system, "system").strip()
     asked = _parse_texts("src", get_column(record, "src"))
     if not _has_system_in_src(record):
@@ -98,7 +98,7 @@ def _has_system_in_src(record: Mapping[str, Any]) -> bool:
 
 
 def _drop_system_entry(record: Mapping[str, Any], said: list[str], count: int) -> list[str]:
-    """The answers without the one that stands beside a system prompt in `src`."""
+    """The answers without the entry for a system prompt in `src`."""
     return said[1:] if _has_system_in_src(record) and len(said) == count + 1 else said
 
 
@@ -118,7 +118,7 @@ def _require_no_empty(name: str, texts: Sequence[str]) -> None:
 
 
 def _alternate(asked: Sequence[str], said: Sequence[str]) -> list[Turn]:
-    """Questions and answers one after the other, beginning with a question."""
+    """Alternate questions and answers, starting with a question."""
     turns: list[Turn] = []
     for place, question in enumerate(asked):
         turns.append(text_turn("user", question))
@@ -149,7 +149,7 @@ def _parse_response(responses: Sequence[Any], index: int) -> Messages:
 
 
 def _preferred_index(ranks: Any) -> int:
-    """Which of two responses has the higher rank."""
+    """Index of the response with the higher rank."""
     are_two = isinstance(ranks, list) and len(ranks) == SIDES
     if not are_two or not all(isinstance(rank, int | float) for rank in ranks):
         raise BadRecord(

@@ -1,6 +1,6 @@
-"""Dialogues that are one text, as in hh-rlhf: turns that begin with `Human:` and `Assistant:`.
+"""Dialogues in one text, as in hh-rlhf: turns that start with `Human:` or `Assistant:`.
 
-A turn begins at the start of the text or after an empty line. White space around it is left out.
+A turn starts at the beginning of the text or after an empty line, and is stripped.
 """
 
 import re
@@ -16,7 +16,7 @@ _TURN = re.compile(rf"(?:\A\s*|\n\n)({'|'.join(SPEAKERS)}):")
 
 
 def parse_dialogue(where: str, value: Any) -> Messages | None:
-    """The turns that the text at `where` consists of; None for anything else."""
+    """Parse the turns of a dialogue text; None for any other value."""
     if not isinstance(value, str):
         return None
     ahead, *parts = _TURN.split(check_text(where, value))

@@ -1,4 +1,4 @@
-"""`instruction`: a question and its answer, trained on the answer."""
+"""`instruction`: an instruction and its output; the output is trained."""
 
 from penstock.prepare.bad_records import BadRecord, get_optional_text, get_text
 from penstock.prepare.formats.conversation import Conversation, Message
@@ -10,7 +10,7 @@ BREAK = "\n\n"
 
 
 def instruction(settings: DatasetSettings, record: Record) -> Conversation:
-    """Columns `field_instruction`, `field_output`, and if named `field_input`, `field_system`."""
+    """Parse `field_instruction` and `field_output`, and `field_input` and `field_system` if set."""
     question = get_text(record, settings.field_instruction)
     answer = get_text(record, settings.field_output)
     for name, value in (
@@ -26,7 +26,7 @@ def instruction(settings: DatasetSettings, record: Record) -> Conversation:
 
 
 def question_and_answer(system: str, question: str, answer: str) -> Conversation:
-    """A conversation of two turns, trained on the second, after a system prompt if there is one."""
+    """Build a conversation of an optional system prompt, a question and a trained answer."""
     turns = [("system", system)] if system else []
     turns += [("user", question), ("assistant", answer)]
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]

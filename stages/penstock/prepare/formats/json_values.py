@@ -1,4 +1,4 @@
-"""JSON values inside records: read from text, checked, and written as text."""
+"""JSON values in records: parse, validate and serialize."""
 
 import json
 import math
@@ -7,26 +7,26 @@ from typing import Any
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
 
 MAX_DEPTH = 64
-"""Levels of lists and objects in one another; templates that walk a value recurse as deep."""
+"""Maximum nesting depth, because chat templates traverse values recursively."""
 
 Object = dict[str, Any]
 
 
 def check_json(where: str, value: Any) -> Any:
-    """`value`, found at `where`, which must be JSON that UTF-8 can hold."""
+    """Return `value`, which must be JSON that can be encoded as UTF-8."""
     _check(where, value, MAX_DEPTH)
     return value
 
 
 def check_object(where: str, value: Any) -> Object:
-    """`value`, found at `where`, which must be an object of JSON."""
+    """Return `value`, which must be a JSON object."""
     if isinstance(value, dict):
         return check_json(where, value)
     raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where an object is meant")
 
 
 def parse_json_text(where: str, value: Any) -> Any:
-    """`value`, or what it means where it is JSON as text."""
+    """Return `value`, parsed as JSON if it is a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -40,7 +40,7 @@ def parse_json_text(where: str, value: Any) -> Any:
 
 
 def to_json_text(where: str, value: Any) -> str:
-    """`value` as JSON on one line without spaces, its characters as they are."""
+    """Serialize `value` as compact JSON without ASCII escapes."""
     return json.dumps(check_json(where, value), ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,6 +1,6 @@
-"""`kto`: a prompt, an answer, and whether it is good.
+"""`kto`: a prompt, a completion, and whether it is desirable.
 
-The prompt and the answer have columns of their own, or a conversation ends with the answer.
+Prompt and completion have their own columns, or a conversation ends with the completion.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ BAD = ("false", "0", "no", "bad", "undesirable", "rejected")
 
 
 def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedCompletion:
-    """A judged answer. Raises BadRecord where it cannot be used."""
+    """Parse a rated completion. Raises BadRecord if it cannot be used."""
     desirable = _require_label(settings.field_label, get_column(record, settings.field_label))
     prompt, answer = _split_prompt(settings, record)
     return RatedCompletion(
@@ -32,7 +32,7 @@ def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedCompletion
 
 
 def parse_kto_label(value: Any) -> bool | None:
-    """Whether a value says good or bad; None where it is no verdict."""
+    """True for desirable, False for undesirable; None if the value is neither."""
     word = str(value).strip().lower() if isinstance(value, str) else None
     if word in GOOD or value == 1:
         return True

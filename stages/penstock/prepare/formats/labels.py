@@ -1,4 +1,4 @@
-"""Which answers are trained, as a list of 0 and 1 beside them says."""
+"""Parse lists of 0 and 1 that say which assistant messages are trained."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from penstock.prepare.bad_records import BadRecord, describe_value
 
 
 def parse_labels(where: str, value: Any, count: int, why: str) -> list[bool]:
-    """The `count` labels in the list `value`. `why` says what makes it that many.
+    """Parse a list of `count` labels; `why` explains the count in the error.
 
-    Raises BadRecord for a list of another length and for entries that are neither 0 nor 1.
+    Raises BadRecord for another length and for entries other than 0 and 1.
     """
     if not isinstance(value, list) or len(value) != count:
         raise BadRecord(

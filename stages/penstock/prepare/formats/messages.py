@@ -1,8 +1,8 @@
-"""Messages as OpenAI's chat has them: a role, a content, tool calls and their results.
+"""Parse messages in OpenAI's chat format: role, content, tool calls and tool results.
 
-What a message has beside these is kept where it is text or JSON, since templates read more than
-one name (`name`, `tool_call_id`, `reasoning_content`); nulls are left out, since files of columns
-fill in what other messages have.
+Other fields of a message are kept if they are text or JSON, because chat templates read some of
+them (`name`, `tool_call_id`, `reasoning_content`). Nulls are dropped, because columnar files fill
+absent fields with nulls.
 """
 
 import difflib
@@ -29,10 +29,10 @@ from penstock.prepare.formats.tool_calls import (
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
-"""Parts of a message that are no text."""
+"""Message fields with media other than text."""
 
 READ_FIELDS = frozenset(("tool_calls", "function_call", "weight"))
-"""Parts of a message that are read one by one, besides who says what."""
+"""Message fields that are parsed separately, besides role and content."""
 
 TEXT, REASON, CALL, RESULT = "text", "reasoning", "tool_call", "tool"
 PARTS: Mapping[str, str] = {
@@ -41,13 +41,12 @@ PARTS: Mapping[str, str] = {
     **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
     **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
 }
-"""Types of parts of a message, and what they hold: words, what is thought before them, calls of
-tools, or a tool's answer."""
+"""Types of content parts: text, reasoning, tool calls, or a tool result."""
 
 
 @dataclass(frozen=True)
 class MessageKeys:
-    """What a message calls its speaker and its words, and who the speakers are."""
+    """Names of a message's role and content fields, and its role names."""
 
     role: str
     content: str
@@ -67,8 +66,8 @@ OPENAI = MessageKeys(
         "ipython": "tool",
     },
 )
-"""`developer` is the newer name of `system`, `function` and `ipython` older ones of `tool`; few
-templates know them, and those that do not leave such messages out without a word."""
+"""`developer` is a newer name of `system`; `function` and `ipython` are older names of `tool`. Most
+chat templates do not know them and silently skip such messages."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +79,18 @@ class Turn:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the assistant says it."""
+        """Whether it is an assistant message."""
         return self.message["role"] == "assistant"
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing is said and nothing called."""
+        """Whether it has neither text nor tool calls."""
         content = self.message["content"]
         return "tool_calls" not in self.message and not (content and content.strip())
 
 
 def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """The messages in `field_messages`, or `messages`. Raises BadRecord where they cannot be used."""
+    """Parse `field_messages`, or `messages`. Raises BadRecord if they cannot be used."""
     name = settings.field_messages or "messages"
     turns = parse_messages(name, get_column(record, name))
     labels = record.get(settings.field_label)
@@ -104,9 +103,9 @@ def build_conversation(
     turns: Sequence[Turn],
     system: str | None = None,
 ) -> Conversation:
-    """`turns` with the tools in `field_tools`, where the record has them, and a system prompt.
+    """Build a conversation from `turns`, the tools in `field_tools`, and a system prompt.
 
-    The prompt is `system`, or the text in `field_system`; one that the turns begin with stays.
+    The system prompt is `system`, or the text in `field_system`, unless the turns start with one.
     """
     first = get_optional_text(record, settings.field_system) if system is None else system
     if first and turns[0].message["role"] != "system":
@@ -119,12 +118,12 @@ def build_conversation(
 
 
 def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str) -> str:
-    """The text in the column that is named, or in the usual one; empty if a record lacks that."""
+    """The text in column `name`, or in the default column `usual`; empty if that is missing."""
     return get_optional_text(record, name or (usual if usual in record else None))
 
 
 def parse_messages(where: str, value: Any) -> list[Turn]:
-    """The messages in a list of them."""
+    """Parse a list of messages."""
     return [
         parse_message(f"{where}[{index}]", entry) for index, entry in list_entries(where, value)
     ]
@@ -134,7 +133,7 @@ _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
 def list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
-    """The entries of what must be a list of messages, or one as JSON text, with their places."""
+    """Enumerate a list of messages, which may be JSON text."""
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
         raise BadRecord(
@@ -152,7 +151,7 @@ def list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
 
 
 def parse_message(where: str, value: Any, spelling: MessageKeys = OPENAI) -> Turn:
-    """One message."""
+    """Parse one message."""
     if not isinstance(value, dict):
         raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(value)} where an object is meant"
@@ -170,12 +169,12 @@ def parse_message(where: str, value: Any, spelling: MessageKeys = OPENAI) -> Tur
 
 
 def text_turn(role: str, text: str) -> Turn:
-    """A message of nothing but text that has been checked, trained if it is the assistant's."""
+    """A message with checked text only; trained if it is the assistant's."""
     return Turn({"role": role, "content": text}, trained=role == "assistant")
 
 
 def is_trained(where: str, weight: Any) -> bool:
-    """What a weight of 0 or 1 says; 1 where there is none."""
+    """Parse a message's weight, 0 or 1; a missing weight is 1."""
     if weight is None:
         return True
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
@@ -190,14 +189,14 @@ def is_trained(where: str, weight: Any) -> bool:
 
 
 def normalize_role(said: str) -> str:
-    """A speaker's name as it is usually written."""
+    """Normalize the spelling of a role."""
     return said.strip().lower().replace("-", "_")
 
 
 def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
-    """`turns`, of which answers labelled 0 are not trained.
+    """Mark assistant messages with label 0 as untrained.
 
-    Labels are a list, or one as JSON text; a word or a number is about something else.
+    Labels are a list, possibly as JSON text; a label column with other values is unrelated.
     """
     is_text = isinstance(value, str) and value.lstrip().startswith("[")
     found = parse_json_text(where, value) if is_text else value
@@ -256,8 +255,7 @@ def _parse_content(
 
 
 def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
-    """The message with words, reasoning and calls in members of their own, where its content is a
-    list of parts."""
+    """Merge a content that is a list of parts into text, reasoning and tool call fields."""
     content = value.get(name)
     at = f"{where}.{name}"
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
@@ -282,7 +280,7 @@ def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
 
 
 def _is_part_list(content: list[Any]) -> bool:
-    """Whether a list is the parts of a message, rather than a result of a tool."""
+    """Whether a list consists of content parts, rather than being a JSON result of a tool."""
     return bool(content) and all(
         isinstance(part, dict) and part.get("type") in PARTS and _part_value(part) is not None
         for part in content
@@ -290,13 +288,13 @@ def _is_part_list(content: list[Any]) -> bool:
 
 
 def _part_value(part: Message) -> Any:
-    """What a part holds: under the name of its type, `text`, `value` or `content`."""
+    """The value of a part, in the field named as its type, `text`, `value` or `content`."""
     names = (str(part["type"]), "text", "value", "content")
     return next((part[name] for name in names if part.get(name) is not None), None)
 
 
 def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
-    """What a part is, and the texts or calls in it."""
+    """(type of a part, its texts or tool calls)."""
     if not isinstance(part, dict) or "type" not in part:
         raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
@@ -304,15 +302,14 @@ def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
     kind = PARTS.get(str(part["type"]))
     if kind is None:
         known = ", ".join(dict.fromkeys(PARTS.values()))
-        told = f"{where} is of type {str(part['type'])[:40]!r}"
+        why = f"{where} is of type {str(part['type'])[:40]!r}"
         raise BadRecord(
-            "bad_value", f"{told}; only text can be trained on, in parts of type {known}"
+            "bad_value", f"{why}; only text can be trained on, in parts of type {known}"
         )
     inside = _part_value(part)
     if inside is None:
         names = ", ".join(part)
-        told = f"{where} has no text and no value; it has {names}"
-        raise BadRecord("missing_column", told)
+        raise BadRecord("missing_column", f"{where} has no text and no value; it has {names}")
     if kind == CALL:
         return kind, parse_inline_calls(where, inside)
     if kind == RESULT and not isinstance(inside, str):

@@ -1,4 +1,4 @@
-"""`text`: documents trained whole."""
+"""`text`: documents; all tokens are trained."""
 
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
 from penstock.prepare.formats.sample import Record, Text
@@ -6,7 +6,7 @@ from penstock.prepare.settings import DatasetSettings
 
 
 def plain(settings: DatasetSettings, record: Record) -> Text:
-    """The text in the column `field_text`, or the texts in it, one right after another."""
+    """The text in `field_text`; a list of texts is concatenated."""
     name = settings.field_text
     value = get_column(record, name)
     if isinstance(value, list):

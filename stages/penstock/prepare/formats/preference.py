@@ -1,9 +1,9 @@
-"""`preference`: a prompt, a better and a worse answer, however they are nested.
+"""`preference`: a prompt, a chosen and a rejected completion, in several layouts.
 
-A prompt has a column of its own; or it is a conversation (`field_messages`, `messages` or
-`conversations`), which may end with the better answer; or both answers are whole conversations, and
-it is what they have in common, up to where the assistant speaks; or it is asked as in `alpaca`; or
-both answers are texts that hold whole dialogues.
+The prompt is one of: its own column; a conversation (`field_messages`, `messages` or
+`conversations`), which may end with the chosen completion; the common prefix of two whole
+conversations, up to an assistant message; `alpaca` columns; the common prefix of two dialogue
+texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ from penstock.prepare.formats.messages import Turn
 from penstock.prepare.settings import DatasetSettings
 
 REJECTED_RESPONSE = "rejected_response"
-"""The worse answer's usual column beside a conversation that ends with the better one."""
+"""Default column of the rejected completion beside a conversation that ends with the chosen one."""
 
 MAX_SCORE_GAP = float(np.finfo(np.float32).max)
-"""Between two scores: gaps are kept in fp32."""
+"""Maximum score difference: it is stored in fp32."""
 
 
 def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
-    """The two answers of a record. Raises BadRecord where they cannot be told apart or used."""
+    """Parse a pair. Raises BadRecord if it cannot be used or its completions are equal."""
     return replace(_parse_pair(settings, record), score_gap=_score_gap(settings, record))
 
 
@@ -66,7 +66,7 @@ def build_pair(
     rejected: Messages,
     system: str | None = None,
 ) -> PreferencePair:
-    """A prompt and two answers that say something, and not the same."""
+    """Build a pair of two non-empty, different completions."""
     worse = rejected.require_answer()
     better = chosen.require_answer()
     if better.starts_with(worse.turns) and worse.starts_with(better.turns):
@@ -80,7 +80,7 @@ def build_pair(
 def _pair_from_text(
     settings: DatasetSettings, record: Mapping[str, Any], chosen: Messages, rejected: Messages
 ) -> PreferencePair:
-    """Two answers to what is asked as in `alpaca`, or else two dialogues that share a prompt."""
+    """Parse two completions of an `alpaca` prompt, or two dialogue texts with a common prompt."""
     if record.get(settings.field_instruction) is not None:
         asked = Messages(settings.field_instruction, instruction_turns(settings, record))
         prompt, better, worse = _split_prompt(asked, chosen, rejected)
@@ -93,7 +93,7 @@ def _pair_from_text(
 
 
 def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | None:
-    """By how much the better answer is scored higher; None where scores are not asked for."""
+    """Chosen score minus rejected score; None if no score columns are set."""
     named = [name for field in SCORES if (name := getattr(settings, field)) is not None]
     if len(named) < len(SCORES):
         return None
@@ -113,7 +113,7 @@ def _parse_side(name: str, record: Mapping[str, Any]) -> Messages:
 def _split_prompt(
     asked: Messages | None, chosen: Messages, rejected: Messages
 ) -> tuple[Messages, Messages, Messages]:
-    """Prompt, better answer and worse answer."""
+    """(prompt, chosen completion, rejected completion)."""
     prompt = asked.require_prompt() if asked else Messages("", ())
     if not chosen.is_conversation and not rejected.is_conversation:
         return prompt, chosen, rejected
@@ -129,13 +129,13 @@ def _split_prompt(
 
 
 def _ends_with(turns: Sequence[Turn], prompt: Sequence[Turn]) -> bool:
-    """Whether the prompt's messages come last: a system prompt may stand before them."""
+    """Whether `prompt` is a suffix of `turns`; a system prompt may precede it."""
     tail = turns[len(turns) - len(prompt) :] if len(prompt) <= len(turns) else ()
     return len(tail) == len(prompt) and all(map(messages_equal, tail, prompt))
 
 
 def _shared_prompt_length(chosen: Messages, rejected: Messages) -> int:
-    """How many messages both begin with, up to where the assistant speaks in both."""
+    """Number of common messages before the last position where the assistant answers in both."""
     sides = list(zip(chosen.turns, rejected.turns, strict=False))
     alike = next((i for i, side in enumerate(sides) if not messages_equal(*side)), len(sides))
     starts = (

@@ -1,4 +1,4 @@
-"""The one table of formats."""
+"""Table of formats by name."""
 
 from penstock.config.schema.dataset import FormatName
 from penstock.prepare.formats.alpaca import alpaca

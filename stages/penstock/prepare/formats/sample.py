@@ -1,4 +1,4 @@
-"""What a format makes of a record: something said, a text, or tokens. None of it is encoded yet."""
+"""Output types of formats: conversations, pairs, rated completions, texts or token ids."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Text:
-    """A document that is trained whole."""
+    """A document; all of its tokens are trained."""
 
     text: str
 
 
 @dataclass(slots=True)
 class TokenizedSample:
-    """A sample as it is: `labels[t]` is `input_ids[t]` where that is trained, -100 elsewhere."""
+    """A tokenized record: `labels[t]` is `input_ids[t]` if trained, else -100."""
 
     input_ids: Tokens
     labels: Tokens
@@ -31,4 +31,4 @@ class TokenizedSample:
 Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample
 Record = Mapping[str, Any]
 Format = Callable[[DatasetSettings, Record], Parsed]
-"""What a record says. Raises BadRecord where it says nothing."""
+"""Parses a record. Raises BadRecord if it cannot be used."""

@@ -1,7 +1,7 @@
-"""`sharegpt`: conversations of `from` and `value`, tools called and answered in turns of their own.
+"""`sharegpt`: messages with `from` and `value`; tool calls and results are separate messages.
 
-Messages spelled as OpenAI's may stand among them. A call that follows the assistant's words or
-other calls belongs to the same message, as it does where models speak.
+OpenAI messages may occur among them. A tool call after assistant text or another call is merged
+into the same message, as models generate them.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ SHAREGPT = MessageKeys("from", "value", ROLES)
 MIXED = MessageKeys("role", "content", ROLES)
 
 CALL_ROLES = ("function_call", "tool_call", "tool_calls")
-"""Speakers whose words are calls of tools, as JSON."""
+"""Roles whose content is tool calls, as JSON."""
 
 
 def sharegpt(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """The turns in `field_messages`, or `conversations`; a system prompt in `field_system`."""
+    """Parse `field_messages`, or `conversations`; the system prompt is in `field_system`."""
     name = settings.field_messages or "conversations"
     turns = parse_mixed_messages(name, get_column(record, name))
     return build_conversation(
@@ -48,7 +48,7 @@ def sharegpt(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversati
 
 
 def parse_mixed_messages(where: str, value: Any) -> list[Turn]:
-    """The messages in a list of them, each spelled in either way."""
+    """Parse a list of messages in ShareGPT or OpenAI format."""
     turns: list[Turn] = []
     for index, entry in list_entries(where, value):
         turn = parse_mixed_message(f"{where}[{index}]", entry)
@@ -60,7 +60,7 @@ def parse_mixed_messages(where: str, value: Any) -> list[Turn]:
 
 
 def parse_mixed_message(where: str, value: Any) -> Turn:
-    """A message, spelled in either way."""
+    """Parse a message in ShareGPT or OpenAI format."""
     if not isinstance(value, dict):
         return parse_message(where, value, SHAREGPT)
     spelling = SHAREGPT if "from" in value or "role" not in value else MIXED
@@ -76,7 +76,7 @@ def parse_mixed_message(where: str, value: Any) -> Turn:
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:
-    """Whether `turn` is nothing but calls, and the assistant has just spoken alike."""
+    """Whether `turn` has only tool calls and follows an assistant message that is trained alike."""
     return (
         set(turn.message) == {"role", "content", "tool_calls"}
         and turn.message["content"] is None

@@ -1,4 +1,4 @@
-"""`tokenized`: records that hold `input_ids` and unshifted `labels` already."""
+"""`tokenized`: records with `input_ids` and unshifted `labels`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def tokenized(_: DatasetSettings, record: Record) -> TokenizedSample:
-    """The two columns as they are. That the vocabulary holds them is checked where it is known."""
+    """Parse both columns. The encoder checks that token ids are in the vocabulary."""
     ids, labels = _parse_ids(record, "input_ids"), _parse_ids(record, "labels")
     if len(ids) != len(labels):
         raise BadRecord("bad_value", f"input_ids has {len(ids)} entries and labels {len(labels)}")
@@ -40,7 +40,7 @@ def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
 
 
 def _check_array(name: str, value: npt.NDArray[np.integer]) -> Tokens:
-    """Ids as a file holds them in one piece."""
+    """Check an array of token ids, as the Megatron reader returns."""
     if len(value) and not (_INT32.min <= value.min() and value.max() <= _INT32.max):
         raise BadRecord("bad_value", f"{name} holds a number of over 32 bits")
     return value.astype(np.int32)

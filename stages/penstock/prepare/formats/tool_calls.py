@@ -1,4 +1,4 @@
-"""Tools in records: those a model may call, and the calls it makes, in OpenAI's form."""
+"""Parse tool definitions and tool calls in OpenAI's format."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from penstock.prepare.formats.json_values import Object, check_json, check_objec
 
 
 def parse_tools(where: str, value: Any) -> list[Object] | None:
-    """The tools in `value`: a list of them, or that list as JSON text; None where there is none.
+    """Parse a list of tools, possibly as JSON text; None if there is none.
 
-    A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. All else stays
-    as it is, nulls too: templates write tools as JSON, so a null is read by the model.
+    A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. Other fields
+    are kept, including nulls: chat templates write tools as JSON, so the model sees nulls.
     """
     if value is None or value == "":
         return None
@@ -23,7 +23,7 @@ def parse_tools(where: str, value: Any) -> list[Object] | None:
 
 
 def parse_tool_calls(where: str, value: Any) -> list[Object]:
-    """The calls in `value`: a list of them, or that list as JSON text."""
+    """Parse a list of tool calls, possibly as JSON text."""
     found = parse_json_text(where, value)
     if not isinstance(found, list):
         raise BadRecord(
@@ -33,7 +33,7 @@ def parse_tool_calls(where: str, value: Any) -> list[Object]:
 
 
 def parse_inline_calls(where: str, value: Any) -> list[Object]:
-    """The calls that a turn consists of: one or a list of them, usually as JSON text."""
+    """Parse a message content of one tool call or a list, usually as JSON text."""
     found = parse_json_text(where, value)
     if isinstance(found, list) and found:
         return parse_tool_calls(where, found)
@@ -41,7 +41,7 @@ def parse_inline_calls(where: str, value: Any) -> list[Object]:
 
 
 def parse_tool_call(where: str, value: Any) -> Object:
-    """A function's name and arguments as a call."""
+    """Build a tool call from a function's name and arguments."""
     return {"type": "function", "function": _parse_function(where, value)}
 
 
@@ -94,7 +94,8 @@ def _require_function_type(where: str, entry: Object) -> None:
     said = entry.get("type")
     if said not in (None, "function"):
         raise BadRecord(
-            "bad_value", f"{where}.type is {check_json(where, said)!r}; only 'function' is known"
+            "bad_value",
+            f"{where}.type is {check_json(where, said)!r}; only 'function' is known",
         )
 
 

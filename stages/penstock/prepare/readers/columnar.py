@@ -1,4 +1,4 @@
-"""Columnar files: Parquet by row groups, Arrow files by record batches, Arrow streams whole."""
+"""Read Parquet files by row groups, Arrow files by record batches, and whole Arrow streams."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
 
 ARROW_FILE = b"ARROW1"
-"""How an Arrow file begins, and a stream does not."""
+"""Magic bytes of an Arrow file; an Arrow stream has none."""
 
 
 def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
@@ -48,7 +48,7 @@ def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
 
 
 def _buffer_options(source: SourceFile) -> dict[str, Any]:
-    """Local columns are read a page at a time; remote ones at once, to make fewer requests."""
+    """Read local columns page by page; remote ones at once, for fewer requests."""
     is_local = isinstance(source.location, Path)
     return {"buffer_size": 1 << 20, "pre_buffer": False} if is_local else {}
 
@@ -77,16 +77,16 @@ def _to_records(batch: pa.RecordBatch) -> list[Value]:
 
 
 def _has_structs(kind: pa.DataType) -> bool:
-    """Whether there are objects in a column. Lists of token ids are not walked through."""
+    """Whether a column contains structs. Other columns, such as token ids, are not traversed."""
     inner = (kind.field(number).type for number in range(kind.num_fields))
     return pa.types.is_struct(kind) or any(_has_structs(each) for each in inner)
 
 
 def drop_nulls(value: Any) -> Any:
-    """Nested objects without their null members.
+    """Remove null members from nested objects.
 
-    Arrow gives every struct of a column the names of all others, with nulls. What was null and what
-    was absent cannot be told apart; absent is meant far more often.
+    Arrow gives all structs of a column the same members and fills in nulls, so null and absent
+    members cannot be distinguished; absent is far more common.
     """
     if isinstance(value, dict):
         members = cast("dict[str, Any]", value).items()
@@ -98,7 +98,7 @@ def drop_nulls(value: Any) -> Any:
 
 @contextmanager
 def arrow_errors(source: SourceFile, kind: str) -> Generator[None]:
-    """Turns Arrow's complaints about a file into ours; one that is absent is no such complaint."""
+    """Raise StageError instead of Arrow's errors, except for a missing file."""
     try:
         yield
     except FileNotFoundError:
@@ -106,5 +106,5 @@ def arrow_errors(source: SourceFile, kind: str) -> Generator[None]:
     except (pa.ArrowException, OSError) as error:
         raise StageError(
             f"{source.name} cannot be read as {kind}: {error}\n"
-            "  It may be cut short or of another kind: write it again, or set ds_type."
+            "  It may be truncated or of another type: write it again, or set ds_type."
         ) from error

@@ -1,4 +1,4 @@
-"""A source's files as streams, decompressed where their name says they are compressed."""
+"""Open files of a source as streams, decompressed according to their names."""
 
 import bz2
 import gzip
@@ -18,28 +18,27 @@ from penstock.core.remote.open import open_file
 from penstock.core.sources.local_files import detect_compression
 
 DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
-"""What a damaged compressed file raises, by the libraries that read it."""
+"""Errors that the decompression libraries raise for damaged files."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source: what people call it, where it lies, and how it is pinned."""
+    """One file of a source: its display name, location and pin."""
 
     name: str
     location: Path | str = field(compare=False)
     pinned: Mapping[str, Any] = field(default_factory=dict)
     data_file: "SourceFile | None" = None
-    """The file with the data, where this one is its index."""
+    """The data file (.bin), if this file is a Megatron index (.idx)."""
 
     @property
     def compression(self) -> str | None:
-        """How it is compressed, told from its name."""
+        """Compression, from the file name; None if uncompressed."""
         return detect_compression(self.name)
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:
-        """Its bytes, decompressed and buffered. Raises StageError when compressed data breaks
-        off."""
+        """Open as a decompressed, buffered stream. Raises StageError if decompression fails."""
         with open_file(self.location, self.pinned) as raw:
             if self.compression is None:
                 yield _buffer(raw)
@@ -50,11 +49,11 @@ class SourceFile:
             except DECOMPRESSION_ERRORS as error:
                 raise StageError(
                     f"{self.name} cannot be decompressed as {self.compression}: {error}\n"
-                    "  It may be cut short or of another kind: write it again, or rename it."
+                    "  It may be truncated or of another type: write it again, or rename it."
                 ) from error
 
     def open_arrow(self) -> Any:
-        """It for pyarrow: read, not mapped, for mapped pages would count as memory."""
+        """Open for pyarrow; not memory-mapped, because mapped pages count as used memory."""
         if isinstance(self.location, Path):
             return pa.OSFile(str(self.location))
         return pa.PythonFile(open_file(self.location, self.pinned), mode="r")
@@ -79,7 +78,7 @@ def _buffer(stream: Any) -> BinaryIO:
 
 
 class _ArrowRawIO(io.RawIOBase):
-    """An Arrow stream as one of Python's."""
+    """An Arrow stream as a Python raw stream."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

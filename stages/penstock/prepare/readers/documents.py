@@ -1,4 +1,4 @@
-"""Files that are read from their beginning only: JSON documents and CSV."""
+"""Read files that cannot be split: JSON documents and CSV."""
 
 import csv
 import io
@@ -12,16 +12,16 @@ from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
 
 DELIMITERS = (";", "\t", "|")
-"""Of CSV files whose header has no comma."""
+"""Delimiters tried for CSV files whose header has no comma."""
 
 CHUNK = 1 << 20
 """Characters read from a JSON document at once."""
 
 
 def json_document(file: SourceFile) -> Iterator[Chunk]:
-    """An array of objects, or objects one after another, never whole in memory.
+    """Read an array of objects, or concatenated objects, incrementally.
 
-    Raises StageError where the document breaks off or is not JSON.
+    Raises StageError if the document is truncated or is not JSON.
     """
     with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
@@ -32,17 +32,17 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
         yield from _group_items(_iter_values(reader, is_array), _parse_objects)
         if is_array and not reader.peek():
             raise StageError(
-                f"{file.name} breaks off at line {reader.line}: its array is never closed.\n"
-                "  Write the file again, whole."
+                f"{file.name} ends at line {reader.line} with an unclosed array.\n"
+                "  It is truncated: write the file again."
             )
 
 
 def csv_rows(file: SourceFile) -> Iterator[Chunk]:
-    """The rows of a CSV file with a header, as objects of strings.
+    """Read the rows of a CSV file with a header, as objects of strings.
 
-    Raises StageError where it is not CSV.
+    Raises StageError if it is not CSV.
     """
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than one long document
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is too small for long documents
     with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         reader = csv.reader(stream, strict=True, delimiter=detect_delimiter(file))
@@ -54,7 +54,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                 (name for name in filter(None, header) if header.count(name) > 1), None
             ):
                 raise StageError(
-                    f"{file.name} has two columns called {twice!r}.\n"
+                    f"{file.name} has two columns named {twice!r}.\n"
                     "  Rename one of them in its first line."
                 )
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
@@ -66,8 +66,8 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 
 
 def detect_delimiter(file: SourceFile) -> str:
-    """What parts the columns of a CSV file: a comma, unless its header has none and parts into
-    several names at another of the usual characters."""
+    """The delimiter of a CSV file: a comma, unless its header has none and contains another common
+    delimiter."""
     with file.open() as raw:
         head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
     if "," in head:
@@ -76,7 +76,7 @@ def detect_delimiter(file: SourceFile) -> str:
 
 
 def _group_items(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
-    """(place, item, size) as chunks of at most `BATCH` items and about `BATCH_BYTES`."""
+    """Group (position, item, size) into chunks of at most `BATCH` items and about `BATCH_BYTES`."""
     items: list[Any] = []
     places: list[int] = []
     size = 0
@@ -122,10 +122,10 @@ class _JsonReader:
         self._at = 0
         self.line = 1
         self.read = 0
-        """Characters of the values given so far."""
+        """Number of characters of all values read so far."""
 
     def peek(self) -> str:
-        """The next character that is not blank; empty at the end."""
+        """The next character that is not white space; empty at the end."""
         while True:
             while self._at < len(self._text):
                 character = self._text[self._at]
@@ -136,12 +136,12 @@ class _JsonReader:
                 return ""
 
     def skip(self) -> None:
-        """Pass over one character."""
+        """Skip one character."""
         self.line += self._text[self._at] == "\n"
         self._at += 1
 
     def value(self) -> Any:
-        """The next value. Raises StageError where the text is not JSON."""
+        """Read the next value. Raises StageError if the text is not JSON."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self._at)
@@ -156,8 +156,8 @@ class _JsonReader:
                     why = str(error)
                 raise StageError(
                     f"{self._name}:{line}: not JSON: {why}.\n"
-                    "  Correct it there, or write the records as lines of JSON (.jsonl), where "
-                    "one fault spoils one record."
+                    "  Correct it there, or write the records as JSON lines (.jsonl), where "
+                    "an error affects one record only."
                 ) from error
             self.line += self._text.count("\n", self._at, end)
             self.read += end - self._at

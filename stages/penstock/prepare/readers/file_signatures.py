@@ -1,4 +1,4 @@
-"""Files that are not what their names say, told from their first bytes before a record is read."""
+"""Detect files of an unexpected type by their first bytes, before records are read."""
 
 import codecs
 from pathlib import Path
@@ -8,7 +8,7 @@ from penstock.core.errors import StageError
 from penstock.prepare.readers.decompress import SourceFile
 
 HEAD_BYTES = 4096
-"""Bytes at the beginning of a file that tell what it is."""
+"""Number of bytes that are inspected."""
 
 BINARY_SIGNATURES = {
     b"PAR1": "parquet.\n  Write ds_type: parquet, or rename it to .parquet.",
@@ -18,9 +18,9 @@ BINARY_SIGNATURES = {
     b"\xfd7zXZ": "compressed by xz.\n  Rename it to {name}.xz.",
     b"\x28\xb5\x2f\xfd": "compressed by zstd.\n  Rename it to {name}.zst.",
     b"PK\x03\x04": "a zip archive, as spreadsheets are.\n  Unpack it, or save the table as CSV.",
-    b"%PDF": "a PDF.\n  Save its text as .txt or as lines of JSON.",
+    b"%PDF": "a PDF.\n  Save its text as .txt or as JSON lines.",
 }
-"""What cannot be read as text, by how it begins."""
+"""Magic bytes of files that are not text, with the rest of the error message."""
 
 HTML_PREFIXES = ("<!doctype", "<html", "<?xml")
 
@@ -51,22 +51,22 @@ def _require_utf8(name: str, head: bytes) -> None:
 
 
 def _require_records(name: str, kind: Kind, head: bytes) -> None:
-    """Refuse text that is no table and no JSON, whatever its name says."""
+    """Raise StageError for text that is not of the expected kind."""
     if head.startswith(b"version https://git-lfs"):
-        raise StageError(f"{name} is a pointer of Git LFS.\n  git lfs pull fetches the file.")
+        raise StageError(f"{name} is a Git LFS pointer.\n  Fetch the file with git lfs pull.")
     if head[:9].decode(errors="replace").lower().startswith(HTML_PREFIXES):
         raise StageError(
-            f"{name} is a web page, not data.\n  Download the file itself (its raw address)."
+            f"{name} is a web page, not data.\n  Download the file itself (its raw URL)."
         )
     if kind == "csv" and head.startswith((b'{"', b'[{"')):
         raise StageError(
-            f"{name} holds JSON, and is read as CSV.\n"
+            f"{name} contains JSON, but is read as CSV.\n"
             "  Write ds_type: json, or rename it to .jsonl."
         )
     if kind == "json" and head[:1].isalpha() and not any(each in head for each in b"{["):
         first = head.partition(b"\n")[0][:40].decode(errors="replace").strip()
         raise StageError(
-            f"{name} holds no JSON: it begins with {first!r}.\n"
+            f"{name} is not JSON: it starts with {first!r}.\n"
             "  Write ds_type: csv or text, or rename it to .csv or .txt; a record in JSON is an "
             'object such as {"text": "…"}.'
         )

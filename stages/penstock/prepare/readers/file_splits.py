@@ -1,9 +1,9 @@
-"""Where a source is cut: pieces that can be read by themselves, each known by what it holds.
+"""Split sources into pieces that can be read independently and are identified by content.
 
-Files of lines are cut into ranges of bytes, Parquet into runs of row groups, Arrow files into runs
-of record batches, hub data sets into runs of rows or, streamed, into their shards; all else is
-read whole. A local range of lines is known by the digest of exactly its lines, so that what is
-appended to a file, or changed in another, leaves it as it was.
+Line-based files are split into byte ranges, Parquet into ranges of row groups, Arrow files into
+ranges of record batches, hub data sets into ranges of rows or, when streamed, their shards; other
+files are not split. A local byte range is identified by the digest of its lines, so appending to a
+file does not change its earlier pieces.
 """
 
 import hashlib
@@ -33,17 +33,17 @@ from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
 
 SLICE_BYTES = 16 << 20
-"""About as many bytes of a source make a slice: seconds of work for one process."""
+"""Approximate bytes per piece: seconds of work for one process."""
 
 ROWS = 1000
-"""Rows of a hub data set are cut at multiples of this."""
+"""Hub data sets are split at multiples of this number of rows."""
 
 FORMAT = 2
-"""Raised when the same file must be cut otherwise."""
+"""Increase it if the same file must be split differently."""
 
 BLOCK = 1 << 20
 THREADS = 8
-"""Ranges of a file that are digested at once; digesting leaves the interpreter free."""
+"""Number of threads that compute digests; hashlib releases the GIL."""
 
 Reader = Literal[
     "json_lines",
@@ -59,32 +59,32 @@ Reader = Literal[
     "builtin",
 ]
 SplitSpec = dict[str, Any]
-"""One part of a file as plain JSON: reader, span, before, num_bytes, and lines_sha256 if known."""
+"""A piece as plain JSON: reader, span, before, num_bytes, and lines_sha256 if known."""
 
 
 @dataclass(frozen=True)
 class FileSplit:
-    """One part of a file, of a hub data set, or a built-in set whole."""
+    """One piece of a file or hub data set, or a whole built-in data set."""
 
     reader: Reader
     name: str
     content: Mapping[str, Any]
-    """What it holds, by digest or pin: of the part itself, or of the whole that `span` is of."""
+    """Digest or pin of its content, or of the whole that `span` refers to."""
     file: SourceFile | None = None
     span: tuple[int, int] | None = None
-    """Bytes, row groups, record batches, documents or rows, the second excluded; a shard and their
-    number."""
+    """[start, stop) in bytes, row groups, record batches, documents or rows; for a streamed data
+    set (shard index, number of shards)."""
     records_before: int | None = 0
-    """Lines or rows ahead of it; None where only reading tells."""
+    """Number of lines or rows before it; None if that requires reading the file."""
     num_bytes: int = 0
-    """How much work it is, about."""
+    """Approximate size, for load balancing."""
     start: int = 0
-    """Its first so many records are another's."""
+    """Index of the first record that is used."""
     stop: int | None = None
-    """So are those from this one on."""
+    """Index after the last record that is used; None: all."""
 
     def as_json(self) -> dict[str, Any]:
-        """Identity: where it lies is left out."""
+        """Its identity, without its location."""
         return {
             "reader": self.reader,
             "name": self.name,
@@ -102,11 +102,11 @@ def split_source(
     token: bool | None,
     split: tuple[str, str] | None = None,
 ) -> list[FileSplit]:
-    """The pieces of a source, in the order of its records.
+    """Split a source into pieces, in the order of its records.
 
-    `split` is for Megatron's files: the shares of their splits, and which of them is meant.
+    `split`, for Megatron files: (`splits_string`, name of the split).
 
-    Raises StageError for a file that is empty or not of its kind, CapabilityError for a hub data
+    Raises StageError for a file that is empty or of another type, CapabilityError for a hub data
     set that cannot be fetched.
     """
     pin = dict(source.pin)
@@ -123,7 +123,7 @@ def split_source(
 
 
 def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """The files, with the data of each index of Megatron's beside it."""
+    """Attach each Megatron data file (.bin) to its index (.idx)."""
     found: list[SourceFile] = []
     for file in files:
         if found and found[-1].name.endswith(INDEX) and file.name.endswith(DATA):
@@ -136,15 +136,15 @@ def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
 def _select_documents(
     pieces: Sequence[FileSplit], source: Source, split: tuple[str, str]
 ) -> list[FileSplit]:
-    """What one split has of the pieces: each file is split by itself. Raises StageError where that
-    is nothing."""
+    """The documents of one split; each file is split separately. Raises StageError if there are
+    none."""
     found: list[FileSplit] = []
     last = {piece.name: piece.span[1] for piece in pieces if piece.span}
     for piece in pieces:
         if piece.reader != "megatron" or not piece.span:
             raise StageError(
-                f"{source.pin['label']} is no data of Megatron's, so splits_string"
-                f" ({split[0]}) has no documents to share out.\n  Leave splits_string out."
+                f"{source.pin['label']} is not Megatron data, so splits_string"
+                f" ({split[0]}) has no documents to split.\n  Remove splits_string."
             )
         its = split_range(last[piece.name], *split)
         first, end = max(piece.span[0], its.start), min(piece.span[1], its.stop)
@@ -167,8 +167,8 @@ def require_unchanged(files: Iterable[SourceFile | None]) -> None:
         digest = file.pinned.get("sha256")
         if isinstance(file.location, Path) and digest and digest_files([file.location]) != [digest]:
             raise StageError(
-                f"{file.name} has changed since this run began.\n"
-                "  Run again when nobody writes to it."
+                f"{file.name} has changed since this run started.\n"
+                "  Run again when no process writes to it."
             )
 
 
@@ -193,7 +193,7 @@ def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:
 def _build_split(whole_file: FileSplit, cut: SplitSpec) -> FileSplit:
     content = whole_file.content
     if digest := cut.get("lines_sha256"):
-        # Faults are told with their lines, so where the lines begin is part of what is made.
+        # Error examples contain line numbers, so the first line number is part of the identity.
         content = {"lines_sha256": digest, "line": cut["before"]}
     if delimiter := cut.get("delimiter"):
         content = {**content, "delimiter": delimiter}
@@ -269,8 +269,8 @@ def _split_json(file: SourceFile) -> Iterator[SplitSpec]:
 
 
 def _is_json_lines(file: SourceFile) -> bool:
-    """Whether a JSON file is lines of JSON. What is in it decides; its name does where the first
-    line is neither an object nor the beginning of a longer value."""
+    """Whether a JSON file contains JSON lines: by its content, or by its name if the first line is
+    neither an object nor the start of a longer value."""
     stem = Path(file.name).stem if file.compression else file.name
     with file.open() as stream:
         first = next((line for line in stream if line.strip()), b"").removeprefix(BOM).strip()
@@ -282,8 +282,8 @@ def _is_json_lines(file: SourceFile) -> bool:
 
 
 def _is_json_document(first: bytes, more: bytes) -> bool:
-    """Whether a file that is named as lines is an array of objects, or objects over several lines,
-    or with commas between them. `first` is its first line, `more` what follows."""
+    """Whether a file named .jsonl is in fact an array of objects, or objects that span several
+    lines or are separated by commas. `first` is its first line, `more` the text after it."""
     decoder = json.JSONDecoder()
     try:
         head = f"{first.decode()}\n{more.decode(errors='replace')}"
@@ -304,9 +304,9 @@ def _split_text(file: SourceFile) -> Iterator[SplitSpec]:
 def _split_csv(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "csv")
     delimiter = detect_delimiter(file)
-    # Files that were read before delimiters were looked for keep their slices.
-    told = {} if delimiter == "," else {"delimiter": delimiter}
-    yield {**_whole_file("csv", file), **told}
+    # Not part of the identity for commas, so that slices of earlier versions stay valid.
+    extra = {} if delimiter == "," else {"delimiter": delimiter}
+    yield {**_whole_file("csv", file), **extra}
 
 
 def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
@@ -389,7 +389,7 @@ def _split_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list
 
 
 def _count_shards(pin: dict[str, Any], token: bool | None) -> int:
-    # The library takes a second to import, which all other sources are spared.
+    # `datasets` takes a second to import.
     from penstock.prepare.readers.hub import open_stream  # noqa: PLC0415
 
     return open_stream(pin, token).num_shards

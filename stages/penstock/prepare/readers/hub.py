@@ -1,6 +1,4 @@
-"""Data sets of the Hugging Face hub at a commit: rows of those that are downloaded, shards of those
-that are streamed.
-"""
+"""Read Hugging Face Hub data sets at a pinned commit: downloaded rows, or streamed shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -21,19 +19,19 @@ from penstock.prepare.readers.columnar import drop_nulls
 from penstock.prepare.readers.records import BATCH, Chunk, Value
 
 Pin = Mapping[str, Any]
-"""repo, commit, name, split, data_files, as `penstock.core.sources.pin` pins them."""
+"""repo, commit, name, split, data_files (see `penstock.core.sources.pin`)."""
 
 
 def open_hub(pin: Pin, token: bool | None) -> Dataset:
-    """The data set, downloaded once and mapped from the cache.
+    """Open the data set, downloaded once and memory-mapped from the cache.
 
-    Raises StageError for a part that it does not have, CapabilityError when it cannot be fetched.
+    Raises StageError if it has no such subset or split, CapabilityError if it cannot be fetched.
     """
     return cast("Dataset", _load(*_load_arguments(pin), token, streaming=False))
 
 
 def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
-    """The data set, downloaded as it is read and not kept. Raises as `open_hub`."""
+    """Open the data set for streaming, without a local copy. Raises as `open_hub`."""
     return cast("IterableDataset", _load(*_load_arguments(pin), token, streaming=True))
 
 
@@ -52,7 +50,7 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
 
 
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
-    """The rows of the shards `span[0]` of `span[1]`. Raises as `open_hub` where it breaks off."""
+    """The rows of shard `span[0]` of `span[1]`. Raises as `open_hub` if streaming fails."""
     shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
     padded = _struct_columns(shard.features)
     rows: list[Value] = []
@@ -73,12 +71,12 @@ def _as_they_are(rows: list[Value]) -> list[Value]:
 
 
 def _struct_columns(features: Mapping[str, Any] | None) -> list[str]:
-    """Columns whose values have the names of all others, with nulls: those of structs."""
+    """Struct columns, in which Arrow fills absent members with nulls."""
     return [name for name, feature in (features or {}).items() if _is_struct(feature)]
 
 
 def _is_struct(feature: Any) -> bool:
-    """JSON keeps its own nulls, also inside of a struct."""
+    """Whether a feature is a struct. Json features are not: they keep their own nulls."""
     if isinstance(feature, dict):
         return not any(isinstance(part, Json) for part in cast("dict[str, Any]", feature).values())
     inner = getattr(feature, "feature", None)
@@ -105,7 +103,7 @@ def _load(
     *,
     streaming: bool,
 ) -> Any:
-    """Opened once in each process, for all its slices. No split means `train`, or the only one."""
+    """Cached: opened once per process. Without a split: `train`, or the only split."""
     part: dict[str, Any] = {
         "revision": commit,
         "data_files": list(data_files) if data_files else None,
@@ -123,7 +121,7 @@ def _load(
 
 
 class _Fetching:
-    """Turns what the hub's libraries raise into our errors."""
+    """Context manager that turns errors of the hub libraries into StageError or CapabilityError."""
 
     def __init__(self, pin: Pin) -> None:
         self._what = f"{pin['repo']} at {pin['commit'][:12]}"
@@ -135,7 +133,7 @@ class _Fetching:
         if isinstance(error, ValueError):
             raise StageError(
                 f"{self._what} cannot be loaded: {error}\n"
-                "  Set name, split and data_files of the data set to what it has."
+                "  Set name, split and data_files to ones that the data set has."
             ) from error
         if isinstance(error, OSError | RuntimeError | DatasetsError):
             raise CapabilityError(

@@ -1,6 +1,6 @@
-"""Files of lines: JSON objects one to a line, or plain text.
+"""Read line-based files: JSON lines and plain text.
 
-A part of a file is a range of bytes; it owns the lines that start in it.
+A piece of a file is a byte range; it contains the lines that start in the range.
 """
 
 import json
@@ -14,11 +14,11 @@ from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, a
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
 Span = tuple[int, int]
-"""First byte, and the one after the last."""
+"""[start, stop) in bytes."""
 
 
 def json_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
-    """The objects of a file of JSON lines; blank lines are none."""
+    """Read the objects of a JSON lines file; blank lines are skipped."""
     with file.open() as stream:
         number = 1
         for lines in _iter_line_batches(stream, span):
@@ -43,7 +43,7 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
 
 
 def parse_line(line: bytes) -> Value:
-    """One line of JSON."""
+    """Parse one JSON line."""
     try:
         value = json.loads(line)
     except RecursionError:
@@ -58,7 +58,7 @@ def parse_line(line: bytes) -> Value:
 
 
 def count_lines_before(file: SourceFile, at: int) -> int:
-    """Lines of the file ahead of the first that starts at byte `at` or after it."""
+    """Number of lines before the first one that starts at or after byte `at`."""
     with file.open() as stream:
         left, found = line_start(stream, at), 0
         stream.seek(0)
@@ -69,7 +69,7 @@ def count_lines_before(file: SourceFile, at: int) -> int:
 
 
 def line_start(stream: BinaryIO, at: int) -> int:
-    """The first byte at or after `at` where a line starts, or the end of the file."""
+    """Offset of the first line that starts at or after `at`, or the end of the file."""
     if not at:
         return 0
     stream.seek(at - 1)
@@ -81,7 +81,8 @@ def line_start(stream: BinaryIO, at: int) -> int:
 
 
 def _iter_line_batches(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]:
-    """Lines with their ends, at most `BATCH` at once. How they are cut follows from content."""
+    """Yield lists of at most `BATCH` lines, with line ends. The grouping depends on content
+    only."""
     at, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
     if at:
         stream.seek(at)
@@ -112,12 +113,12 @@ def _parse_text(line: bytes) -> Value:
 
 
 def utf8_error(error: UnicodeDecodeError) -> str:
-    """Why a line cannot be decoded, and what to do about it."""
+    """Error message for a line that is not UTF-8."""
     return f"not UTF-8: {error.reason} at byte {error.start + 1}; save the file as UTF-8"
 
 
 def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
-    """Why a line is not JSON, with the usual slips by name."""
+    """Error message for a line that is not JSON; common mistakes are named."""
     text = line.decode(errors="replace").strip()
     rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
     where = f"at column {error.colno}"

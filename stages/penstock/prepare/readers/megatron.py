@@ -1,6 +1,6 @@
-"""Documents of Megatron-LM's indexed datasets: token ids in `<prefix>.bin`, and `<prefix>.idx`.
+"""Read Megatron-LM indexed datasets: token ids in `<prefix>.bin`, index in `<prefix>.idx`.
 
-The index of `MMIDIDX` files (all that Megatron-LM writes now), little-endian throughout:
+Index of `MMIDIDX` files (the current format of Megatron-LM), little-endian:
 
     9 bytes  magic, MMIDIDX and two zeros    uint64  version, 1      uint8  code of the token type
     uint64   sequences S                     uint64  entries D of the document index
@@ -8,7 +8,7 @@ The index of `MMIDIDX` files (all that Megatron-LM writes now), little-endian th
     int64[D] the first sequence of each document, and at the end S
     int8[S]  modes, in multimodal data alone
 
-That of the older `TNTIDX` files (implementations `lazy` and `cached`):
+Index of the older `TNTIDX` files (implementations `lazy` and `cached`):
 
     8 bytes  magic, TNTIDX and two zeros     uint64  version, 1      uint64 code of the token type
     uint64   its bytes                       uint64  sequences S     uint64 sizes N
@@ -34,13 +34,13 @@ MMIDIDX, TNTIDX = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 VERSION = 1
 
 DTYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Token types by their codes."""
+"""Token dtypes by code."""
 
 FLOAT_CODES = (6, 7)
-"""Codes of types that hold no token ids."""
+"""Codes of floating-point dtypes, which are not token ids."""
 
 MAX_TOKENS = 1 << 56
-"""Tokens that no file holds; as bytes they still are numbers of 64 bits."""
+"""Upper bound on token offsets: beyond any file, but its byte offset fits in 64 bits."""
 
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -48,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class MegatronIndex:
-    """What an index says. Document d is the sequences `starts[d]` up to `starts[d + 1]`."""
+    """A parsed index. Document d consists of sequences `starts[d]` to `starts[d + 1]`."""
 
     dtype: np.dtype[np.integer]
     lengths: Numbers
@@ -59,17 +59,17 @@ class MegatronIndex:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return len(self.starts) - 1
 
     def document_bytes(self) -> Numbers:
-        """Bytes of every document."""
+        """Size of every document in bytes."""
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
         return np.diff(ends[self.starts]) * self.dtype.itemsize
 
     def out_of_range_end(self, available: int) -> int | None:
-        """Where the last of the sequences ends, in bytes, that do not lie within so many; None if
-        all do. Numbers of a damaged index may be so large that their sum would overflow."""
+        """The largest end, in bytes, of the sequences that exceed `available` bytes; None if all
+        fit. Computed without sums that would overflow for a damaged index."""
         size = self.dtype.itemsize
         is_placed = (self.pointers >= 0) & (self.pointers <= available)
         room = (available - np.where(is_placed, self.pointers, available)) // size
@@ -79,9 +79,9 @@ class MegatronIndex:
 
 
 def read_documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
-    """The documents `span` (all: None) as records with `input_ids` and, the same, `labels`.
+    """Read the documents `span` (all: None) as records with equal `input_ids` and `labels`.
 
-    Raises StageError where the two files do not belong together, or one is cut short.
+    Raises StageError if the two files do not belong together or one is truncated.
     """
     index = read_index(file)
     first, last = span or (0, index.num_documents)
@@ -102,9 +102,9 @@ def read_documents(file: SourceFile, span: tuple[int, int] | None) -> Iterator[C
 
 
 def read_index(file: SourceFile) -> MegatronIndex:
-    """The index in a file, checked against itself and against the size of its data.
+    """Read an index; validates it and compares it with the size of the data file.
 
-    Raises StageError where it is none, is cut short, or tells of more than the data holds.
+    Raises StageError if it is invalid or truncated, or refers to data beyond the file's end.
     """
     assert file.data_file
     assert isinstance(file.location, Path)
@@ -114,14 +114,14 @@ def read_index(file: SourceFile) -> MegatronIndex:
         index = _read_index_file(file.location, (status.st_mtime_ns, status.st_size))
     except ValueError as error:
         raise StageError(
-            f"{file.name} is no index of Megatron's: {error}.\n"
-            "  Write both files again, or name the prefix of others."
+            f"{file.name} is not a Megatron index: {error}.\n"
+            "  Write both files again, or use another prefix."
         ) from None
     available = file.data_file.location.stat().st_size
     if (end := index.out_of_range_end(available)) is not None:
         raise StageError(
-            f"{file.data_file.name} has {available} bytes, and {file.name} tells of"
-            f" {end}: it is cut short, or belongs to another index.\n"
+            f"{file.data_file.name} has {available} bytes, but {file.name} refers to"
+            f" {end}: it is truncated, or belongs to another index.\n"
             "  Write both files again."
         )
     return index
@@ -129,13 +129,13 @@ def read_index(file: SourceFile) -> MegatronIndex:
 
 @lru_cache(maxsize=2)
 def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
-    """The index in a file; `stamp` differs when the file has been written again."""
+    """Cached by path and `stamp`, which changes when the file is written again."""
     del stamp
     return _parse_index(_map_file(path))
 
 
 def _map_file(path: Path) -> Bytes:
-    """A file mapped into memory."""
+    """Memory-map a file."""
     empty = not path.stat().st_size
     return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
 
@@ -160,15 +160,15 @@ def _parse_index(raw: Bytes) -> MegatronIndex:
     elif magic.startswith(TNTIDX):
         index, modes = _parse_tntidx(raw)
     else:
-        raise ValueError(f"it begins with {magic!r}, and not with {MMIDIDX!r} or {TNTIDX!r}")
+        raise ValueError(f"it starts with {magic!r}, not with {MMIDIDX!r} or {TNTIDX!r}")
     if np.any(modes):
-        raise ValueError("its sequences have modes, as those of pictures have; text alone is read")
+        raise ValueError("its sequences have modes (multimodal data); only text is supported")
     if len(index.lengths) and index.lengths.min() < 0:
         raise ValueError("a sequence has a negative length")
     starts = index.starts
     ordered = len(starts) and starts[0] == 0 and starts[-1] == len(index.lengths)
     if not (ordered and np.all(np.diff(starts) >= 0)):
-        raise ValueError("its documents are not its sequences, in order")
+        raise ValueError("its documents do not cover its sequences in order")
     return index
 
 
@@ -198,33 +198,33 @@ def _parse_tntidx(raw: Bytes) -> tuple[MegatronIndex, npt.NDArray[np.int8]]:
     starts = reader.array("<i8", documents)
     reader.end()
     if offsets.min() < 0 or offsets.max() > MAX_TOKENS:
-        raise ValueError("a sequence begins where no file reaches")
+        raise ValueError("a sequence offset is out of range")
     if num_sizes != sequences or not np.array_equal(dimensions, np.arange(sequences + 1)):
-        raise ValueError("its sequences are no lists of tokens")
+        raise ValueError("its sequences are not one-dimensional")
     return MegatronIndex(dtype, sizes, offsets[:-1] * size, starts), np.empty(0, np.int8)
 
 
 def _dtype(code: int) -> np.dtype[np.integer]:
     if code in FLOAT_CODES:
-        raise ValueError("it holds floating-point numbers, which are no token ids")
+        raise ValueError("it has a floating-point dtype, not token ids")
     if code not in DTYPES:
-        raise ValueError(f"{code} is the code of no type of tokens")
+        raise ValueError(f"{code} is not the code of a token dtype")
     return np.dtype(DTYPES[code])
 
 
 class _BinaryReader:
-    """Numbers of a file one after another. Raises ValueError beyond its end."""
+    """Reads numbers from a buffer in order. Raises ValueError beyond its end."""
 
     def __init__(self, raw: Bytes, at: int) -> None:
         self._raw, self._at = raw, at
 
     @property
     def left(self) -> int:
-        """Bytes that have not been read."""
+        """Number of unread bytes."""
         return len(self._raw) - self._at
 
     def number(self, form: str) -> int:
-        """The next whole number, of struct's format `form`."""
+        """Read an integer in `struct` format `form`."""
         size = struct.calcsize(f"<{form}")
         self._require(size)
         raw = self._raw[self._at : self._at + size].tobytes()
@@ -233,23 +233,23 @@ class _BinaryReader:
         return value
 
     def array(self, dtype: str, count: int) -> Numbers:
-        """The next `count` numbers."""
+        """Read `count` numbers."""
         self._require(count * np.dtype(dtype).itemsize)
         found = np.frombuffer(self._raw, dtype, count, self._at)
         self._at += found.nbytes
         return found.astype(np.int64)
 
     def version(self) -> None:
-        """The next number, which must be the one version there is."""
+        """Read the version; raise ValueError if it is not supported."""
         version = self.number("Q")
         if version != VERSION:
-            raise ValueError(f"it is of version {version}, and version {VERSION} is read")
+            raise ValueError(f"it has version {version}; only version {VERSION} is supported")
 
     def end(self) -> None:
-        """Raise ValueError unless all has been read."""
+        """Raise ValueError if there are unread bytes."""
         if self.left:
             raise ValueError(f"{self.left} bytes follow its last entry")
 
     def _require(self, size: int) -> None:
         if size > self.left:
-            raise ValueError(f"it is cut short: {self.left} bytes are left where {size} are meant")
+            raise ValueError(f"it is truncated: {self.left} bytes are left, {size} expected")

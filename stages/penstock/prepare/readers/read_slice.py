@@ -1,4 +1,4 @@
-"""The records of a slice, in runs: read from its pieces, and chosen from what they hold."""
+"""Read the records of a slice from its pieces."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,14 +11,14 @@ from penstock.prepare.readers.registry import count_records, read_chunks
 from penstock.prepare.slices import Slice
 
 LINE_READERS = ("json_lines", "text_lines", "csv", "json_document")
-"""Readers of files in which people look for a line."""
+"""Readers of files with line numbers."""
 
 
 def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
-    """The slice's records in the order of its source.
+    """Yield the slice's records in the order of its source.
 
-    Raises StageError where a file breaks off; CapabilityError where the hub, asked with `token`
-    (None: its login if there is one), cannot be reached.
+    `token`: whether the Hugging Face login is used (None: if there is one). Raises StageError if a
+    file is truncated, CapabilityError if the hub cannot be reached.
     """
     seen = 0
     for piece in item.pieces:
@@ -39,7 +39,7 @@ def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
 
 
 def _limit_chunks(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:
-    """Records `start` to `stop` of all; what comes after them is not read."""
+    """Limit chunks to records `start` to `stop`; later chunks are not read."""
     at = 0
     for chunk in found:
         first, last = max(start - at, 0), len(chunk) if stop is None else min(stop - at, len(chunk))
@@ -51,7 +51,7 @@ def _limit_chunks(found: Iterator[Chunk], start: int, stop: int | None) -> Itera
 
 
 def count_records_before(piece: FileSplit, token: bool | None) -> int:
-    """Lines or rows ahead of the piece in its file, read where the plan did not tell."""
+    """Number of lines or rows before the piece in its file; reads the file if not known."""
     if piece.records_before is not None:
         return piece.records_before
     assert piece.span

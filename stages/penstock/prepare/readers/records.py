@@ -1,7 +1,6 @@
-"""Records on their way from a source to samples: runs of them, unparsed and parsed.
+"""Batches of records between readers and the encoder: unparsed (`Chunk`) and parsed (`Batch`).
 
-A record that cannot be read takes its place in the run as the fault that hides it, so that the
-caller may count it.
+A record that cannot be parsed is represented by a BadRecord, so that it can be counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +12,10 @@ import pyarrow as pa
 from penstock.prepare.bad_records import BadRecord, json_type_name
 
 BATCH = 1000
-"""Records in a run, at most."""
+"""Maximum records per batch."""
 
 BATCH_BYTES = 1 << 20
-"""Bytes from which on a run is closed, so that long records need no more memory than short ones."""
+"""Size at which a batch is closed, which bounds memory for long records."""
 
 Value = dict[str, Any] | BadRecord
 
@@ -28,21 +27,22 @@ class Batch:
     file: str
     values: list[Value]
     positions: Sequence[int]
-    """Line of each in the part of the file that is read, from 1; its row where no lines are."""
+    """Line (or row, in files without lines) of each record within the piece, from 1."""
     before: Callable[[], int]
-    """Lines or rows of the file ahead of that part. Asked only for a fault: it may take a read."""
+    """Returns the number of lines or rows before the piece. Called only for errors: it may read the
+    file."""
     numbers: range | None = None
-    """Number of each record in a document, from 1, where several may stand in one line."""
+    """Number of each record in a document, from 1, if several may be in one line."""
     has_lines: bool = True
-    """Whether places are lines, in which people find a record."""
+    """Whether `positions` are line numbers."""
 
     def line(self, index: int) -> int:
-        """Where people find record number `index` of this run in the file, from 1."""
+        """Line (or row) in the file of record `index` of this batch, from 1."""
         return self.before() + self.positions[index]
 
     def record(self, index: int) -> int | None:
-        """Which record of the file number `index` of this run is, from 1; None where its line says
-        that."""
+        """Number in the file of record `index` of this batch, from 1; None if its line identifies
+        it."""
         if self.numbers is not None:
             return self.numbers[index]
         return None if self.has_lines else self.line(index)
@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Consecutive records as they lie in the file, so that those left out are never parsed."""
+    """Consecutive unparsed records, so that unused records are never parsed."""
 
     items: Any
     """A list, or a RecordBatch."""
@@ -77,7 +77,7 @@ class Chunk:
 
 
 def as_object(value: Any) -> Value:
-    """A JSON value as a record, which must be an object."""
+    """Return a JSON object, or a BadRecord for another value."""
     if isinstance(value, dict):
         return value
     return BadRecord(

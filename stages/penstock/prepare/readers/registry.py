@@ -1,4 +1,4 @@
-"""What a piece holds: every reader by its name."""
+"""Table of readers by name."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -16,14 +16,14 @@ from penstock.prepare.readers.records import BATCH, Chunk, Value
 
 
 def read_chunks(piece: FileSplit, token: bool | None = None) -> Iterator[Chunk]:
-    """All records of a piece, `start` and `stop` aside."""
+    """Read all records of a piece, ignoring its `start` and `stop`."""
     if piece.file and piece.reader in _SPAN_READERS:
         return _SPAN_READERS[piece.reader](piece.file, piece.span)
     if piece.file:
         return _FILE_READERS[piece.reader](piece.file)
     if piece.reader == "builtin":
         return _builtin_chunks(piece.name)
-    # The library takes a second to import, which all other sources are spared.
+    # `datasets` takes a second to import.
     from penstock.prepare.readers.hub import hub_rows, streamed_rows  # noqa: PLC0415
 
     assert piece.span
@@ -58,7 +58,7 @@ def _as_they_are(values: list[Value]) -> list[Value]:
 
 
 def count_records(piece: FileSplit, token: bool | None = None) -> int:
-    """How many records a piece holds, counted once for each content; none of them is parsed."""
+    """Count the records of a piece without parsing them; cached by content."""
 
     def count() -> int:
         found = sum(len(chunk) for chunk in read_chunks(piece, token))

@@ -1,8 +1,7 @@
-"""Contaminated samples: those that share a run of tokens with data that must not be trained on.
+"""Decontamination: find samples that share an n-gram with data that must not be trained on.
 
-What many of the avoided samples have in common is their chat template or a system prompt. Training
-data with the same one is not contaminated by it, so runs that touch it do not count: else whatever
-begins with the same word after the same prompt would be left out.
+Many decontamination samples share a chat template or system prompt. Training data with the same
+template is not contaminated by it, so n-grams that overlap such common parts are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,24 +16,22 @@ CLEAN = -1
 
 COMMON = 0.1
 FEWEST = 4
-"""A run of half the length is common when more than this share of the avoided samples, and this
-many at least, hold it."""
+"""An n-gram of half the length is common if more than this share of the decontamination samples,
+and at least this many, contain it."""
 
 SLOTS_PER_RUN = 16
 MOST_SLOTS = 1 << 27
-"""A run whose slot is empty is none of those to be avoided; few others have to be looked up."""
+"""Size of the hash table that filters n-grams before the binary search: most have empty slots."""
 
 
 def half_ngram(length: int) -> int:
-    """Tokens of the runs by which common parts are told."""
+    """Length of the n-grams by which common parts are detected."""
     return max(1, length // 2)
 
 
 def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
-    """Of one slice, shape [2, runs]: the runs of half the length, and in how many samples each is.
-
-    A run is told of in order of its hash.
-    """
+    """Short n-grams (half the length) of one slice and the number of samples with each, shape
+    [2, n-grams], sorted by hash."""
     found = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
         for samples in iter_samples(batch):
@@ -49,7 +46,7 @@ def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes
 
 
 def common_ngrams(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
-    """Those of the short runs that are common among all avoided samples, in order."""
+    """The short n-grams that are common among all decontamination samples, sorted."""
     both = np.concatenate([np.empty((2, 0), dtype=np.uint64), *of_slices], axis=1)
     hashes, where = np.unique(both[0], return_inverse=True)
     counts = np.bincount(where, both[1].astype(np.float64), len(hashes))
@@ -59,7 +56,7 @@ def common_ngrams(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
 def ngrams_excluding_common(
     batches: Iterable[pa.RecordBatch], length: int, common: Hashes
 ) -> Hashes:
-    """Of one slice: the runs of the whole length that touch no common run, in order."""
+    """The n-grams of one slice that do not overlap a common short n-gram, sorted."""
     found = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
         for samples in iter_samples(batch):
@@ -72,10 +69,10 @@ def ngrams_excluding_common(
 
 
 class ContaminationIndex:
-    """The runs that must not be trained on, of several data sets."""
+    """Index of the n-grams of decontamination data sets."""
 
     def __init__(self, runs: Sequence[tuple[int, Hashes]]) -> None:
-        """`runs` are (data set, its telling runs) for every slice."""
+        """`runs` are (data set index, n-gram hashes) for every slice."""
         datasets = np.repeat([of for of, _ in runs], [len(its) for _, its in runs])
         hashes = np.concatenate([np.empty(0, dtype=np.uint64), *(its for _, its in runs)])
         self._hashes, first = np.unique(hashes, return_index=True)
@@ -85,19 +82,19 @@ class ContaminationIndex:
         self._slots[self._hashes % np.uint64(size)] = True
 
     def match(self, batches: Iterable[pa.RecordBatch], length: int) -> npt.NDArray[np.int16]:
-        """For every sample, the data set that it shares a run with, or CLEAN."""
+        """For every sample, the data set with which it shares an n-gram, or CLEAN."""
         parts = [np.empty(0, dtype=np.int16)]
         for batch in batches:
             for samples in iter_samples(batch):
                 found = np.full(len(samples), CLEAN, dtype=np.int16)
                 known, places = self._lookup(ngram_hashes(samples, length))
-                # Backwards, so that the first of a sample's runs is the one that stays.
+                # Reversed, so that the first match of a sample is written last.
                 found[known[::-1]] = self._datasets[places[::-1]]
                 parts.append(found)
         return np.concatenate(parts)
 
     def _lookup(self, runs: NGrams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(sample, place of the hash) of the runs that are to be avoided."""
+        """(sample, index of the hash) of the n-grams that are in the index."""
         likely = self._slots[runs.hashes % np.uint64(len(self._slots))]
         hashes, of = runs.hashes[likely], runs.samples[likely]
         places = np.searchsorted(self._hashes, hashes)
@@ -107,7 +104,7 @@ class ContaminationIndex:
 
 
 def _mask_common(samples: TokenLists, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
-    """Which tokens lie in a common run."""
+    """Mask of tokens in a common n-gram."""
     runs = ngram_hashes(samples, length)
     starts = runs.starts[np.isin(runs.hashes, common)]
     steps = np.zeros(len(samples.values) + 1, dtype=np.int64)

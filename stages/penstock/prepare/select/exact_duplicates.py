@@ -1,4 +1,4 @@
-"""Exact duplicates: samples of the same tokens."""
+"""Exact deduplication: samples with the same tokens."""
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -12,14 +12,14 @@ from penstock.rows.sample_order import Indices
 
 
 def token_digests(batches: Iterable[pa.RecordBatch]) -> Hashes:
-    """128 bits of every sample, shape [2, samples], that two samples share when their tokens (and
-    what is said of them) are the same. Labels are not looked at."""
+    """128-bit digests of the samples' tokens (and of `desirable`), shape [2, samples]. Labels are
+    not included."""
     found = b"".join(digest for batch in batches for digest in _digests(batch))
     return np.ascontiguousarray(np.frombuffer(found, dtype="<u8").reshape(-1, 2).T)
 
 
 def exact_duplicates(digests: Hashes) -> Indices:
-    """For every sample the first one with its digest, or -1 where it is the first itself."""
+    """For every sample the first one with the same digest; -1 if it is the first itself."""
     order = np.lexsort((digests[1], digests[0]))
     again = np.zeros(len(order), dtype=bool)
     again[1:] = (digests[:, order[1:]] == digests[:, order[:-1]]).all(axis=0)

@@ -1,7 +1,7 @@
-"""What selecting and measuring need to know of every sample, computed once for each slice.
+"""Per-sample features for selection and statistics, computed once per slice and cached.
 
-A feature lies beside the slice in the cache, `<key16>.<feature>-<digest>.npy`: the key tells the
-samples, the digest how the feature is computed. A new slice costs its own features only.
+A feature is stored beside its slice as `<key16>.<feature>-<digest>.npy`: the key identifies the
+samples, the digest the parameters of the feature.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ from penstock.rows.reader import flat
 Array = npt.NDArray[Any]
 
 DIGEST_BYTES = 32
-"""SHA-256 of what lies before, at the end of a feature's file."""
+"""A feature file ends with the SHA-256 of the preceding bytes."""
 
 VERSION = 1
-"""Raised when a feature of the same name and parameters must have other values."""
+"""Increase it if a feature with the same name and parameters must have other values."""
 
 TOKENS, TRAINED, LONGEST = 0, 1, 2
 """The rows of `counts`: tokens, trained tokens, and the length of the longest list."""
@@ -46,20 +46,20 @@ TOKENS, TRAINED, LONGEST = 0, 1, 2
 
 @dataclass(frozen=True)
 class Features:
-    """The features of slices, each beside its slice. `workers` threads compute missing ones."""
+    """Loads features of slices; `workers` threads compute missing ones."""
 
     workers: int = 1
 
     def counts(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
-        """Of each slice: tokens, trained tokens and length of its samples, shape [3, samples]."""
+        """Tokens, trained tokens and length of the samples of each slice, [3, samples]."""
         return self._load_or_compute(entries, "counts", None, _count_tokens)
 
     def digests(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
-        """Of each slice: what equal samples share, shape [2, samples]."""
+        """Token digests of the samples of each slice, [2, samples]."""
         return self._load_or_compute(entries, "tokens", None, token_digests)
 
     def bands(self, entries: Sequence[TokenizedSlice], threshold: float) -> list[Array]:
-        """Of each slice: what near samples probably share, shape [bands, samples]."""
+        """LSH bands of the samples of each slice, [bands, samples]."""
         rows = rows_per_band(threshold)
         return self._load_or_compute(
             entries, "near", [SHINGLE, rows], lambda batches: lsh_bands(batches, rows)
@@ -68,8 +68,8 @@ class Features:
     def contaminated(
         self, entries: Sequence[TokenizedSlice], avoid: Sequence[TokenizedSlice], length: int
     ) -> list[Array]:
-        """Of each slice: the data set of `avoid` that a sample shares a run with, or CLEAN; shape
-        [samples]."""
+        """For the samples of each slice, the data set of `avoid` with which they share an n-gram,
+        or CLEAN; [samples]."""
         halves = self._load_or_compute(
             avoid, "halves", length, lambda batches: count_short_ngrams(batches, length), "run"
         )
@@ -108,14 +108,14 @@ class Features:
                 _publish(known, target)
             return known
 
-        # A source that is listed twice has its slices once.
+        # Keyed by path: the slices of a source that is listed twice are computed once.
         with ThreadPoolExecutor(self.workers) as pool:
             known = dict(zip(num_samples, pool.map(of_one, num_samples), strict=True))
         return [known[path] for _, path, _ in entries]
 
 
 def _publish(values: Array, target: Path) -> None:
-    """Write the feature, whoever else may be writing it."""
+    """Write the feature atomically; several processes may write it at the same time."""
     part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
     try:
         with part.open("wb") as sink:
@@ -130,9 +130,9 @@ def _publish(values: Array, target: Path) -> None:
 
 
 def _read(path: Path) -> Array | None:
-    """A feature as it was written, mapped; None where there is none, or a damaged one.
+    """Memory-map a feature; None if the file is missing or damaged.
 
-    NumPy ignores the digest behind the values; files without one are written again.
+    NumPy ignores the digest after the values. Files without a digest count as damaged.
     """
     try:
         with path.open("rb") as stream:
@@ -146,7 +146,7 @@ def _read(path: Path) -> Array | None:
 
 
 def _iter_batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """The batches of a slice, one at a time in memory."""
+    """Read the record batches of a slice, one at a time."""
     with pa.OSFile(str(path)) as source:
         reader = pa.ipc.open_file(source)
         for index in range(reader.num_record_batches):

@@ -1,4 +1,4 @@
-"""The choice of samples while it is being made: what is still in, what was left out, and why."""
+"""State of sample selection: which samples are kept, which were dropped, and why."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ Mask = npt.NDArray[np.bool_]
 DropReason = Literal["max_samples", "contaminated", "exact_duplicate", "near_duplicate"]
 
 EXAMPLES = 3
-"""Samples told of for each reason."""
+"""Maximum examples per reason."""
 
 SHINGLE_CACHE_SIZE = 4096
-"""Samples whose runs stay in memory while near duplicates are judged."""
+"""Number of samples whose shingles are cached during near deduplication."""
 
 
 class FilterState:
-    """Finished slices, told by their place among them, and which of their samples are still in."""
+    """Slices, identified by their index, and masks of the samples that are kept."""
 
     def __init__(self, finished: Sequence[TokenizedSlice]) -> None:
-        """At first every sample is in."""
+        """Starts with all samples kept."""
         self.finished = finished
         self.keep_masks: list[Mask] = [np.ones(tally.rows, dtype=bool) for _, _, tally in finished]
         self.dropped: list[Counter[str]] = [Counter() for _ in finished]
@@ -39,15 +39,15 @@ class FilterState:
         self._num_examples: Counter[str] = Counter()
 
     def slice_indices(self, role: str) -> list[int]:
-        """The slices of a role, in order."""
+        """Indices of the slices of a role, in order."""
         return [place for place, (item, *_) in enumerate(self.finished) if item.role == role]
 
     def slices_at(self, places: Sequence[int]) -> list[TokenizedSlice]:
-        """The slices at these places."""
+        """The slices with these indices."""
         return [self.finished[place] for place in places]
 
     def drop(self, place: int, rows: Indices, reason: DropReason) -> list[int]:
-        """Leave samples of a slice out. Returns those whose fate is to be told as an example."""
+        """Drop samples of a slice. Returns those to report with `add_example`."""
         self.keep_masks[place][rows] = False
         if len(rows):
             self.dropped[place][reason] += len(rows)
@@ -56,17 +56,17 @@ class FilterState:
         return told
 
     def add_example(self, place: int, row: int, reason: DropReason, why: str) -> None:
-        """Keep one sample that was left out as an example, with the reason in a sentence."""
+        """Record a dropped sample as an example; `why` is a sentence."""
         item, path, _ = self.finished[place]
         where = {"source": item.label, "slice": item.key, "row": record_index(path, row)}
         self.examples.append({**where, "reason": reason, "why": why})
 
 
 class SamplePool:
-    """Samples that are still in, numbered through several slices."""
+    """The kept samples of several slices, numbered consecutively."""
 
     def __init__(self, choice: FilterState, places: Sequence[int]) -> None:
-        """The pool as it is now; samples that are left out later stay numbered."""
+        """Numbers the samples that are kept now; samples dropped later keep their numbers."""
         self._state, self._slices = choice, places
         self._rows = [np.flatnonzero(choice.keep_masks[place]) for place in places]
         self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
@@ -74,16 +74,16 @@ class SamplePool:
         self.shingles = lru_cache(SHINGLE_CACHE_SIZE)(self._shingles)
 
     def num_samples_in(self, places: int) -> int:
-        """Samples of the first so many slices."""
+        """Number of samples in the first `places` slices."""
         return int(self._starts[places])
 
     def gather(self, arrays: Sequence[Array]) -> Array:
-        """What arrays of the slices (samples last) say of the pool's samples."""
+        """Concatenate the pool's samples from arrays of the slices (last dimension: samples)."""
         parts = [its[..., rows] for its, rows in zip(arrays, self._rows, strict=True)]
         return np.concatenate(parts, axis=-1)
 
     def drop(self, samples: Indices, reason: DropReason) -> list[int]:
-        """Leave samples (in order) out. Returns those that are to be told as examples."""
+        """Drop samples (sorted). Returns those to report with `add_example`."""
         bounds = np.searchsorted(samples, self._starts)
         told: list[int] = []
         for number, place in enumerate(self._slices):
@@ -93,11 +93,11 @@ class SamplePool:
         return told
 
     def add_example(self, sample: int, reason: DropReason, why: str) -> None:
-        """Keep a sample that was left out as an example."""
+        """Record a dropped sample as an example."""
         self._state.add_example(*self._locate(sample), reason, why)
 
     def describe(self, sample: int) -> str:
-        """What people call a sample."""
+        """Description of a sample for messages."""
         place, row = self._locate(sample)
         item, path, _ = self._state.finished[place]
         return f"row {record_index(path, row)} of slice {item.key} ({item.label})"
@@ -115,7 +115,7 @@ class SamplePool:
 
 
 def record_index(path: Path, row: int) -> int:
-    """Which record of its slice a sample is; records that gave no sample are counted too."""
+    """Index of a sample's record in its slice, counting records without a sample."""
     batches, starts = _map_with_starts(path)
     number = int(np.searchsorted(starts, row, side="right")) - 1
     return batches[number].column("row")[row - int(starts[number])].as_py()

@@ -1,10 +1,10 @@
-"""Near duplicates: candidates by MinHash, each judged by the exact overlap of its runs of tokens.
+"""Near deduplication: MinHash LSH candidates, confirmed by exact Jaccard similarity.
 
-A sample is the set of its runs of SHINGLE tokens, and two samples are near when the Jaccard
-similarity of their sets (common runs by all runs) reaches the threshold. The smallest hash of a set
-under each of PERMUTATIONS permutations is its signature (Broder, On the resemblance and containment
-of documents, 1997). Bands of a signature that agree make two samples candidates; whether they are
-near is then computed, so that no sample is left out wrongly.
+A sample is the set of its shingles (n-grams of SHINGLE tokens). Two samples are near duplicates if
+the Jaccard similarity of their sets reaches the threshold. The signature of a set is its minimum
+hash under each of PERMUTATIONS permutations (Broder, On the resemblance and containment of
+documents, 1997). Samples that share a band of their signatures are candidates; their exact
+similarity is then computed, so there are no false positives.
 """
 
 from collections import Counter
@@ -25,26 +25,27 @@ from penstock.prepare.select.ngrams import (
 from penstock.rows.sample_order import Indices
 
 SHINGLE = 5
-"""Tokens in a run."""
+"""Tokens per shingle."""
 
 PERMUTATIONS = 128
 RECALL = 0.999
-"""The least chance that a pair at the threshold becomes a candidate."""
+"""Minimum probability that a pair at the threshold becomes a candidate."""
 
 MAX_PER_BUCKET = 1000
-"""Samples of one bucket that later ones are compared with: what many samples share (a long system
-prompt) must not make the work quadratic."""
+"""Maximum samples per bucket that later samples are compared with: a part that many samples share
+(a long system prompt) would make the time quadratic."""
 
 MAX_CANDIDATES = 32
-"""Candidates of one sample that are judged, those that share most bands with it first."""
+"""Maximum candidates per sample that are compared, those with most shared bands first."""
 
 Bands = npt.NDArray[np.uint32]
 
 
 def rows_per_band(threshold: float) -> int:
-    """Hashes in one band: as many as leave a pair at the threshold found with a chance of RECALL.
+    """Maximum hashes per band for which a pair at the threshold is found with probability RECALL.
 
-    Of b = PERMUTATIONS // r bands of r, one at least agrees with a chance of 1 - (1 - t**r)**b.
+    At least one of b = PERMUTATIONS // r bands of r hashes agrees with probability
+    1 - (1 - t**r)**b.
     """
     fitting = [
         r
@@ -55,7 +56,7 @@ def rows_per_band(threshold: float) -> int:
 
 
 def lsh_bands(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
-    """One number for each band and sample, shape [PERMUTATIONS // rows, samples]."""
+    """Hash of each band of each sample, shape [PERMUTATIONS // rows, samples]."""
     parts = [
         _hash_bands(_minhash_signatures(samples), rows)
         for batch in batches
@@ -65,14 +66,14 @@ def lsh_bands(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
 
 
 def compute_shingles(samples: TokenLists) -> Hashes:
-    """The set of runs of one sample, sorted; a text shorter than a run is a run of its own."""
+    """Sorted shingle hashes of one sample; a sample shorter than a shingle is one shingle."""
     return np.unique(ngram_hashes(samples, SHINGLE, shorter="whole").hashes)
 
 
 def jaccard(one: Hashes, other: Hashes) -> float:
-    """Common elements by all elements of two sorted sets."""
+    """Jaccard similarity of two sorted sets."""
     both = np.concatenate([one, other])
-    both.sort(kind="stable")  # two runs that are in order already: they are merged
+    both.sort(kind="stable")  # timsort merges the two sorted halves
     common = int(np.count_nonzero(both[1:] == both[:-1]))
     return common / (len(one) + len(other) - common)
 
@@ -83,11 +84,11 @@ def near_duplicates(
     threshold: float,
     num_fixed: int = 0,
 ) -> dict[int, int]:
-    """Which samples repeat an earlier one that is kept: {sample: that one}.
+    """Find near duplicates of earlier kept samples: {sample: kept sample}.
 
-    Samples are numbered in the order in which they are considered; `bands` gives one row of numbers
-    after another, and `shingles` a sample's set. The first `num_fixed` are kept in any case. A
-    sample that is left out takes no other with it.
+    Samples are considered in order. `bands` yields the hashes of one band of all samples after
+    another; `shingles` returns a sample's set. The first `num_fixed` samples are always kept. Only
+    kept samples are compared with, so a dropped sample does not cause others to be dropped.
     """
     members, buckets = _shared_buckets(bands)
     bounds = np.flatnonzero(np.diff(members, prepend=-1, append=-1))
@@ -124,7 +125,7 @@ def _find_near_duplicate(
 
 
 def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
-    """(sample, bucket) for all buckets of two samples or more, in the order of the samples."""
+    """(sample, bucket) for all buckets with at least two samples, sorted by sample."""
     members = [np.empty(0, dtype=np.int64)]
     buckets = [np.empty(0, dtype=np.int64)]
     count = 0
@@ -143,7 +144,7 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
 
 
 def _minhash_signatures(samples: TokenLists) -> npt.NDArray[np.uint32]:
-    """The smallest hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
+    """Minimum hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
     found = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
     hashes, of, _ = ngram_hashes(samples, SHINGLE, shorter="whole")
     first = np.flatnonzero(np.diff(of, prepend=-1))
@@ -165,7 +166,7 @@ def _hash_bands(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:
 
 
 def _build_permutations() -> npt.NDArray[np.uint32]:
-    """Factor and term of maps of 32-bit numbers one to one; the factors are odd."""
+    """(factor, term) of affine bijections of 32-bit integers; the factors are odd."""
     drawn = splitmix64(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
     pairs = drawn.reshape(PERMUTATIONS, 2)
     pairs[:, 0] |= 1

@@ -1,8 +1,7 @@
-"""Hashes of runs of consecutive tokens, of whole samples at once.
+"""N-gram hashes of whole samples, vectorized.
 
-Samples are near to one another when they share most of their runs, and contaminated when they hold
-one of a set of runs. A run is told by 64 bits: the polynomial of its tokens' mixed values, by which
-two different runs are taken for one with a chance of about 2**-64.
+An n-gram is identified by a 64-bit polynomial rolling hash of its tokens; two different n-grams
+collide with probability of about 2**-64.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ Hashes = npt.NDArray[np.uint64]
 
 CHUNK_TOKENS = 1 << 17
 CHUNK_SAMPLES = 1 << 12
-"""Tokens, and samples, that are hashed at once, about: what a processor's cache holds."""
+"""Approximate tokens and samples that are hashed at once: they fit in the CPU cache."""
 
 _BASE = 0x9E3779B97F4A7C15
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
@@ -42,7 +41,7 @@ class TokenLists:
 
 
 def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[TokenLists]:
-    """The samples of a prepared batch, of whatever kind, in pieces."""
+    """Yield the samples of a prepared record batch of any kind, in chunks."""
     names = [name for name in batch.schema.names if name.endswith("input_ids")]
     sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
     pieces = np.cumsum(sizes) // CHUNK_TOKENS + np.arange(batch.num_rows) // CHUNK_SAMPLES
@@ -55,21 +54,21 @@ def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[TokenLists]:
 
 
 class NGrams(NamedTuple):
-    """Runs of consecutive tokens, in order."""
+    """N-grams, in order."""
 
     hashes: Hashes
     samples: Indices
-    """The number of each run's sample, from 0."""
+    """Sample index of each n-gram, from 0."""
     starts: Indices
-    """Where it begins in the samples' values."""
+    """Start of each n-gram in `TokenLists.values`."""
 
 
 def ngram_hashes(
     samples: TokenLists, length: int, shorter: Literal["none", "whole"] = "none"
 ) -> NGrams:
-    """Every run of `length` tokens.
+    """All n-grams of `length` tokens.
 
-    A list of fewer tokens gives no run, or with `shorter="whole"` a single one of all its tokens.
+    A list of fewer tokens has none, or with `shorter="whole"` one of all its tokens.
     """
     offsets = samples.offsets.astype(np.int64)
     sizes = np.diff(offsets)
@@ -90,8 +89,8 @@ def ngram_hashes(
 
 
 def splitmix64(values: Hashes) -> Hashes:
-    """A bijection of 64-bit numbers after which near ones are far apart (splitmix64's finalizer:
-    Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    """The finalizer of splitmix64, a bijection of 64-bit integers that mixes their bits (Steele,
+    Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
     z = values
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,7 +105,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 def _interleave(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
-    """Several list columns as one, the lists of a sample beside one another."""
+    """Interleave list columns into one, so that the lists of a sample are adjacent."""
     if len(columns) == 1:
         lists = columns[0]
     else:

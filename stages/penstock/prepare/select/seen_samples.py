@@ -1,7 +1,7 @@
-"""Which samples a model has been trained on, so that those which have come since can be counted.
+"""Digests of the samples that a model was trained on, to count new samples since then.
 
-A sample is known by 64 bits of a digest of its tokens. It stays known when its file is moved,
-grows, or is cut otherwise. What is said twice is one sample.
+A sample is identified by 64 bits of a digest of its tokens, independent of its file and slice.
+Duplicates count as one sample.
 """
 
 from collections.abc import Collection
@@ -26,27 +26,27 @@ def _no_hashes() -> Hashes:
 
 @dataclass(frozen=True)
 class SeenSamples:
-    """Samples of training data."""
+    """Digests of training samples."""
 
     digests: Hashes = field(default_factory=_no_hashes)
-    """Sorted, each once."""
+    """Sorted, without duplicates."""
     files: frozenset[str] = frozenset()
-    """Files of prepared data that hold nothing else, by what their plan says of their content."""
+    """Content digests (from plan.json) of files all of whose samples are in `digests`."""
 
     @classmethod
     def read(cls, folder: Path, files: Collection[str]) -> "SeenSamples":
-        """What `write` left in the folder."""
+        """Read the file that `write` wrote."""
         return cls(np.load(folder / SAMPLES, allow_pickle=False), frozenset(files))
 
     def write(self, folder: Path) -> Path:
-        """Put the digests down in the folder."""
+        """Write the digests to the folder."""
         target = folder / SAMPLES
         with target.open("wb") as stream:
             np.save(stream, self.digests)
         return target
 
     def count_not_in(self, others: "SeenSamples") -> int:
-        """How many samples are not among the others."""
+        """Number of samples that are not in `others`."""
         return int((~np.isin(self.digests, others.digests, assume_unique=True)).sum())
 
     def __or__(self, others: "SeenSamples") -> "SeenSamples":
@@ -54,9 +54,8 @@ class SeenSamples:
 
 
 def load_seen_samples(prepared: Path, but: Collection[str] = ()) -> SeenSamples:
-    """The training samples of prepared data, but for those in files whose content is among `but`.
-
-    Only the others are read.
+    """The training samples of prepared data, except those in files with content digests in `but`,
+    which are not read.
     """
     plan: dict[str, Any] = read_json(prepared / PLAN)
     entries = [entry for entry in plan["splits"]["train"] if entry["content"] not in but]

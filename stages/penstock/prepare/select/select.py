@@ -1,9 +1,8 @@
-"""Which samples are stored, and in which split.
+"""Select the samples of each split.
 
-In this order: the first `max_samples` of a source; none that shares a run of tokens with data to be
-avoided; none that repeats an earlier one; and of what is left, some are set aside for validation.
-Samples of validation sources are subject to `max_samples` alone, and a training sample that repeats
-one of them is left out of training.
+In this order: `max_samples` of each source, decontamination, exact and near deduplication, and the
+validation split of the remaining samples. Only `max_samples` applies to validation sources;
+training samples that are duplicates of validation samples are dropped.
 """
 
 from collections import Counter
@@ -28,7 +27,7 @@ from penstock.prepare.slices import TokenizedSlice
 
 @dataclass(frozen=True)
 class SplitMasks:
-    """Which samples of a slice are stored in each split; None: all of them."""
+    """Samples of a slice that are stored in each split; None: all of them."""
 
     train: Mask | None
     validation: Mask | None
@@ -36,24 +35,24 @@ class SplitMasks:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is stored of every finished slice, and what became of the rest."""
+    """Selected samples of every slice, and counts and examples of dropped ones."""
 
     masks: tuple[SplitMasks, ...]
     dropped: tuple[Counter[str], ...]
-    """Of every slice: samples that are stored nowhere, by reason."""
+    """Dropped samples of every slice, by reason."""
     examples: tuple[dict[str, Any], ...]
-    """Some of them: source, slice, row (the record's place in the slice), reason, why."""
+    """Examples: source, slice, row (index of the record in the slice), reason, why."""
 
 
 def select(
     finished: Sequence[TokenizedSlice], settings: PrepareSettings, *, workers: int = 1
 ) -> Selection:
-    """Choose the samples that are stored. What it needs to know of them is kept beside the slices,
-    and computed by `workers` threads where it is missing.
+    """Select the samples of each split. Features that are not cached beside the slices are computed
+    by `workers` threads.
 
-    Slices that are added change little for the samples of others: what repeats an earlier sample
-    goes, and a share for validation grows. Raises StageError when training, or a source that is to
-    be drawn from, is left without samples.
+    Adding slices changes little for other samples: duplicates of earlier samples are dropped, and a
+    validation share grows. Raises StageError if no training sample is left, or a source with a
+    weight has no samples.
     """
     state = FilterState(finished)
     features = Features(workers)
@@ -80,7 +79,7 @@ def select(
 
 
 def count_kept(mask: Mask | None, rows: int) -> int:
-    """How many of a slice's samples a mask keeps."""
+    """Number of samples that a mask of a slice selects."""
     return rows if mask is None else int(mask.sum())
 
 
@@ -90,10 +89,10 @@ def validation_count(size: int | float | None, total: int) -> int:
 
 
 def validation_masks(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
-    """Which samples are set aside, slice by slice: those of the lowest ranks.
+    """Masks of validation samples, slice by slice: the samples with the lowest random ranks.
 
-    `size` is a number of samples (int) or a share below one (float; rounded, at least one). Slices
-    that are added leave the state among the others nearly as it is.
+    `size` is a number of samples (int) or a share below one (float; rounded, at least one). Adding
+    slices changes the selection from the other slices only slightly.
     """
     every = np.concatenate([np.empty(0, dtype=np.uint64), *ranks])
     is_held = np.zeros(len(every), dtype=bool)
@@ -106,8 +105,8 @@ def validation_masks(ranks: Sequence[Hashes], size: int | float | None) -> list[
 
 
 def random_ranks(key: str, rows: int, seed: int) -> Hashes:
-    """A random number for every sample of a slice, which the seed, the slice's key and the sample's
-    place in it decide alone."""
+    """Random numbers for the samples of a slice; each depends only on the seed, the slice's key and
+    the sample's index."""
     start = int.from_bytes(blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little")
     return splitmix64(splitmix64(np.arange(1, rows + 1, dtype=np.uint64)) ^ np.uint64(start))
 
@@ -160,12 +159,14 @@ def _drop_near_duplicates(
     for sample in pool.drop(np.array(sorted(near), dtype=np.int64), "near_duplicate"):
         other = near[sample]
         alike = jaccard(pool.shingles(sample), pool.shingles(other))
-        why = f"of its runs of {SHINGLE} tokens and those of {pool.describe(other)} {alike:.0%} are one"
+        name = pool.describe(other)
+        why = f"of its runs of {SHINGLE} tokens and those of {name} {alike:.0%} are one"
         pool.add_example(sample, "near_duplicate", why)
 
 
 def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
-    """What is still in, validation sources first: (pool, slices, samples that are to stay)."""
+    """(pool of the kept samples, validation sources first; its slices; number of samples that are
+    never dropped)."""
     fixed = state.slice_indices("validation")
     places = [*fixed, *state.slice_indices("train")]
     pool = SamplePool(state, places)
@@ -173,14 +174,14 @@ def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
 
 
 def _split_validation(state: FilterState, settings: PrepareSettings) -> dict[int, Mask]:
-    """For every training slice, which of its samples are validation."""
+    """Mask of validation samples of every training slice."""
     places = state.slice_indices("train")
     left = sum(int(state.keep_masks[place].sum()) for place in places)
     if not left:
         reasons = sum(state.dropped, Counter[str]())
-        told = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         raise StageError(
-            f"No sample is left to train on: {told or 'the sources hold none'}.\n"
+            f"No sample is left to train on: {counts or 'the sources have none'}.\n"
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
     ranks = [
@@ -191,7 +192,7 @@ def _split_validation(state: FilterState, settings: PrepareSettings) -> dict[int
     taken = sum(int(mask.sum()) for mask in masks)
     if taken >= left:
         raise StageError(
-            f"Validation takes {taken} samples, and there are {left} in all.\n"
+            f"Validation takes {taken} samples, and there are only {left}.\n"
             f"  Set data.val_set_size ({settings.val_set_size}) lower."
         )
     found: dict[int, Mask] = {}
