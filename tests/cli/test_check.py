@@ -156,7 +156,7 @@ def test_a_validation_split_that_takes_all_of_the_data_is_a_fault(
         assert f"Validation {fault} samples, and the data has 12 at most" in said.err
         prepared = penstock("prepare", config)
         assert prepared.code != 0
-        assert "Validation takes 12 samples, and there are 12 in all" in prepared.err
+        assert "Validation takes 12 samples, and there are only 12" in prepared.err
     else:
         assert "of at most 12 samples are held out" in said.err
 

@@ -52,7 +52,7 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
     "a cut archive": (b"\x1f\x8bjunk", "d.jsonl.gz", {}, "cannot be decompressed as gzip"),
     "a cut table": (b"PAR1junkPAR1", "d.parquet", {"type": "text"}, "cannot be read as parquet"),
     "pairs that are none": (CHAT, "d.jsonl", {"type": "preference"}, "train.objective: preference"),
-    "a blank file": ("\n\n\n", "d.jsonl", {}, "holds no records"),
+    "a blank file": ("\n\n\n", "d.jsonl", {}, "has no records"),
     "messages as text": (line(messages="Hi"), "d.jsonl", {}, "A conversation is a list of"),
     "messages as text, typed": (
         line(messages="Hi"),
@@ -63,7 +63,7 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
     "system alone": (SYSTEM, "d.jsonl", {}, "nothing in it is the assistant's"),
     "no header": ("What?,A dog\n" * 3, "d.csv", {}, "The first line of a CSV file names"),
     "columns of a language": ("frage;antwort\nw;a\n", "d.csv", {}, "they have frage, antwort"),
-    "a column twice": ("text,text\na,b\n", "d.csv", {}, "two columns called 'text'"),
+    "a column twice": ("text,text\na,b\n", "d.csv", {}, "two columns named 'text'"),
     "a ragged table": ("instruction,output\na,b\nc,d,e\n", "d.csv", {}, "3 fields where"),
     "gzip by another name": (
         gzip.compress(CHAT.encode()),
@@ -74,7 +74,7 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
     "text called gzip": (CHAT, "d.jsonl.gz", {}, "Not a gzipped file"),
     "parquet by another name": (table(text=["a"]), "d.jsonl", {}, "Write ds_type: parquet"),
     "JSON called a table": (CHAT, "d.csv", {}, "Write ds_type: json"),
-    "a table called JSON": ("text\nabc\n", "d.jsonl", {}, "it begins with 'text'"),
+    "a table called JSON": ("text\nabc\n", "d.jsonl", {}, "it starts with 'text'"),
     "parquet without the column": (
         table(content=["a"]),
         "d.parquet",

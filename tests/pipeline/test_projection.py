@@ -361,7 +361,7 @@ def test_a_source_never_has_files_that_runs_make_of_it(field, tmp_path):
     assert stage_key(again.step("prepare").stage) == stage_key(first.step("prepare").stage)
     sealed = next((prepared / "prepare").glob("*/data/train/*.arrow"))
     for path in (prepared, f"{prepared}/slices/*.arrow", prepared / "slices", sealed):
-        refuses(path, r"has \d+ files \(.* is one\) that runs have made in")
+        refuses(path, r"has \d+ files \(.* is one\) that runs have written in")
     refuses(prepared, "has", data_files=["chats.jsonl", "slices/*.json"])
 
 

@@ -89,7 +89,7 @@ def test_what_is_not_sealed_is_never_taken(prepared):
     with pytest.raises(ConfigError, match="holds no finished prepared data"):
         planned(config, dataset_prepared_path=str(slices), **TAKEN)
     shutil.rmtree(config.parent / "prepared")
-    with pytest.raises(ConfigError, match="prepared is not there"):
+    with pytest.raises(ConfigError, match="prepared does not exist"):
         planned(config, **TAKEN)
 
 
@@ -118,7 +118,7 @@ def test_data_that_goes_away_after_planning_is_not_made_anew(prepared):
     config, (made, _) = prepared
     step, *_ = planned(config, **TAKEN).steps
     shutil.rmtree(made.path)
-    with pytest.raises(StageError, match="sealed when this run began"):
+    with pytest.raises(StageError, match="sealed when this run started"):
         execute_stage(step, load(config, []), RebuildOptions(), lambda _: None)
     assert not made.path.exists()
 
@@ -190,7 +190,7 @@ def test_tokens_of_another_program_are_packed_as_a_source_of_tokens_is(layout, t
 def test_tokens_that_changed_are_read_anew_and_those_in_a_folder_below_are_pointed_to(tmp_path):
     config = write_run(tmp_path)
     folder = write_tokens(tmp_path / "tokens" / "below", "saved")
-    with pytest.raises(ConfigError, match=f"has left some in {folder}"):
+    with pytest.raises(ConfigError, match=f"another program: {folder}"):
         planned(config, dataset_prepared_path=str(folder.parent), **TAKEN)
     before = done(config, dataset_prepared_path=str(folder), **TAKEN)[0]
     shutil.copytree(folder / "prepare", tmp_path / "kept")

@@ -54,7 +54,7 @@ def test_squares_of_very_long_documents_are_exact(tmp_path):
 
 
 def test_a_missing_or_broken_shard_is_an_error_of_the_artifact(tmp_path):
-    with pytest.raises(ArtifactError, match="holds no packed rows"):
+    with pytest.raises(ArtifactError, match="has no packed rows"):
         PackedRows(tmp_path)
     (tmp_path / "rows-00000-of-00001.arrow").write_bytes(b"ARROW1\0\0cut")
     with pytest.raises(ArtifactError, match="cannot be read as Arrow"):

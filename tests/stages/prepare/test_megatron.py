@@ -166,14 +166,14 @@ def broken(prefix, what):
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("short data", "corpus.bin has 19 bytes, and corpus.idx tells of 20: it is cut short"),
-        ("short index", "it is cut short"),
+        ("short data", "corpus.bin has 19 bytes, but corpus.idx refers to 20: it is truncated"),
+        ("short index", "it is truncated"),
         ("long index", "bytes follow its last entry"),
-        ("magic", "no index of Megatron's: it begins with"),
-        ("version", "it is of version 2, and version 1 is read"),
-        ("floats", "floating-point numbers, which are no token ids"),
-        ("type", "99 is the code of no type"),
-        ("documents", "its documents are not its sequences"),
+        ("magic", "not a Megatron index: it starts with"),
+        ("version", "it has version 2; only version 1 is supported"),
+        ("floats", "floating-point dtype, not token ids"),
+        ("type", "99 is not the code of a token dtype"),
+        ("documents", "its documents do not cover its sequences"),
         ("modes", "its sequences have modes"),
     ],
 )

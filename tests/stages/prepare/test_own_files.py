@@ -113,7 +113,7 @@ def test_records_that_begin_with_the_assistant_are_told_in_one_line_with_their_c
         _, facts = run(prepare((path, {"type": kind})), tmp_path / name / "out")
         [line] = data_warnings(facts)
         count, total = (2, 3) if kind == "chat" else (1, 1)
-        assert f"{count} of {total} records begin with the assistant" in line
+        assert f"{count} of {total} records start with an assistant message" in line
     path = write_lines(tmp_path / "usual.jsonl", [CHAT])
     _, facts = run(prepare((path, {"type": "chat"})), tmp_path / "usual" / "out")
     assert list(data_warnings(facts)) == []

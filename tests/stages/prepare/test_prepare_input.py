@@ -85,11 +85,11 @@ def test_a_json_document_is_read_alike_in_chunks_of_any_size(tmp_path, monkeypat
 
 BROKEN = {
     "empty.jsonl": (b"", "empty.jsonl is empty"),
-    "blank.jsonl": (b"\n\n", "holds no records"),
-    "header.csv": (b"text\n", "holds no records"),
+    "blank.jsonl": (b"\n\n", "has no records"),
+    "header.csv": (b"text\n", "has no records"),
     "cut.parquet": (b"PAR1 and no more", "cut.parquet cannot be read as parquet"),
     "cut.arrow": (b"ARROW1\0\0 and no more", "cut.arrow cannot be read as arrow"),
-    "open.json": (b'[{"text": "a"},\n{"text": "b"}', "breaks off at line 2"),
+    "open.json": (b'[{"text": "a"},\n{"text": "b"}', "ends at line 2 with an unclosed array"),
     "bad.json": (b'[{"text": "a"},\n{"text" "b"}]', r"bad\.json:2: not JSON"),
     "bad.csv": (b'text\n"a\n', r"bad\.csv:\d: not CSV"),
     "cut.jsonl.gz": (gzip.compress(LINES)[:-9], r"cut\.jsonl\.gz cannot be decompressed as gzip"),

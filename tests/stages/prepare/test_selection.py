@@ -236,7 +236,7 @@ def test_pairs_and_judged_answers_are_compared_by_all_that_they_say(tmp_path):
 
 def test_a_split_or_a_source_without_samples_is_refused(tmp_path):
     entries = [finished(tmp_path, [[1], [2]]), finished(tmp_path, [[1], [2]], dataset=1)]
-    with pytest.raises(StageError, match=r"takes 4 samples, and there are 4.*\n.*val_set_size"):
+    with pytest.raises(StageError, match=r"takes 4 samples, and there are only 4.*\n.*val_set_size"):
         select(entries, settings(2, val_set_size=9))
     select(entries, settings(2, deduplicate="exact"))
     with pytest.raises(StageError, match=r"source-1 \(data\.datasets\.1\).*random draws from it"):

@@ -350,7 +350,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
         return tokenize(*arguments)
 
     monkeypatch.setattr(workers, "tokenize", meddle)
-    with pytest.raises(StageError, match=r"a\.jsonl has changed since this run began"):
+    with pytest.raises(StageError, match=r"a\.jsonl has changed since this run started"):
         run(stage, tmp_path / "out")
     assert not list((tmp_path / "slices").glob("*.json"))
 
