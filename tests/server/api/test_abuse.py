@@ -224,7 +224,7 @@ def test_results_that_wait_to_be_written_are_not_copied_yet():
     result = ForwardBackwardResult(
         outputs=({"logprobs": Array.of(np.zeros(size // 4), "float32")},), metrics={}
     )
-    job = ResultJob(shape=ResultFormat("forward"), form="protobuf")
+    job = ResultJob(result_format=ResultFormat("forward"), encoding="protobuf")
 
     async def scenario():
         pool = CodecPool(1 << 20)
@@ -251,7 +251,7 @@ def test_owners_take_turns_at_having_bodies_decoded():
         go = asyncio.Event()
 
         async def turn(owner):
-            async with pool._acquire(owner):
+            async with pool._acquire_slot(owner):
                 order.append(owner)
                 await go.wait()
 

@@ -82,7 +82,7 @@ def test_a_result_is_kept_for_its_time_and_gone_then():
 
 def test_results_beyond_the_bytes_that_are_kept_go_from_the_oldest_on():
     async def scenario():
-        async with client(max_kept_bytes=2_500) as (http, _):
+        async with client(max_result_bytes=2_500) as (http, _):
             names = []
             for _ in range(4):
                 # A thousand bytes of log-probabilities each.

@@ -240,7 +240,7 @@ def test_where_nobody_starts_workers_any_more_nobody_waits_for_them(tmp_path):
             assert not waits.done()
             (tmp_path / "given-up").touch()
             assert (await waits).code == "unavailable"
-            assert "not started any more" in here.client.statuses[-1].reason
+            assert "not restarted" in here.client.statuses[-1].reason
 
     asyncio.run(check())
 
@@ -362,7 +362,7 @@ def test_a_model_that_cannot_be_loaded_again_is_not_left_at_the_workers(tmp_path
             assert here.workers.models == {}
             failed = await here.client.fails(a_pass(), 6)
             assert failed.code == "gone"
-            assert "it could not be opened again: this order is refused" in failed.error
+            assert "it could not be restored: this order is refused" in failed.error
 
     asyncio.run(check())
 

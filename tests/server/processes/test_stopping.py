@@ -230,8 +230,7 @@ def test_what_could_not_be_saved_in_time_is_said_and_was_lost(tmp_path, caplog):
             await here.stop_engine()
             assert time.monotonic() - began < 5
             assert sorted(lines(caplog, "is not saved")) == [
-                f"model {model} is not saved since step 0: there was no time for it;"
-                " stop_timeout is 0.3 s"
+                f"model {model} is not saved since step 0: stop_timeout expired; it is 0.3 s"
                 for model in ("m", "n")
             ]
             await here.start_again()

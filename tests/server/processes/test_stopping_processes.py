@@ -14,7 +14,7 @@ import tinker
 from tinker.lib.retryable_exception import RetryableException
 
 from penstock.config.server.config import ServerConfig
-from penstock.server.api.wire.encode_results import STEPS
+from penstock.server.api.wire.encode_results import OPTIMIZER_STEP
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.multi_node import OtherNode
 from penstock.server.launch.prepare import prepare
@@ -190,7 +190,7 @@ def test_a_client_of_the_sdk_that_tries_again_goes_on_over_a_stop(tmp_path, monk
                 passed.result()
                 metrics = stepped.result().metrics
                 assert metrics is not None
-                steps.append(metrics[STEPS])
+                steps.append(metrics[OPTIMIZER_STEP])
             except (RetryableException, tinker.RequestFailedError) as error:
                 faults.append(str(error))
 

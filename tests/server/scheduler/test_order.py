@@ -224,7 +224,7 @@ def test_another_queue_knows_what_was_done_and_the_last_of_how_it_ended(monkeypa
     assert isinstance(other.put(errand("m", 3)), Done)
     with pytest.raises(RequestError, match="the next is 5"):
         other.put(errand("m", 2))
-    with pytest.raises(RequestError, match="is a Step already"):
+    with pytest.raises(RequestError, match="is a OptimStep already"):
         other.put(Task(ZeroGrad(model="m"), "one", "m", 4, ["y"]))
     other.put(errand("m", 6))
     assert other.take() is None

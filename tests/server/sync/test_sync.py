@@ -309,7 +309,7 @@ def test_a_server_that_is_not_there_stops_none_that_is(folder):
 IMPOSSIBLE = [
     ({"endpoints": ()}, "there is no endpoint"),
     ({"endpoints": (Endpoint(host="192.168.0.1", port=1),)}, "no host that is allowed"),
-    ({"endpoints": (Endpoint(host="127.0.0.1", port=1),) * 2}, "there twice"),
+    ({"endpoints": (Endpoint(host="127.0.0.1", port=1),) * 2}, "listed twice"),
     ({"endpoints": (Endpoint(host="127.0.0.1", port=1, world_size=0),)}, "world_size is 0"),
     ({"buffer_size_mb": 0}, "buffer_size_mb is 0"),
     ({"pause_mode": "in_place"}, "flush_cache drops it"),

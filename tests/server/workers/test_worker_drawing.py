@@ -118,7 +118,7 @@ def test_the_likeliest_tokens_of_answers_and_prompts_are_told_where_they_are_ask
 
 
 ELSEWHERE = {
-    "an adapter of rank 16, and this server has room for 4": {"lora": {"lora_rank": 4}},
+    "an adapter of rank 16, and this server has lora_rank 4": {"lora": {"lora_rank": 4}},
     "an adapter on lm_head": {"lora": {"lora_target_modules": ["q_proj"]}},
     "is an adapter, and this server samples from whole models": {"lora": {"enable_lora": False}},
 }

@@ -11,10 +11,10 @@ from penstock.server.api.connections import Connections
 from penstock.server.api.context import AppState
 from penstock.server.api.errors import (
     ApiError,
-    answer_crash,
-    answer_faults,
-    answer_http,
-    answer_refusal,
+    handle_api_error,
+    handle_crash,
+    handle_http_error,
+    handle_validation_error,
 )
 from penstock.server.api.futures import Futures
 from penstock.server.api.metrics import Metrics
@@ -50,7 +50,7 @@ def create_app(
         scheduler,
         ttl=settings.future_ttl,
         max_pending=settings.max_pending_requests,
-        max_kept_bytes=settings.max_kept_bytes,
+        max_result_bytes=settings.max_result_bytes,
     )
     heartbeats = SessionHeartbeats(
         scheduler,
@@ -93,10 +93,10 @@ def create_app(
         title="Penstock training server", lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.service = service
-    app.add_exception_handler(ApiError, answer_refusal)
-    app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(RequestValidationError, answer_faults)
-    app.add_exception_handler(Exception, answer_crash)
+    app.add_exception_handler(ApiError, handle_api_error)
+    app.add_exception_handler(HTTPException, handle_http_error)
+    app.add_exception_handler(RequestValidationError, handle_validation_error)
+    app.add_exception_handler(Exception, handle_crash)
     # Routes are matched in this order: the most frequent ones first.
     for router in (
         routes_futures.router,

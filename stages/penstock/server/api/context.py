@@ -83,7 +83,7 @@ class RequestContext:
         result = await self.service.scheduler.call(self.owner, operation, seconds)
         if not isinstance(result, kind):
             raise ApiError(
-                f"the engine answered with {type(result).__name__}, not {kind.__name__}",
+                f"the scheduler returned {type(result).__name__}, not {kind.__name__}",
                 code="internal",
                 category="server",
             )
@@ -116,9 +116,9 @@ class RequestContext:
         async with self.service.codec_pool.decoding(self.owner, job, parts) as (reply, frame):
             parts = ()
             request.release()
-            if reply.refused is not None:
-                request.parsed = reply.refused.model_and_seq
-                raise to_decode_error(reply.refused)
+            if reply.error is not None:
+                request.parsed = reply.error.model_and_seq
+                raise to_decode_error(reply.error)
             assert reply.decoded is not None
             yield reply.decoded, EncodedRequest(name, Encoded(frame))
 
@@ -145,18 +145,18 @@ class RequestContext:
         model: str | None = None,
         seq: int | None = None,
         retry_key: str = "",
-        **shape: Any,
+        **result_format: Any,
     ) -> dict[str, Any]:
         """Submit a request to the scheduler and return its future. `model`: for an encoded request.
 
-        `again` is the idempotency key if the client's names identify a repeated request; `shape`
-        are further fields of ResultFormat.
+        `retry_key` is the idempotency key if the client's names identify a repeated request;
+        `result_format` are further fields of ResultFormat.
         """
         model = model or getattr(operation, "model", None)
         future = await self.service.futures.submit(
             self.owner,
             operation,
-            ResultFormat(kind, model, **shape),
+            ResultFormat(kind, model, **result_format),
             seq=seq,
             idempotency=retry_key or self.idempotency,
         )

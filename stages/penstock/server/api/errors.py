@@ -26,7 +26,7 @@ STATUS: Mapping[Code, int] = {
 }
 """The HTTP status of each error code, for calls that return their result directly."""
 
-MAX_FAULTS = 20
+MAX_VALIDATION_ERRORS = 20
 """Maximum number of validation errors per response."""
 
 
@@ -56,52 +56,52 @@ def to_api_error(failure: Failure) -> ApiError:
     return ApiError(failure.error, code=failure.code, category=failure.category, retry_after=again)
 
 
-async def answer_refusal(_: Request, refusal: Exception) -> JSONResponse:
+async def handle_api_error(_: Request, error: Exception) -> JSONResponse:
     """Response body of an ApiError."""
-    assert isinstance(refusal, ApiError)
-    return _told(
-        refusal.status_code, refusal.error, refusal.category, refusal.code, refusal.headers
+    assert isinstance(error, ApiError)
+    return _error_response(
+        error.status_code, error.error, error.category, error.code, error.headers
     )
 
 
-async def answer_http(request: Request, error: Exception) -> JSONResponse:
+async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
     """Response body of the framework's own errors: unknown path, unsupported method."""
     assert isinstance(error, HTTPException)
-    said = error.detail or "it is refused"
-    text = f"{request.method} {request.url.path[:200]}: {said}"
+    message = error.detail or "it is refused"
+    text = f"{request.method} {request.url.path[:200]}: {message}"
     code: Code = "not_found" if error.status_code in (404, 405) else "invalid"
-    return _told(error.status_code, text, "user", code, error.headers)
+    return _error_response(error.status_code, text, "user", code, error.headers)
 
 
-async def answer_faults(_: Request, error: Exception) -> JSONResponse:
+async def handle_validation_error(_: Request, error: Exception) -> JSONResponse:
     """Response body of validation errors: each error and its location, never the input."""
     assert isinstance(error, RequestValidationError)
-    faults = [
-        {"loc": [_short(part) for part in fault["loc"]], "msg": fault["msg"], "type": fault["type"]}
-        for fault in error.errors()[:MAX_FAULTS]
+    errors = [
+        {"loc": [_truncate(part) for part in item["loc"]], "msg": item["msg"], "type": item["type"]}
+        for item in error.errors()[:MAX_VALIDATION_ERRORS]
     ]
-    said = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults)
-    return _told(422, said, "user", "invalid", None, faults)
+    message = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in errors)
+    return _error_response(422, message, "user", "invalid", None, errors)
 
 
-async def answer_crash(_: Request, __: Exception) -> JSONResponse:
+async def handle_crash(_: Request, __: Exception) -> JSONResponse:
     """Response body of an internal error: the traceback is logged but not sent."""
-    return _told(500, "the server failed; its log says why", "server", "internal", None)
+    return _error_response(500, "the server failed; its log says why", "server", "internal", None)
 
 
-def _short(part: object) -> str | int:
+def _truncate(part: object) -> str | int:
     return part if isinstance(part, int) else str(part)[:100]
 
 
-def _told(
+def _error_response(
     status: int,
     error: str,
     category: Category,
     code: Code,
     headers: Mapping[str, str] | None,
-    faults: Sequence[Any] = (),
+    errors: Sequence[Any] = (),
 ) -> JSONResponse:
     body: dict[str, Any] = {"error": error, "category": category, "code": code}
-    if faults:
-        body["detail"] = faults
+    if errors:
+        body["detail"] = errors
     return JSONResponse(body, status, dict(headers or {}))

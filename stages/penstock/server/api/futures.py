@@ -47,8 +47,8 @@ SWEEP_SECONDS = 10.0
 class EncodedRequest:
     """A request that a codec process has already encoded."""
 
-    name: str
-    """The name of its future: the message id."""
+    id: str
+    """The id of its request and its future."""
     frame: Encoded
 
 
@@ -100,12 +100,12 @@ class Futures:
         *,
         ttl: float,
         max_pending: int,
-        max_kept_bytes: int,
+        max_result_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ttl` in seconds after completion; `max_pending` per owner."""
         self._scheduler = scheduler
-        self._ttl, self._max_pending, self._max_kept_bytes = ttl, max_pending, max_kept_bytes
+        self._ttl, self._max_pending, self._max_result_bytes = ttl, max_pending, max_result_bytes
         self._clock = clock
         self._futures: dict[str, FutureRecord] = {}
         self._by_retry_key: dict[tuple[str, str, str], str] = {}
@@ -139,7 +139,7 @@ class Futures:
         self,
         owner: str,
         operation: ModelOperation | Sample | EncodedRequest,
-        shape: ResultFormat,
+        result_format: ResultFormat,
         *,
         seq: int | None = None,
         idempotency: str = "",
@@ -148,16 +148,16 @@ class Futures:
 
         `idempotency` is the client's idempotency key, the same for a repeated request. Raises
         ApiError: 429 if the owner has the maximum number of pending requests, 503 if the workers
-        have failed permanently, and the errors of `SchedulerClient.ask`.
+        have failed permanently, and the errors of `SchedulerClient.submit`.
         """
-        retry_key = (owner, shape.kind, idempotency) if idempotency else None
+        retry_key = (owner, result_format.kind, idempotency) if idempotency else None
         known = self._futures.get(self._by_retry_key.get(retry_key, "")) if retry_key else None
         if known and not _is_retryable(known.response):
             return known
         status = self._scheduler.status
         if status and status.workers == "failed":
             raise ApiError(
-                f"the workers are not started again: {status.reason}",
+                f"the workers are not restarted: {status.reason}",
                 code="unavailable",
                 category="server",
                 retry_after=60.0,
@@ -179,9 +179,9 @@ class Futures:
                 code="busy",
                 retry_after=1.0,
             )
-        name = operation.name if isinstance(operation, EncodedRequest) else new_future()
+        name = operation.id if isinstance(operation, EncodedRequest) else new_future()
         future = FutureRecord(
-            name, owner, shape, self._scheduler.expect(name), retry_key, request_size=size
+            name, owner, result_format, self._scheduler.expect(name), retry_key, request_size=size
         )
         # Register and count before the first await: requests, also identical ones, may arrive
         # concurrently.
@@ -205,8 +205,7 @@ class Futures:
         future = self._futures.get(name)
         if future is None or future.owner != owner:
             raise ApiError(
-                f"{name[:100]!r} is no future of yours that is still kept; ask again for what it"
-                " was to bring",
+                f"{name[:100]!r} is no stored future of yours; send its request again",
                 code="gone",
             )
         return future
@@ -251,7 +250,7 @@ class Futures:
     def _evict_over_limit(self, newest: FutureRecord) -> None:
         """Drop the oldest results of the owner with the most, until the total is within the limit,
         so that one owner's results do not evict those of others."""
-        while self._result_bytes.total() > self._max_kept_bytes:
+        while self._result_bytes.total() > self._max_result_bytes:
             [(owner, _)] = self._result_bytes.most_common(1)
             if not self._evict_oldest(owner, newest):
                 return

@@ -23,15 +23,15 @@ class Metrics:
         )
         self._seconds = Histogram(
             "penstock_request_seconds",
-            "Seconds that requests took, polls included.",
+            "Latency of requests in seconds, including polls.",
             ("route",),
             buckets=SECONDS,
             registry=self._registry,
         )
         self._pending = self._gauge("penstock_futures_pending", "Futures that are not done.")
-        self._kept = self._gauge("penstock_futures_kept", "Futures that are kept, done or not.")
-        self._queued = self._gauge("penstock_engine_queued", "Works that wait in the engine.")
-        self._engine = self._gauge("penstock_engine_up", "1 while the engine answers.")
+        self._kept = self._gauge("penstock_futures_kept", "Stored futures, pending or completed.")
+        self._queued = self._gauge("penstock_engine_queued", "Requests that wait in the scheduler.")
+        self._engine = self._gauge("penstock_engine_up", "1 while the scheduler is connected.")
         self._workers = self._gauge("penstock_workers_ready", "1 while the workers are ready.")
         self.total = 0
         """Number of requests served."""

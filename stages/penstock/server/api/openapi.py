@@ -17,20 +17,20 @@ from penstock.server.api.schemas.responses import ErrorResponse
 SCHEMAS = "#/components/schemas/"
 
 ERRORS = {
-    400: "The request cannot be honoured",
-    401: "No such key",
-    404: "There is no such thing, or it is another's",
+    400: "The request is invalid",
+    401: "Unknown API key",
+    404: "It does not exist, or belongs to another owner",
     408: "The body did not arrive in time",
     409: "It exists already, or was cancelled",
-    410: "It is gone",
+    410: "It has ended or expired",
     413: "The body is too large",
     415: "The body is of another type",
-    421: "A name of another machine, where no keys are asked for",
+    421: "The host name of another machine, on a server without API keys",
     422: "The body does not fit its schema, or numbers are not finite",
-    429: "Too much at once; Retry-After says when to come again",
-    503: "The engine or the workers are not there",
-    504: "It took too long",
-    507: "No room for what would be saved",
+    429: "Too many requests; Retry-After says when to try again",
+    503: "The scheduler or the workers are not available",
+    504: "Timeout",
+    507: "Not enough storage",
 }
 """Error responses of every route."""
 

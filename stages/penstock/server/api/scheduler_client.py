@@ -26,7 +26,7 @@ LOG = logging.getLogger(__name__)
 HELLO_SECONDS = 1.0
 """Seconds between hello messages until the scheduler answers."""
 
-LOST = "the engine died while this was under way; what it had done is unknown. Ask again."
+LOST = "the scheduler died while this was running; what it had done is unknown. Send it again."
 
 AnyResponse = Response | Failure
 
@@ -54,7 +54,7 @@ class SchedulerClient:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self._fail_all("the server ends; ask again once it is back")
+        self._fail_all("the server stops; send it again once it is back")
         self._channel.close()
 
     async def submit(self, request: Request) -> asyncio.Future[AnyResponse]:
@@ -69,7 +69,7 @@ class SchedulerClient:
         scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
             raise ApiError(
-                "the engine is not there; it is started again",
+                "the scheduler is not connected; it is being restarted",
                 code="unavailable",
                 category="server",
                 retry_after=1.0,
@@ -136,12 +136,12 @@ class SchedulerClient:
 
     def _on_message(self, status: Status) -> None:
         if self.status is None or self.status.workers != status.workers:
-            LOG.info("engine: its workers are %s %s", status.workers, status.reason)
+            LOG.info("the workers are %s %s", status.workers, status.reason)
         self.status = status
 
     def _on_peer_lost(self) -> None:
         if self.status is not None:
-            LOG.warning("engine: lost, with %d asks under way", len(self._waiting))
+            LOG.warning("the scheduler is lost, with %d requests in flight", len(self._waiting))
         self.status = None
         # A new instance name: requests that this process counted as done may be unknown to a new
         # scheduler.

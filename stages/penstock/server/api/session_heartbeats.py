@@ -100,7 +100,7 @@ class SessionHeartbeats:
             gone = await self._gone(owner, tuple(sessions))
         except Exception as error:  # noqa: BLE001 - an error must not end the sessions
             # A scheduler that is disconnected or slow is informed the next time.
-            LOG.warning("heartbeats could not be told: %s", error)
+            LOG.warning("heartbeats could not be forwarded: %s", error)
             self._unsent[owner] |= sessions
             return
         for session in gone:

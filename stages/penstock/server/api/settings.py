@@ -25,7 +25,7 @@ class ApiSettings:
     """Duration in seconds of a poll for a future; below the 45 s after which clients give up."""
     future_ttl: float = 3600.0
     """Time to live of a result in seconds."""
-    max_kept_bytes: int = 256 << 20
+    max_result_bytes: int = 256 << 20
     """Maximum bytes of results; beyond it the oldest of the owner with the most are dropped."""
     sync_after_step: bool = False
     """Whether each optimizer step triggers a weight sync to the inference servers."""

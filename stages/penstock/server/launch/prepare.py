@@ -215,8 +215,9 @@ def _written(path: Path, config: ServerConfig) -> str:
     while not path.is_file():
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"no workers have told where they are: {path} is not there after {seconds:.0f} s.\n"
-                "  Start them with --mode workers and the same output_dir, or say --worker-address."
+                f"no workers have published their address: {path} does not exist after"
+                f" {seconds:.0f} s.\n"
+                "  Start them with --mode workers and the same output_dir, or set --worker-address."
             )
         time.sleep(0.2)
     return path.read_text(encoding="ascii").strip()

@@ -36,7 +36,7 @@ ENGINE_MARGIN_SECONDS = 15.0
 """Seconds that the scheduler gets beyond its time for saving, because it waits for other
 processes."""
 LEAVING_SECONDS = 10.0
-"""Seconds for the workers to exit after the scheduler has told them to."""
+"""Seconds for the workers to exit after the scheduler's shutdown message."""
 MACHINES = "machines"
 """Coordination folder of the nodes, in the server's folder."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -121,7 +121,7 @@ class Launcher:
     api: tuple[str, int] | None
     """Address of the API, if this launcher runs it."""
     given_up: Path | None = None
-    """File that tells the scheduler that workers are no longer restarted."""
+    """File whose existence means that workers are no longer restarted."""
     is_ready: bool = False
     _asked: list[int] = field(default_factory=list[int])
     _looked: float = 0.0
@@ -185,7 +185,7 @@ class Launcher:
                 when = "in a row" if self.api is None else "before they could serve"
                 raise StageError(
                     f"the {child.name} ended {child.deaths} times {when}.\n"
-                    "  What they said of it stands above."
+                    "  Their messages are above."
                 )
 
     def _look_at_health(self) -> None:

@@ -249,7 +249,7 @@ class GetCheckpoint(Message):
 
 
 class AddEndpoint(Message):
-    """Register an inference server for weight sync. It is asked for its number of ranks."""
+    """Register an inference server for weight sync. Its number of ranks is requested from it."""
 
     endpoint: Endpoint
     is_sized: bool = True

@@ -129,7 +129,7 @@ class Admission:
         self._check_model_limits(operation, request.owner)
         if self._queue.pending(operation.model):
             raise RequestError(
-                "busy", f"works of the model that was called {operation.model} are still to end"
+                "busy", f"requests of an earlier model {operation.model} have not ended yet"
             )
         self._queue.restart_sequence(operation.model)
         self._queue.put(task)
@@ -162,8 +162,8 @@ class Admission:
         if owners and served is not None and served.trains == "all weights":
             raise RequestError(
                 "busy",
-                f"all weights are trained here, of one model at a time, and there is one.\n"
-                f"  Have it unloaded before {operation.model} is created.",
+                f"all weights are trained here, of one model at a time, and one is loaded.\n"
+                f"  Unload it before {operation.model} is created.",
             )
         check_limit("max_models", settings.max_models, len(owners), "models are open")
         check_limit(

@@ -80,7 +80,7 @@ def _checked(pattern: re.Pattern[str], name: str, what: str, marks: str) -> str:
     if not pattern.fullmatch(name):
         raise RequestError(
             "invalid",
-            f"{name[:200]!r} is no name of {what}, which begins with a letter or a digit of ASCII,"
-            f" and goes on with those or {marks}, 128 characters at most",
+            f"{name[:200]!r} is no name of {what}, which starts with an ASCII letter or digit,"
+            f" followed by those or {marks}, 128 characters at most",
         )
     return name

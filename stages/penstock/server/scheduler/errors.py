@@ -16,9 +16,9 @@ class RequestError(Exception):
         self.code: Code = code
         self.category: Category = category or error_category(code)
 
-    def failure(self, ask: str) -> Failure:
+    def failure(self, request_id: str) -> Failure:
         """The error message for the request of this id."""
-        return Failure(id=ask, error=str(self), category=self.category, code=self.code)
+        return Failure(id=request_id, error=str(self), category=self.category, code=self.code)
 
 
 class StorageLimitError(RequestError):
@@ -46,6 +46,6 @@ def not_found(what: str) -> RequestError:
 
 def internal_error(error: Exception) -> RequestError:
     """The error for an unexpected exception; the details are logged."""
-    LOG.error("an ask failed by a fault of the engine", exc_info=error)
+    LOG.error("a request failed with an unexpected error", exc_info=error)
     what = f": {error}" if isinstance(error, OSError) else ""
-    return RequestError("internal", f"the engine failed{what}; its log says why")
+    return RequestError("internal", f"the scheduler failed{what}; its log has the details")

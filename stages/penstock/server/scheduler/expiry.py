@@ -18,7 +18,7 @@ from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
 LONGEST_INTERVAL = 30.0
 """Maximum seconds between checks."""
 ENDED_SESSION_SECONDS = 24 * 3600.0
-"""Seconds during which a client is told that and why its session has ended; later the session is
+"""Seconds during which requests to an ended session report why it ended; later the session is
 unknown."""
 RETRY_SECONDS = 60.0
 """Seconds before unloading a model is retried."""

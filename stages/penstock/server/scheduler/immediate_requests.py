@@ -164,7 +164,7 @@ class ImmediateRequests:
             if ref.subfolder != "sampler_weights":
                 raise RequestError(
                     "invalid",
-                    f"{ref} is what training goes on from.\n  Save it for sampling, and sample"
+                    f"{ref} is for resuming training.\n  Save weights for sampling, and sample"
                     " from <model>/sampler_weights/<name>.",
                 )
             if checkpoint.base_model != base_model:

@@ -43,7 +43,7 @@ class Models:
         if not record.is_open:
             path = f" Its last checkpoint is {record.start.path}." if record.start else ""
             raise RequestError(
-                "gone", f"model {model} is not loaded: {record.closing}.{path}\n  Create it anew."
+                "gone", f"model {model} is not loaded: {record.closing}.{path}\n  Create it again."
             )
         return record
 
@@ -81,8 +81,8 @@ class Models:
             self._store.save_model(record)
             raise RequestError(
                 "lost",
-                f"the workers were lost, and with them what model {record.model} had learned since"
-                f" {_describe_position(record)}, to which it was put back.\n  Go on from there.",
+                f"the workers were lost, and with them the training of model {record.model} since"
+                f" {_describe_position(record)}; it was restored from there.\n  Continue from it.",
             )
 
     def check_gradients(self, record: ModelRecord) -> None:
@@ -91,7 +91,7 @@ class Models:
             raise RequestError(
                 "lost",
                 f"the gradients of this step were lost with the workers; model {record.model} was"
-                f" put back to {_describe_position(record)}.\n  Send their passes again.",
+                f" restored from {_describe_position(record)}.\n  Send their passes again.",
             )
 
     @contextmanager

@@ -142,8 +142,8 @@ class ModelQueue:
         if seq < self._next and (self._outcomes or self._next > FIRST):
             raise RequestError(
                 "gone",
-                f"number {seq} of model {self.model} is past, and how it ended is not kept any"
-                f" more; the next is {self._next}.\n  Go on with higher numbers.",
+                f"number {seq} of model {self.model} is past, and its outcome is not kept any"
+                f" more; the next is {self._next}.\n  Continue with higher numbers.",
             )
         self._numbered[seq] = task
         return task
@@ -219,7 +219,7 @@ class ModelQueue:
         task.outcome = task.outcome or RequestError(
             "invalid",
             f"number {lowest} of model {self.model} waited {gap:g} s for number {self._next}, which"
-            " did not come.\n  Number the works of a model one by one.",
+            " did not come.\n  Number the requests of a model consecutively.",
         )
         self._remove(task)
         self._complete(task, task.outcome)
@@ -274,7 +274,7 @@ class ModelQueue:
             raise RequestError(
                 "invalid",
                 f"number {task.seq} of model {self.model} is a {kind.__name__} already; this is"
-                f" a {type(task.operation).__name__}.\n  Give each work a number of its own.",
+                f" a {type(task.operation).__name__}.\n  Give each request its own number.",
             )
 
 

@@ -74,7 +74,7 @@ class Recovery:
         except WorkersLostError:
             raise
         except RequestError as error:
-            LOG.warning("model %s is not closed: %s", model, error)
+            LOG.warning("model %s is not unloaded: %s", model, error)
 
     async def _open(self, record: ModelRecord, ready: Ready, *, was_changing: bool) -> None:
         """Restore a model; if it cannot be restored, it is unloaded with the reason."""
@@ -93,13 +93,13 @@ class Recovery:
         except WorkersLostError:
             raise
         except RequestError as error:
-            LOG.warning("model %s is not opened again: %s", record.model, error)
-            self._models.mark_unloaded(record, f"it could not be opened again: {error}")
+            LOG.warning("model %s is not restored: %s", record.model, error)
+            self._models.mark_unloaded(record, f"it could not be restored: {error}")
             if is_held:
                 await self._close(record.model)
             return
         self._models.mark_restored(record, ready.instance, sizes, was_changing=was_changing)
-        LOG.info("model %s is put back to step %d", record.model, record.step)
+        LOG.info("model %s is restored at step %d", record.model, record.step)
 
     async def _load(self, record: ModelRecord) -> None:
         start = record.start

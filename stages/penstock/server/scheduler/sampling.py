@@ -43,8 +43,7 @@ class SamplingRequests:
         if ref.subfolder != "sampler_weights":
             raise RequestError(
                 "invalid",
-                f"{ref} is what training goes on from; what is sampled from is"
-                " <model>/sampler_weights/<name>",
+                f"{ref} is for resuming training; sample from <model>/sampler_weights/<name>",
             )
         return str(self._storage.folder(ref))
 
@@ -99,5 +98,7 @@ class SamplingRequests:
             )
         )
         if not isinstance(generated, GenerateResult) or len(generated.results) != len(operations):
-            raise RequestError("internal", "the workers answered a drawing with something else")
+            raise RequestError(
+                "internal", "the workers returned another result for a sampling request"
+            )
         return list(generated.results)

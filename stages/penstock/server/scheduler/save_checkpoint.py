@@ -103,7 +103,7 @@ class CheckpointSaver:
             if not overwrite and self._is_taken(record, ref):
                 raise RequestError(
                     "exists",
-                    f"{ref} is there already.\n  Choose another name, or have it overwritten.",
+                    f"{ref} exists already.\n  Choose another name, or set overwrite.",
                 )
             return ref
         now = datetime.now(UTC)
@@ -136,8 +136,8 @@ class CheckpointSaver:
         if not self._storage.temp_folder(ref).is_dir():
             raise RequestError(
                 "internal",
-                f"the workers saved {ref}, and it is not in output_dir.\n"
-                "  Have output_dir on a file system that all processes share.",
+                f"the workers saved {ref}, but it is not in output_dir.\n"
+                "  Put output_dir on a file system that all processes share.",
             )
         await asyncio.to_thread(self._storage.publish, ref)
         now = time.time()

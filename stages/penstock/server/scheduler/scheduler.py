@@ -176,7 +176,7 @@ class Scheduler:
         try:
             self._store.write_shutdown_state(left)
         except OSError as error:
-            LOG.warning("what was done cannot be told to the next process: %s", error)
+            LOG.warning("the outcomes cannot be saved for the next process: %s", error)
 
     # Messages from and to the API.
 
@@ -203,7 +203,7 @@ class Scheduler:
                 await self._api.send(message)
             except FrameError as error:
                 if isinstance(message, Response | Failure):
-                    failure = RequestError("internal", f"the answer cannot be sent: {error}")
+                    failure = RequestError("internal", f"the response cannot be sent: {error}")
                     await self._api.send(failure.failure(message.id))
 
     def _on_hello(self, hello: Hello) -> None:
@@ -211,7 +211,7 @@ class Scheduler:
             dropped = self._queue.drop_waiting()
             for task in dropped:
                 self._admission.on_task_end(task)
-            LOG.info("another API process; %d works are not begun any more", len(dropped))
+            LOG.info("another API process connected; %d waiting requests are dropped", len(dropped))
         self._api_instance = hello.instance
         self._send_status()
 
@@ -242,7 +242,7 @@ class Scheduler:
         self._on_change()
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        outcome = RequestError("cancelled", "it was cancelled before it began")
+        outcome = RequestError("cancelled", "it was cancelled before it started")
         if self._queue.is_waiting(cancel.id):
             task = self._queue.cancel(cancel.id, outcome)
             if task is not None:
@@ -273,14 +273,11 @@ class Scheduler:
 
     async def _restore_models(self, ready: Ready) -> None:
         with suppress(WorkersLostError):
-            await self._put_back(ready)
+            for model in await self._recovery.restore(ready):
+                self._queue.accept_any_next(model)
+            if self._workers.ready is ready:
+                self._workers.serve()
             self._restored_workers = ready
-
-    async def _put_back(self, ready: Ready) -> None:
-        for model in await self._recovery.restore(ready):
-            self._queue.accept_any_next(model)
-        if self._workers.ready is ready:
-            self._workers.serve()
 
     def _samples_from(self, path: str | None, task: Task) -> bool:
         assert isinstance(task.operation, Sample)
@@ -295,7 +292,7 @@ class Scheduler:
         retries = self._settings.worker_max_retries
         tasks, outcomes = await self._try_tasks(task, [task])
         while retries and self._can_retry(task, outcomes) and await self._wait_for_workers():
-            LOG.warning("%s is tried again: %s", type(task.operation).__name__, outcomes[0])
+            LOG.warning("%s is retried: %s", type(task.operation).__name__, outcomes[0])
             retries -= 1
             tasks, outcomes = await self._try_tasks(task, tasks)
         for each, outcome in zip(tasks, outcomes, strict=True):
@@ -366,32 +363,34 @@ class Scheduler:
             return await self._training.create(task.operation, record, task.owner)
         operation = cast(TrainingOperation, task.operation)
         if task.is_internal and not self._expiry.is_expired(operation.model):
-            raise RequestError("cancelled", "its client is there again")
+            raise RequestError("cancelled", "its client is active again")
         why = self._expiry.unload_reason(operation.model) if task.is_internal else "it was unloaded"
         return await self._training.run(operation, task.owner, why)
 
     def _finish(self, task: Task, outcome: Outcome) -> None:
         self._queue.end(task, outcome)
-        self._admission.on_task_end(task)
         if task.is_internal and isinstance(outcome, RequestError):
             LOG.warning("model %s was not unloaded: %s", task.model, outcome)
+        self._respond_to_all(task, outcome)
+
+    def _respond_to_all(self, task: Task, outcome: Outcome) -> None:
+        """The response to every request that waits for the task."""
+        self._admission.on_task_end(task)
         for request_id in task.request_ids:
             self._respond(request_id, outcome)
 
     # Periodic tasks.
 
     async def _check_periodically(self) -> None:
-        next_retiring = 0.0
+        next_expiry = 0.0
         while True:
             now = time.monotonic()
             for task in self._queue.pop_overdue(now):
                 assert task.outcome is not None
-                self._admission.on_task_end(task)
-                for request_id in task.request_ids:
-                    self._respond(request_id, task.outcome)
-            if now >= next_retiring:
+                self._respond_to_all(task, task.outcome)
+            if now >= next_expiry:
                 self._expire()
-                next_retiring = now + self._expiry.interval
+                next_expiry = now + self._expiry.interval
             self._wake.set()
             await asyncio.sleep(min(CHECK_SECONDS, self._settings.sequence_gap_timeout / 4))
 
@@ -400,7 +399,7 @@ class Scheduler:
             self._expiry.sweep()
         except Exception:
             # For example a full disk or a replaced folder: continue to serve.
-            LOG.exception("what is over could not be looked for")
+            LOG.exception("the check for expired sessions and checkpoints failed")
         self._on_change()
 
     async def _send_status_periodically(self) -> None:
@@ -431,9 +430,7 @@ class Scheduler:
         """The workers have failed permanently: fail all waiting requests."""
         error = RequestError("unavailable", self._workers.reason)
         for task in self._queue.drop_waiting():
-            self._admission.on_task_end(task)
-            for request_id in task.request_ids:
-                self._respond(request_id, error)
+            self._respond_to_all(task, error)
 
     def _status(self) -> Status:
         running = self._queue.running
@@ -454,7 +451,7 @@ class Scheduler:
         served = self._served()
         if served is None:
             raise RequestError(
-                "unavailable", "the workers are starting, and it is not known yet what is served"
+                "unavailable", "the workers are starting; the served model is not known yet"
             )
         return served
 

@@ -128,7 +128,7 @@ class Sessions:
         """The name of a new sampler. Raises RequestError if it exists."""
         name = sampler_name(record.session, number)
         if str(number) in record.samplers:
-            raise RequestError("exists", f"sampler {name} is there; choose another number")
+            raise RequestError("exists", f"sampler {name} exists; choose another number")
         return name
 
     def add_sampler(self, record: SessionRecord, number: int, sampler: SamplerRecord) -> str:
@@ -138,7 +138,9 @@ class Sessions:
         _check_not_ended(record)
         known = record.samplers.get(str(number))
         if known is not None and known != sampler:
-            raise RequestError("exists", f"sampler {name} is there, of {known.path or 'the base'}")
+            raise RequestError(
+                "exists", f"sampler {name} exists, of {known.path or 'the base model'}"
+            )
         if known is None:
             record.samplers[str(number)] = sampler
             self._store.save_session(record)
@@ -166,7 +168,7 @@ class Sessions:
 def _check_not_ended(record: SessionRecord) -> None:
     if record.has_ended:
         raise RequestError(
-            "gone", f"session {record.session} has ended: {record.ending}.\n  Begin another."
+            "gone", f"session {record.session} has ended: {record.ending}.\n  Create another."
         )
 
 

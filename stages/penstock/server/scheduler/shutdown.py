@@ -67,7 +67,7 @@ class GracefulShutdown:
     def request_stop(self) -> None:
         """Request a stop."""
         if not self._requested.is_set():
-            LOG.info("asked to stop: work under way is ended, and all that is unsaved is saved")
+            LOG.info("stop requested: running requests are completed, and unsaved models are saved")
             self._requested_at = time.monotonic()
             self._requested.set()
 
@@ -79,7 +79,7 @@ class GracefulShutdown:
         """The API has disconnected."""
         self._no_api.set()
         if not self._requested.is_set():
-            LOG.warning("the API process is gone; what it asked for and is under way goes on")
+            LOG.warning("the API process is gone; its running requests continue")
 
     def next_task(self) -> Task | None:
         """The next request to run; during shutdown only those that must still run.
@@ -109,7 +109,7 @@ class GracefulShutdown:
         loop = asyncio.get_running_loop()
         api_ends_by = loop.time() + API_SECONDS
         ended: dict[str, str] = {}
-        why = f"there was no time for it; stop_timeout is {self._seconds:g} s"
+        why = f"stop_timeout expired; it is {self._seconds:g} s"
         try:
             async with asyncio.timeout(self._seconds):
                 await working

@@ -73,7 +73,7 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     is_unsaved: bool = False
     """Whether it has changed since `start`."""
     corrupted: bool = False
-    """Whether state that a client has seen was lost, and the client was not told yet."""
+    """Whether state that a client has seen was lost, and not yet reported to the client."""
     step: int = 0
     """Number of optimizer steps at `start`."""
     state_bytes: int = 0
@@ -294,7 +294,7 @@ def _read_file(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.
     except msgspec.MsgspecError as error:
         raise StateStoreError(
             f"{file} is not what the server writes there: {error}.\n"
-            "  Put it back as it was, or move it away to go on without what it told."
+            "  Restore it, or move it away to continue without its content."
         ) from error
 
 

@@ -92,7 +92,7 @@ class Storage:
         return gone
 
     def finish_interrupted(self) -> None:
-        """Complete operations that an earlier process had begun."""
+        """Complete operations that an earlier process had started."""
         for subfolder in SUBFOLDERS:
             for dotted in (self.root / subfolder).glob("*/.*"):
                 if dotted.is_symlink() or not dotted.is_dir():

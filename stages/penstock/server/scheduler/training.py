@@ -188,12 +188,12 @@ class TrainingRequests:
             if known is None and not record.checkpoints:
                 self._store.delete_model(record.model)
             else:
-                self._models.mark_unloaded(record, "it could not be made")
+                self._models.mark_unloaded(record, "it could not be created")
         if not isinstance(error, WorkersLostError):
             try:
                 await self._workers.run(UnloadModelCommand(model=record.model))
             except RequestError as another:
-                LOG.warning("model %s is not closed: %s", record.model, another)
+                LOG.warning("model %s is not unloaded: %s", record.model, another)
 
     def _lora(
         self,
@@ -211,7 +211,7 @@ class TrainingRequests:
         if lora.alpha not in (None, checkpoint.alpha):
             raise RequestError(
                 "invalid",
-                f"the checkpoint's alpha is {checkpoint.alpha}, and {lora.alpha} is asked for",
+                f"the checkpoint's alpha is {checkpoint.alpha}, and {lora.alpha} is requested",
             )
         return structs.replace(lora, alpha=checkpoint.alpha)
 
@@ -222,7 +222,7 @@ class TrainingRequests:
         if ref.subfolder != "weights":
             raise RequestError(
                 "invalid",
-                f"{ref} is for sampling; training goes on from <model>/weights/<name>",
+                f"{ref} is for sampling; training resumes from <model>/weights/<name>",
             )
         if checkpoint.base_model != record.base_model:
             raise RequestError(
@@ -253,7 +253,9 @@ class TrainingRequests:
     async def _run_pass(self, order: ForwardBackwardCommand) -> ForwardBackwardResult:
         passed = await self._workers.run(order)
         if not isinstance(passed, ForwardBackwardResult) or len(passed.outputs) != len(order.data):
-            raise RequestError("internal", "the workers answered a pass with something else")
+            raise RequestError(
+                "internal", "the workers returned another result for a forward-backward pass"
+            )
         return passed
 
     async def _step(self, record: ModelRecord, operation: OptimStep) -> Result:
@@ -271,7 +273,9 @@ class TrainingRequests:
                 live.has_gradients = False
             raise
         if not isinstance(stepped, OptimStepResult):
-            raise RequestError("internal", "the workers answered a step with something else")
+            raise RequestError(
+                "internal", "the workers returned another result for an optimizer step"
+            )
         live.has_gradients = False
         live.step = int(stepped.metrics.get("step", live.step + 1))
         if operation.sync is not None:
@@ -381,7 +385,7 @@ class TrainingRequests:
 
     def _served(self) -> ServedModel:
         if self._workers.ready is None:
-            raise WorkersLostError("the workers are not there")
+            raise WorkersLostError("the workers are not connected")
         return self._workers.ready.served
 
     def _instance(self) -> str:

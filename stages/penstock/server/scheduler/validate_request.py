@@ -66,7 +66,9 @@ def check(operation: ModelOperation | Sample, served: ServedModel) -> None:
             if operation.name is not None:
                 checkpoint_name(operation.name)
             if isinstance(operation, SaveState) and operation.name == INITIAL:
-                raise _invalid(f"{INITIAL} is what a model begins with; choose another name")
+                raise _invalid(
+                    f"{INITIAL} is the initial checkpoint of every model; choose another name"
+                )
             check_ttl(operation.ttl_seconds)
             check_metadata((), operation.user_metadata)
         case LoadState():
@@ -149,7 +151,7 @@ def _check_sample(operation: Sample, served: ServedModel) -> None:
             f"the prompt has {len(tokens)} tokens, and the model's context {served.max_context}"
         )
     if not 1 <= operation.count <= MAX_SEQUENCES:
-        raise _invalid(f"{operation.count} sequences are asked for; 1 to {MAX_SEQUENCES} may be")
+        raise _invalid(f"{operation.count} sequences are requested; 1 to {MAX_SEQUENCES} may be")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
         if not 0 <= (count := getattr(operation, name)) <= MAX_TOPK:
             raise _invalid(f"{name} is {count}; 0 to {MAX_TOPK} may be")
@@ -205,8 +207,8 @@ def _check_create(operation: CreateModel, served: ServedModel) -> None:
         return
     if not 1 <= operation.lora.rank <= served.max_rank:
         raise _invalid(
-            f"the rank asked for is {operation.lora.rank}; 1 to {served.max_rank} may be.\n"
-            "  Ask for less, or raise lora_rank in the server's file."
+            f"the requested rank is {operation.lora.rank}; 1 to {served.max_rank} may be.\n"
+            "  Request less, or raise lora_rank in the server's file."
         )
     if operation.lora.alpha is not None and not (
         math.isfinite(operation.lora.alpha) and operation.lora.alpha > 0

@@ -80,7 +80,7 @@ class WorkerClient:
                 if self._exiting_instance:
                     self._drop_unsent()
                 else:
-                    self.mark_lost("their first process ended")
+                    self.mark_lost("their rank 0 ended")
                 self._exiting_instance = ""
                 continue
             self._heard = time.monotonic()
@@ -91,7 +91,7 @@ class WorkerClient:
                     self._replied(message)
                 case WorkerHeartbeat():
                     if self.ready is not None and message.instance != self.ready.instance:
-                        self.mark_lost("others took their place")
+                        self.mark_lost("other workers replaced them")
 
     async def send_loop(self) -> None:
         """Send loop; only this task waits for a slow peer."""
@@ -128,7 +128,7 @@ class WorkerClient:
         """
         assert self._waiting is None
         if self.ready is None:
-            raise WorkersLostError(self.reason or "the workers are not there")
+            raise WorkersLostError(self.reason or "the workers are not connected")
         self._numbers += 1
         name = f"{self._name}-{self._numbers}"
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -197,7 +197,7 @@ class WorkerClient:
         file = self._settings.given_up
         if self.state != "failed" and file is not None and file.exists():
             self.state = "failed"
-            self.reason = f"{self.reason or 'the workers ended'}; they are not started any more"
+            self.reason = f"{self.reason or 'the workers ended'}; they are not restarted"
             self._changed()
 
     def _give_up(self, why: str) -> None:
@@ -215,8 +215,8 @@ class WorkerClient:
             return
         self._exiting_instance = ""
         if self.ready is not None:
-            self.mark_lost("others took their place")
-        LOG.info("the workers are there: %s", ready.instance)
+            self.mark_lost("other workers replaced them")
+        LOG.info("the workers are connected: %s", ready.instance)
         if self.state == "failed":
             # They were restarted once more, which is their last try.
             self.state = "down"
@@ -226,7 +226,7 @@ class WorkerClient:
 
     def _replied(self, message: Reply | CommandFailure) -> None:
         if self._waiting is None or self._waiting[0] != message.id:
-            LOG.info("a reply to %s, for which nobody waits", message.id)
+            LOG.info("a reply to %s, which is not waited for", message.id)
             return
         if isinstance(message, CommandFailure):
             self._fail(message.id, RequestError(message.code, message.error, message.category))

@@ -1,6 +1,6 @@
 """Allowed hosts of weight sync. No torch.
 
-Host names are matched literally and not resolved, so that whoever controls DNS does not decide
+Host names are matched literally and not resolved, so that DNS does not decide
 where requests go.
 """
 
@@ -32,7 +32,7 @@ def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
         return None
     return (
         f"{host[:200]!r} is no host that is allowed ({', '.join(allowed) or 'none is'}).\n"
-        "  Whoever runs the server may add it, or its network, to sync_allowed_hosts."
+        "  The server's operator may add it, or its network, to sync_allowed_hosts."
     )
 
 

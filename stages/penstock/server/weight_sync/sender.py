@@ -349,7 +349,7 @@ def _validate(command: WeightSyncCommand, allowed: Collection[str]) -> None:
         if endpoint.world_size < 1:
             raise refused(f"its world_size is {endpoint.world_size}", endpoint)
         if places.count((endpoint.host, endpoint.port)) > 1:
-            raise refused("it is there twice", endpoint)
+            raise refused("it is listed twice", endpoint)
     if command.flush_cache and command.pause_mode == "in_place":
         raise refused(
             "pause_mode in_place keeps what requests have cached, and flush_cache drops it.\n"

@@ -139,7 +139,7 @@ class GenerationHandler:
             LOG.exception("%s cannot be sampled from on rank %d", folder, substrate.ranks.rank)
             fault = (
                 f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
-                f"{type(error).__name__}: {error}\n  Ask again; the log of the workers tells more."
+                f"{type(error).__name__}: {error}\n  Try again; the log of the workers says more."
             )
         told = substrate.ranks.all_gather((time, fault))
         for _, fault in told:
@@ -164,12 +164,12 @@ class GenerationHandler:
             return
         if rank > room:
             raise ArtifactError(
-                f"{name} is an adapter of rank {rank}, and this server has room for {room}."
+                f"{name} is an adapter of rank {rank}, and this server has lora_rank {room}."
                 f"\n  Serve with lora_rank {rank} or more."
             )
         if strange := sorted({*metadata["layers"]} - {*substrate.adapted}):
             raise ArtifactError(
-                f"{name} has an adapter on {strange[0]}, which bears none here.\n"
+                f"{name} has an adapter on {strange[0]}, which has none here.\n"
                 "  Serve with the lora_target_modules that it was saved with."
             )
 

@@ -117,7 +117,7 @@ class CommandHandlers:
             if lora is not None:
                 raise CommandError(
                     "invalid",
-                    f"an adapter of rank {lora.rank} is asked for, and this server trains all "
+                    f"an adapter of rank {lora.rank} is requested, and this server trains all "
                     "weights.\n  Create the model without lora_config, or serve with enable_lora.",
                 )
             return None

@@ -89,7 +89,7 @@ def serve(
     """Run commands until the scheduler sends Shutdown. Only rank 0 has `end`, `ready` and
     `running`.
 
-    Raises BrokenError once the ranks' state may differ; the scheduler has been told.
+    Raises BrokenError once the ranks' state may differ; the error has been sent to the scheduler.
     """
     while True:
         message = _receive(end, ready) if end and ready else None
@@ -131,8 +131,8 @@ def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBr
         log.exception("%s failed", type(command.operation).__name__)
         why = f"{type(error).__name__}: {error}"
         told = (
-            f"the workers failed: {why}\n  They are started again, with every model as it was "
-            "saved last."
+            f"the workers failed: {why}\n  They are restarted, with every model as it was saved "
+            "last."
         )
         return Outcome(
             _to_failure(command.id, _RankError(told, "internal"), needs_restart=True), why
@@ -164,7 +164,7 @@ def _receive(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
     try:
         message = end.receive(IDLE_SECONDS)
     except PeerLostError as error:
-        log.warning("%s; models stay, and the engine that comes next finds them", error)
+        log.warning("%s; models stay loaded for the next scheduler", error)
         return None
     if isinstance(message, Hello):
         end.send(ready())

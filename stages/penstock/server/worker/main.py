@@ -93,8 +93,8 @@ MARGIN_SECONDS = 30.0
 """Seconds that collective timeouts exceed the scheduler's timeout for lost workers."""
 
 TIED = (
-    "the unembedding of this model is its embedding, which bears no adapter: train_unembed changes "
-    "nothing"
+    "the unembedding of this model is its embedding, which has no adapter: train_unembed has no"
+    " effect"
 )
 
 log = logging.getLogger("penstock.server.worker")
@@ -126,7 +126,7 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
     handlers = _operations(job, ranks)
     if job.config.enable_self_test:
         self_test(handlers)
-        log.info("rank %d: the self test went well", ranks.rank)
+        log.info("rank %d: the self test passed", ranks.rank)
     broadcast = ControlBroadcast(ranks, job.config.operation_timeout + MARGIN_SECONDS)
     substrate = handlers.models.substrate
     log.info("rank %d is ready, layout %s", ranks.rank, substrate.built.layout)

@@ -53,7 +53,7 @@ class ApiKeys:
         name = host if host.endswith("]") else host.rsplit(":", 1)[0]
         if name.lower() not in LOOPBACK:
             raise ApiError(
-                "this server asks for no keys and is reached as localhost alone; give it keys to"
+                "this server requires no keys and can only be reached as localhost; give it keys to"
                 " reach it under another name",
                 status=421,
             )

@@ -81,9 +81,7 @@ class GuardedRoute(OpenRoute):
         if request.scope["query_string"]:
             strange = sorted(set(request.query_params) - set(_query_names(self.dependant)))
             if strange:
-                raise ApiError(
-                    f"the address asks for {strange[0][:100]!r}, which is not known here"
-                )
+                raise ApiError(f"unknown query parameter {strange[0][:100]!r}")
         if self.path not in UNCOUNTED:
             service.rate_limit.take(owner)
 

@@ -41,8 +41,8 @@ from penstock.server.protocol.types import Checkpoint
 
 router = guarded_router("weights")
 
-OF_RUN = "/api/v1/training_runs/{model_id}/checkpoints"
-ONE = OF_RUN + "/{checkpoint:path}"
+RUN_CHECKPOINTS = "/api/v1/training_runs/{model_id}/checkpoints"
+ONE_CHECKPOINT = RUN_CHECKPOINTS + "/{checkpoint:path}"
 
 
 @router.post("/api/v1/save_weights")
@@ -87,15 +87,15 @@ async def weights_info(body: WeightsInfoBody, context: Context) -> WeightsRespon
     written = body.tinker_path if body.tinker_path is not None else body.xorl_path
     if written is None or None not in (body.tinker_path, body.xorl_path):
         raise ApiError("send tinker_path or xorl_path, one of them")
-    told = await context.call(
+    result = await context.call(
         requests.GetCheckpoint(path=read_path(written)), results.CheckpointResult
     )
-    lora = told.lora
+    lora = result.lora
     if lora is None:
-        return WeightsResponse(base_model=told.base_model, is_lora=False)
+        return WeightsResponse(base_model=result.base_model, is_lora=False)
     alpha = lora.alpha
     return WeightsResponse(
-        base_model=told.base_model,
+        base_model=result.base_model,
         is_lora=True,
         lora_rank=lora.rank,
         lora_config=None if alpha is None else LoraResponse(lora_rank=lora.rank, lora_alpha=alpha),
@@ -110,12 +110,12 @@ async def training_runs(
     context: Context, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
 ) -> RunsResponse:
     """The owner's models, newest first."""
-    told = await context.call(
+    result = await context.call(
         requests.ListModels(limit=limit, offset=offset), results.ListModelsResult
     )
     return RunsResponse(
-        training_runs=[RunResponse(**encode_run(run, context.owner)) for run in told.models],
-        cursor=CursorResponse(offset=offset, limit=limit, total_count=told.total),
+        training_runs=[RunResponse(**encode_run(run, context.owner)) for run in result.models],
+        cursor=CursorResponse(offset=offset, limit=limit, total_count=result.total),
     )
 
 
@@ -124,8 +124,8 @@ async def training_run(
     model_id: ModelName, context: Context, _scope: Scope = "owned"
 ) -> RunResponse:
     """One model."""
-    told = await context.call(requests.GetModel(model=model_id), results.ModelResult)
-    return RunResponse(**encode_run(told.info, context.owner))
+    result = await context.call(requests.GetModel(model=model_id), results.ModelResult)
+    return RunResponse(**encode_run(result.info, context.owner))
 
 
 @router.get("/api/v1/checkpoints")
@@ -133,17 +133,19 @@ async def checkpoints(
     context: Context, limit: Limit = 100, offset: Offset = 0
 ) -> CheckpointsResponse:
     """A page of the owner's checkpoints, newest first."""
-    told = (
+    result = (
         await context.call(requests.ListCheckpoints(), results.ListCheckpointsResult)
     ).checkpoints
-    cursor = CursorResponse(offset=offset, limit=limit, total_count=len(told))
-    return CheckpointsResponse(checkpoints=_told(told)[offset : offset + limit], cursor=cursor)
+    cursor = CursorResponse(offset=offset, limit=limit, total_count=len(result))
+    return CheckpointsResponse(
+        checkpoints=_to_response(result)[offset : offset + limit], cursor=cursor
+    )
 
 
 @router.post("/api/v1/list_checkpoints")
 async def list_checkpoints(body: CheckpointsBody, context: Context) -> CheckpointsResponse:
     """All checkpoints of one model, newest first (xorl)."""
-    return await _of_model(context, body.model_id)
+    return await _list_checkpoints_of(context, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
@@ -154,43 +156,45 @@ async def delete_checkpoint(body: DeleteCheckpointBody, context: Context) -> Del
     return DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
 
 
-@router.get(OF_RUN)
+@router.get(RUN_CHECKPOINTS)
 async def run_checkpoints(model_id: ModelName, context: Context) -> CheckpointsResponse:
     """All checkpoints of one model, newest first."""
-    return await _of_model(context, model_id)
+    return await _list_checkpoints_of(context, model_id)
 
 
-@router.post(ONE + "/publish", status_code=204)
+@router.post(ONE_CHECKPOINT + "/publish", status_code=204)
 async def publish(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Make a checkpoint readable by other owners."""
-    await _keep(context, model_id, checkpoint, public=True)
+    await _update_checkpoint(context, model_id, checkpoint, public=True)
 
 
-@router.delete(ONE + "/publish", status_code=204)
+@router.delete(ONE_CHECKPOINT + "/publish", status_code=204)
 async def unpublish(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Make a checkpoint private again."""
-    await _keep(context, model_id, checkpoint, public=False)
+    await _update_checkpoint(context, model_id, checkpoint, public=False)
 
 
-@router.put(ONE + "/ttl", status_code=204)
+@router.put(ONE_CHECKPOINT + "/ttl", status_code=204)
 async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, context: Context) -> None:
     """Change the expiry time of a checkpoint."""
-    await _keep(context, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
+    await _update_checkpoint(context, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
 
 
-@router.delete(ONE, status_code=204)
+@router.delete(ONE_CHECKPOINT, status_code=204)
 async def delete(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Delete a checkpoint."""
     name = read_checkpoint(checkpoint, model_id)
     await context.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
 
 
-async def _of_model(context: RequestContext, model: str) -> CheckpointsResponse:
-    told = await context.call(requests.ListCheckpoints(model=model), results.ListCheckpointsResult)
-    return CheckpointsResponse(checkpoints=_told(told.checkpoints))
+async def _list_checkpoints_of(context: RequestContext, model: str) -> CheckpointsResponse:
+    result = await context.call(
+        requests.ListCheckpoints(model=model), results.ListCheckpointsResult
+    )
+    return CheckpointsResponse(checkpoints=_to_response(result.checkpoints))
 
 
-async def _keep(
+async def _update_checkpoint(
     context: RequestContext,
     model: str,
     checkpoint: str,
@@ -205,6 +209,6 @@ async def _keep(
     await context.call(operation, results.Done)
 
 
-def _told(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:
+def _to_response(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:
     newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
     return [CheckpointResponse(**encode_checkpoint(checkpoint)) for checkpoint in newest]

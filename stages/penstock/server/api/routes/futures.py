@@ -54,17 +54,17 @@ async def retrieve_future(body: RetrieveBody, request: Request, context: Context
     """The result of a future, or after some seconds that it is still pending."""
     future = context.service.futures.find(body.request_id, context.owner)
     if not future.response.done():
-        await _wait(future, context)
+        await _wait_for_completion(future, context)
         await context.service.concurrency.take()
     if not future.response.done():
-        return _try_again(future, body, context)
+        return _pending_response(future, body, context)
     if future.response.cancelled():
-        raise ApiError("it was never handed over; ask again", code="gone")
-    payload, kind = await _payload(future, request.headers.get("accept", ""), context)
+        raise ApiError("it was never submitted; send it again", code="gone")
+    payload, media_type = await _encode_result(future, request.headers.get("accept", ""), context)
     if body.allow_metadata_only and len(payload) > context.service.settings.max_inline_bytes:
-        told = {"status": "complete_metadata", "response_payload_size": len(payload)}
-        return Response(encode(told), media_type=JSON)
-    return ChunkedResponse(payload, media_type=kind)
+        response = {"status": "complete_metadata", "response_payload_size": len(payload)}
+        return Response(encode(response), media_type=JSON)
+    return ChunkedResponse(payload, media_type=media_type)
 
 
 @router.post("/api/v1/cancel_future", status_code=204)
@@ -73,7 +73,7 @@ async def cancel_future(body: CancelBody, context: Context) -> None:
     await context.service.futures.cancel(body.request_id, context.owner)
 
 
-async def _wait(future: FutureRecord, context: RequestContext) -> None:
+async def _wait_for_completion(future: FutureRecord, context: RequestContext) -> None:
     """Wait until it is done, at most for the duration of a poll."""
     shutting_down = asyncio.create_task(context.service.shutting_down.wait())
     try:
@@ -86,40 +86,46 @@ async def _wait(future: FutureRecord, context: RequestContext) -> None:
         shutting_down.cancel()
 
 
-async def _payload(future: FutureRecord, accept: str, context: RequestContext) -> tuple[bytes, str]:
+async def _encode_result(
+    future: FutureRecord, accept: str, context: RequestContext
+) -> tuple[bytes, str]:
     """The encoded result of a future, and its media type."""
-    end = future.response.result()
-    if isinstance(end, Failure):
-        return encode(json_of_failure(end)), JSON
-    form = negotiate_format(end.result, accept)
-    kind = PROTOBUF if form == "protobuf" else JSON
-    if is_small(end.result, future.result_size, form):
-        return write(end.result, future.result_format, form, future.result_size), kind
+    outcome = future.response.result()
+    if isinstance(outcome, Failure):
+        return encode(json_of_failure(outcome)), JSON
+    encoding = negotiate_format(outcome.result, accept)
+    media_type = PROTOBUF if encoding == "protobuf" else JSON
+    if is_small(outcome.result, future.result_size, encoding):
+        return write(outcome.result, future.result_format, encoding, future.result_size), media_type
     async with future.encode_lock:
-        payload = future.payloads.get(form)
+        payload = future.payloads.get(encoding)
         if payload is None:
             payload = await context.service.codec_pool.write(
-                context.owner, ResultJob(shape=future.result_format, form=form), end.result
+                context.owner,
+                ResultJob(result_format=future.result_format, encoding=encoding),
+                outcome.result,
             )
-            context.service.futures.cache_payload(future, form, payload)
-    return payload, kind
+            context.service.futures.cache_payload(future, encoding, payload)
+    return payload, media_type
 
 
-def _try_again(future: FutureRecord, body: RetrieveBody, context: RequestContext) -> Response:
+def _pending_response(
+    future: FutureRecord, body: RetrieveBody, context: RequestContext
+) -> Response:
     status = context.service.scheduler.status
     waits = status is None or status.workers != "ready"
-    told = TryAgainResponse(
+    response = TryAgainResponse(
         request_id=future.id,
         queue_state="paused_capacity" if waits else "active",
-        queue_state_reason=_reason(context) if waits else None,
+        queue_state_reason=_pending_reason(context) if waits else None,
     )
     # The SDK takes a 408 as its short form; xorl's clients read the body of a 200.
     code = 200 if body.allow_metadata_only is None else 408
-    return Response(encode(told.model_dump(exclude_none=True)), code, media_type=JSON)
+    return Response(encode(response.model_dump(exclude_none=True)), code, media_type=JSON)
 
 
-def _reason(context: RequestContext) -> str:
+def _pending_reason(context: RequestContext) -> str:
     status = context.service.scheduler.status
     if status is None:
-        return "the engine is started again"
+        return "the scheduler is being restarted"
     return status.reason or f"the workers are {status.workers}"

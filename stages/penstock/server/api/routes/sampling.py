@@ -26,7 +26,7 @@ async def create_sampling_session(
     if body.session_id is None or body.sampling_session_seq_id is None:
         if body.model_path is None:
             raise ApiError("send session_id and sampling_session_seq_id, or model_path")
-        return await _by_path(context, body.model_path, body.model_id or "default")
+        return await _create_from_path(context, body.model_path, body.model_id or "default")
     path = None if body.model_path is None else read_path(body.model_path)
     if path is None and body.base_model is None:
         raise ApiError("send model_path or base_model, to say what is sampled from")
@@ -36,53 +36,57 @@ async def create_sampling_session(
         base_model=body.base_model,
         path=path,
     )
-    made = await context.call(operation, results.SamplerResult)
-    return CreateSamplerResponse(sampling_session_id=made.sampler, model_path=body.model_path)
+    result = await context.call(operation, results.SamplerResult)
+    return CreateSamplerResponse(sampling_session_id=result.sampler, model_path=body.model_path)
 
 
 @router.get("/api/v1/samplers/{sampler_id}")
 async def sampler(sampler_id: ModelName, context: Context) -> SamplerResponse:
     """The model that a sampling session uses."""
-    told = await context.call(requests.GetSampler(sampler=sampler_id), results.SamplerResult)
-    path = None if told.path is None else write_path(*told.path.split("/", 1))
-    return SamplerResponse(sampler_id=told.sampler, base_model=told.base_model, model_path=path)
+    result = await context.call(requests.GetSampler(sampler=sampler_id), results.SamplerResult)
+    path = None if result.path is None else write_path(*result.path.split("/", 1))
+    return SamplerResponse(sampler_id=result.sampler, base_model=result.base_model, model_path=path)
 
 
 @router.post("/api/v1/asample", openapi_extra=body_schema("AsampleBody"))
 async def asample(request: Request, context: Context) -> FutureResponse:
     """Sample completions of a prompt."""
-    async with context.decoding(request, "asample") as (said, operation):
-        if said.base_model is not None:
-            await _is_served(context, said.base_model)
-        told = await context.submit(
+    async with context.decoding(request, "asample") as (decoded, operation):
+        if decoded.base_model is not None:
+            await _require_served(context, decoded.base_model)
+        result = await context.submit(
             "sample",
             operation,
-            retry_key=said.retry_key,
-            last_prompt_logprobs=said.last_prompt_logprobs,
+            retry_key=decoded.retry_key,
+            last_prompt_logprobs=decoded.last_prompt_logprobs,
         )
-    told["sample_sequence_ids"] = [f"{told['request_id']}:{index}" for index in range(said.count)]
-    return FutureResponse(**told)
+    result["sample_sequence_ids"] = [
+        f"{result['request_id']}:{index}" for index in range(decoded.count)
+    ]
+    return FutureResponse(**result)
 
 
-async def _by_path(context: RequestContext, written: str, model: str) -> CreateSamplerResponse:
+async def _create_from_path(
+    context: RequestContext, written: str, model: str
+) -> CreateSamplerResponse:
     """A path that is its own name; a name alone is that of a checkpoint of `model` (xorl)."""
     if "/" in written.removeprefix("sampler_weights/"):
         path = read_path(written)
     else:
         path = f"{model}/{read_checkpoint(written, model, 'sampler_weights')}"
-    found = (
+    checkpoint = (
         await context.call(requests.GetCheckpoint(path=path), results.CheckpointResult)
     ).checkpoint
-    if found.kind != "sampler":
-        raise ApiError(f"{written[:200]} is what training goes on from; save it for sampling")
+    if checkpoint.kind != "sampler":
+        raise ApiError(f"{written[:200]} is for resuming training; save weights for sampling")
     return CreateSamplerResponse(
-        model_path=write_path(found.model, found.name),
-        lora_name=f"{found.model}/{found.name}",
-        message="draw from it with asample, by this model_path",
+        model_path=write_path(checkpoint.model, checkpoint.name),
+        lora_name=f"{checkpoint.model}/{checkpoint.name}",
+        message="sample from it with asample and this model_path",
     )
 
 
-async def _is_served(context: RequestContext, base_model: str) -> None:
+async def _require_served(context: RequestContext, base_model: str) -> None:
     served = await context.call(requests.GetCapabilities(), results.ServedModel)
     if base_model != served.base_model:
         raise ApiError(

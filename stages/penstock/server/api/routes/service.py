@@ -67,7 +67,7 @@ async def health(request: Request) -> Response:
     service: AppState = request.app.state.service
     status = service.scheduler.status
     workers = status.workers if status else "unreachable"
-    told = HealthResponse(
+    result = HealthResponse(
         status="healthy" if workers == "ready" else workers,
         engine_running=status is not None,
         workers=workers,
@@ -75,7 +75,7 @@ async def health(request: Request) -> Response:
         active_requests=service.futures.pending,
         total_requests=service.metrics.total,
     )
-    return JSONResponse(told.model_dump(), 200 if told.status == "healthy" else 503)
+    return JSONResponse(result.model_dump(), 200 if result.status == "healthy" else 503)
 
 
 @router.get("/metrics", response_class=Response)
@@ -135,17 +135,17 @@ async def create_session(
     operation = requests.CreateSession(
         session=body.session_id, tags=tuple(body.tags), user_metadata=metadata
     )
-    made = await context.call(operation, results.CreateSessionResult)
-    context.service.heartbeats.begin(context.owner, made.session)
+    result = await context.call(operation, results.CreateSessionResult)
+    context.service.heartbeats.begin(context.owner, result.session)
     if body.base_model is not None or body.lora_config is not None:
         model = requests.CreateModel(
-            session=made.session,
-            model=made.session,
+            session=result.session,
+            model=result.session,
             base_model=body.base_model,
             lora=lora,
         )
         await context.call(model, results.CreateModelResult, by_workers=True)
-    return CreateSessionResponse(session_id=made.session, info_message=made.notice or None)
+    return CreateSessionResponse(session_id=result.session, info_message=result.notice or None)
 
 
 @router.get("/api/v1/sessions")
@@ -153,8 +153,8 @@ async def sessions(
     context: Context, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
 ) -> SessionsResponse:
     """A page of the owner's sessions."""
-    told = await context.call(requests.ListSessions(), results.ListSessionsResult)
-    return SessionsResponse(sessions=list(told.sessions[offset : offset + limit]))
+    result = await context.call(requests.ListSessions(), results.ListSessionsResult)
+    return SessionsResponse(sessions=list(result.sessions[offset : offset + limit]))
 
 
 @router.get("/api/v1/sessions/{session_id}")
@@ -162,12 +162,12 @@ async def session(
     session_id: SessionName, context: Context, _scope: Scope = "owned"
 ) -> SessionResponse:
     """The models and samplers of a session."""
-    told = await context.call(requests.GetSession(session=session_id), results.SessionResult)
+    result = await context.call(requests.GetSession(session=session_id), results.SessionResult)
     return SessionResponse(
-        training_run_ids=list(told.models),
-        sampler_ids=list(told.samplers),
-        user_metadata=user_metadata(told.user_metadata),
-        display_name=told.user_metadata.get(DISPLAY_NAME),
+        training_run_ids=list(result.models),
+        sampler_ids=list(result.samplers),
+        user_metadata=user_metadata(result.user_metadata),
+        display_name=result.user_metadata.get(DISPLAY_NAME),
     )
 
 
@@ -188,14 +188,14 @@ async def finish(
 @router.get("/api/v1/session_info")
 async def session_info(context: Context) -> SessionInfoResponse:
     """Open sessions and models (xorl)."""
-    told = await context.call(requests.ListSessions(), results.ListSessionsResult)
+    result = await context.call(requests.ListSessions(), results.ListSessionsResult)
     runs = (
         await context.call(requests.ListModels(limit=MAX_MODELS), results.ListModelsResult)
     ).models
     loaded = [run for run in runs if run.is_open]
     return SessionInfoResponse(
         registered_models=[run.model for run in runs],
-        active_sessions=len(told.sessions),
+        active_sessions=len(result.sessions),
         session_activity={run.model: run.last_request for run in loaded},
         idle_timeout_seconds=context.service.settings.idle_session_timeout,
         loaded_training_adapters=[run.model for run in loaded],

@@ -75,8 +75,8 @@ async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
         operation = requests.LoadState(
             model=body.model_id or "default", path=path, optimizer=body.optimizer
         )
-        told = await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
-        return FutureResponse(**told)
+        result = await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
+        return FutureResponse(**result)
     if body.model_id is not None or body.seq_id is not None:
         raise ApiError("a new model has neither model_id nor seq_id yet")
     model = model_name(body.session_id, body.model_seq_id)
@@ -90,10 +90,10 @@ async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
         path=path,
         optimizer=body.optimizer,
     )
-    told = await context.submit(
+    result = await context.submit(
         "load_weights", operation, path=body.path, retry_key=f"model {model}"
     )
-    return FutureResponse(**told)
+    return FutureResponse(**result)
 
 
 @router.post("/api/v1/unload_model")
@@ -125,17 +125,17 @@ async def kill_session(body: KillSessionBody, context: Context) -> KillSessionRe
 @router.post("/api/v1/get_info")
 async def get_info(body: ModelBody, context: Context) -> InfoResponse:
     """Metadata of a model."""
-    told = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
+    result = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
     data = ModelData(
-        arch=told.served.arch,
-        model_name=told.served.base_model,
-        tokenizer_id=told.served.tokenizer,
+        arch=result.served.arch,
+        model_name=result.served.base_model,
+        tokenizer_id=result.served.tokenizer,
     )
     return InfoResponse(
-        model_id=told.info.model,
-        is_lora=told.info.rank is not None,
-        lora_rank=told.info.rank,
-        model_name=told.served.base_model,
+        model_id=result.info.model,
+        is_lora=result.info.rank is not None,
+        lora_rank=result.info.rank,
+        model_name=result.served.base_model,
         model_data=data,
     )
 
@@ -143,19 +143,19 @@ async def get_info(body: ModelBody, context: Context) -> InfoResponse:
 @router.post("/api/v1/forward_backward", openapi_extra=body_schema("ForwardBackwardBody", PROTOBUF))
 async def forward_backward(request: Request, context: Context) -> FutureResponse:
     """A forward and backward pass, or only a forward pass if the SDK's message says so."""
-    async with context.decoding(request, "forward_backward") as (said, operation):
-        kind = "forward" if said.forward_only else "forward_backward"
+    async with context.decoding(request, "forward_backward") as (decoded, operation):
+        kind = "forward" if decoded.forward_only else "forward_backward"
         return FutureResponse(
-            **await context.submit(kind, operation, model=said.model, seq=said.seq)
+            **await context.submit(kind, operation, model=decoded.model, seq=decoded.seq)
         )
 
 
 @router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
 async def forward(request: Request, context: Context) -> FutureResponse:
     """A forward pass without gradients."""
-    async with context.decoding(request, "forward") as (said, operation):
+    async with context.decoding(request, "forward") as (decoded, operation):
         return FutureResponse(
-            **await context.submit("forward", operation, model=said.model, seq=said.seq)
+            **await context.submit("forward", operation, model=decoded.model, seq=decoded.seq)
         )
 
 
@@ -164,8 +164,8 @@ async def optim_step(body: StepBody, context: Context) -> FutureResponse:
     """One optimizer step with the accumulated gradients."""
     metadata: dict[str, str] = {}
     if body.adam_params is None:
-        told = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
-        metadata = told.info.user_metadata
+        result = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
+        metadata = result.info.user_metadata
     sync = None
     if context.service.settings.sync_after_step:
         sync = requests.SyncWeights(

@@ -7,7 +7,7 @@ from penstock.server.api.middleware.guarded_route import guarded_router
 
 NO_ACCOUNTS = "there are no accounts, projects or bills here; keys are in the server's settings"
 NO_LOSSES = "losses are not uploaded here: forward_backward_custom computes them at the client"
-NO_COPIES = "checkpoints are files of this server: a new model goes on from one by load_weights"
+NO_COPIES = "checkpoints are files of this server: a new model starts from one with load_weights"
 NO_DOWNLOADS = "checkpoints are folders under the server's output_dir; copy them from there"
 NO_SLEEP = "the workers keep their memory while they live; unload models to free it"
 NO_POLLS = "futures are waited for one by one, with retrieve_future"

@@ -53,7 +53,7 @@ async def add_inference_endpoint(
     return responses.EndpointResponse(
         success=True,
         message=f"{body.host}:{body.port} is sent weights from now on",
-        endpoint=_told(added),
+        endpoint=_to_response(added),
         weights_synced=is_synced,
         sync_message=message,
     )
@@ -73,8 +73,8 @@ async def remove_inference_endpoint(
 @router.get("/list_inference_endpoints")
 async def list_inference_endpoints(context: Context) -> responses.EndpointsResponse:
     """The registered inference servers."""
-    told = await context.call(requests.ListEndpoints(), results.EndpointsResult)
-    endpoints = [_told(endpoint) for endpoint in told.endpoints]
+    result = await context.call(requests.ListEndpoints(), results.EndpointsResult)
+    endpoints = [_to_response(endpoint) for endpoint in result.endpoints]
     return responses.EndpointsResponse(endpoints=endpoints, count=len(endpoints))
 
 
@@ -132,7 +132,7 @@ async def _sync(context: RequestContext, body: SyncBody) -> responses.SyncedResp
     )
 
 
-def _told(endpoint: types.Endpoint) -> responses.Endpoint:
+def _to_response(endpoint: types.Endpoint) -> responses.Endpoint:
     return responses.Endpoint(
         host=endpoint.host,
         port=endpoint.port,

@@ -1,7 +1,7 @@
-"""Bodies of requests, of both dialects at once: the SDK's of Tinker, and xorl's clients'.
+"""Request bodies of both APIs: the Tinker SDK's and xorl's.
 
-A field that is not known is a fault: nothing that a client asks for is passed over in silence.
-Samples and tensors are looked into by `data` and `tensors`, which tell their faults better.
+Unknown fields are errors, so that nothing a client sets is ignored. Samples and tensors are
+validated by `wire.datums` and `wire.tensors`, which have better error messages.
 """
 
 from typing import Annotated, Any, Literal
@@ -14,13 +14,14 @@ from penstock.server.api.checkpoint_uris import CheckpointName, ModelName, Sessi
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Scope = Annotated[Literal["owned", "accessible"], Query(alias="access_scope")]
-"""Either is what the key owns: what others made public is read by its path, and is not listed."""
+"""Both list what the key's owner owns: public checkpoints of others are read by path and not
+listed."""
 
 
 Seq = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""A work's number among those of its model."""
+"""Sequence number of a request within its model."""
 Number = Annotated[int, Field(ge=0, le=2**53)]
-"""Of a model or sampler within its session."""
+"""Number of a model or sampler within its session."""
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, StringConstraints(max_length=1000)]
@@ -80,7 +81,7 @@ Chunks = Annotated[
 
 
 class Body(BaseModel):
-    """What every body keeps to."""
+    """Base class of all request bodies."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -91,13 +92,13 @@ class Body(BaseModel):
 
 
 class ClientConfigBody(Body):
-    """What a client is."""
+    """Information about a client."""
 
     sdk_version: Text = ""
 
 
 class LoraBody(Body):
-    """An adapter: `rank` is the SDK's word, `lora_rank` and `lora_alpha` are xorl's."""
+    """LoRA config: `rank` is the SDK's name, `lora_rank` and `lora_alpha` are xorl's."""
 
     rank: Annotated[int, Field(ge=1, le=65536)] | None = None
     lora_rank: Annotated[int, Field(ge=1, le=65536)] | None = None
@@ -112,7 +113,7 @@ class LoraBody(Body):
 
 
 class OptimizerBody(Body):
-    """What steps a model. Its numbers are those of steps that bring none themselves."""
+    """Optimizer of a model, with the default parameters of its steps."""
 
     type: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
     learning_rate: Rate | None = None
@@ -124,7 +125,7 @@ class OptimizerBody(Body):
 
 
 class CreateSessionBody(Body):
-    """A session; with `base_model` or `lora_config` (xorl) also a model of its name."""
+    """Create a session; with `base_model` or `lora_config` (xorl) also a model of the same name."""
 
     tags: Annotated[list[Text], Field(max_length=64)] = []
     user_metadata: Metadata | None = None
@@ -137,21 +138,21 @@ class CreateSessionBody(Body):
 
 
 class HeartbeatBody(Body):
-    """The client lives."""
+    """Session heartbeat."""
 
     session_id: SessionName
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class FinishBody(Body):
-    """Why a session ends."""
+    """End a session, with a reason."""
 
     reason: dict[str, Any] | None = None
     detail: Text | None = None
 
 
 class CreateModelBody(Body):
-    """A model: of a session and a number (SDK), or by a name (xorl)."""
+    """Create a model, named by a session and a number (SDK) or by `model_id` (xorl)."""
 
     session_id: SessionName | None = None
     model_seq_id: Number | None = None
@@ -171,16 +172,16 @@ class ModelBody(Body):
 
 
 class KillSessionBody(Body):
-    """A model to unload (xorl)."""
+    """Unload a model (xorl)."""
 
     model_id: ModelName
     save_checkpoint: bool = True
     reset_weights: bool = False
-    """Either way: a model that is created anew begins with the base's weights."""
+    """Has no effect: a new model always starts from the base weights."""
 
 
 class SampleBody(Body):
-    """One sample: `chunks` (SDK) or `input_ids` (xorl), and what the loss takes of each token."""
+    """A sample: `chunks` (SDK) or `input_ids` (xorl), and the per-token loss inputs."""
 
     model_input: Input
     loss_fn_inputs: Tensors
@@ -188,10 +189,10 @@ class SampleBody(Body):
 
 
 class SamplesBody(Body):
-    """Samples and their loss."""
+    """Samples and their loss function."""
 
     data: Annotated[list[SampleBody], Field(min_length=1, max_length=65536, fail_fast=True)]
-    """Of samples that do not fit, the first is told."""
+    """Only the first invalid sample is reported."""
     loss_fn: Text = "causallm_loss"
     loss_fn_params: Annotated[
         dict[Text, Any] | None,
@@ -202,7 +203,7 @@ class SamplesBody(Body):
 
 
 class ForwardBody(Body):
-    """A pass without gradients."""
+    """Forward pass."""
 
     model_id: ModelName = "default"
     seq_id: Seq | None = None
@@ -211,7 +212,7 @@ class ForwardBody(Body):
 
 
 class ForwardBackwardBody(Body):
-    """A pass with gradients."""
+    """Forward and backward pass."""
 
     model_id: ModelName = "default"
     seq_id: Seq | None = None
@@ -220,7 +221,7 @@ class ForwardBackwardBody(Body):
 
 
 class AdamBody(Body):
-    """The numbers of a step."""
+    """Adam parameters of a step."""
 
     learning_rate: Rate = 1e-4
     beta1: Beta = 0.9
@@ -231,7 +232,7 @@ class AdamBody(Body):
 
 
 class StepBody(Body):
-    """A step of the optimizer; what is not given is as the model was created with (xorl)."""
+    """Optimizer step; parameters that are not set default to those of the model (xorl)."""
 
     model_id: ModelName = "default"
     seq_id: Seq | None = None
@@ -242,14 +243,14 @@ class StepBody(Body):
 
 
 class DropBody(Body):
-    """Gradients to drop."""
+    """Drop the accumulated gradients."""
 
     model_id: ModelName = "default"
     seq_id: Seq | None = None
 
 
 class SaveBody(Body):
-    """A checkpoint to go on from."""
+    """Save a checkpoint for resuming training."""
 
     model_id: ModelName = "default"
     path: CheckpointName | None = None
@@ -262,7 +263,7 @@ class SaveBody(Body):
 
 
 class LoadBody(Body):
-    """A checkpoint to go on from: into a model, or as a new one of a session (SDK)."""
+    """Load a checkpoint into a model, or into a new model of a session (SDK)."""
 
     model_id: ModelName | None = None
     seq_id: Seq | None = None
@@ -277,7 +278,7 @@ class LoadBody(Body):
 
 
 class SaveSamplerBody(Body):
-    """Weights to sample from: by a name, or as a sampler of a session (SDK)."""
+    """Save weights for sampling, under a name or as a sampler of a session (SDK)."""
 
     model_id: ModelName = "default"
     path: CheckpointName | None = None
@@ -291,7 +292,7 @@ class SaveSamplerBody(Body):
 
 
 class CreateSamplerBody(Body):
-    """What to sample from: a sampler of a session (SDK), or a path alone (xorl)."""
+    """Create a sampler of a session (SDK), or check a path (xorl)."""
 
     session_id: SessionName | None = None
     sampling_session_seq_id: Number | None = None
@@ -309,7 +310,7 @@ class PromptBody(Body):
 
 
 class SamplingBody(Body):
-    """How to draw."""
+    """Sampling parameters."""
 
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: Integer | None = None
@@ -325,7 +326,7 @@ class SamplingBody(Body):
 
 
 class AsampleBody(Body):
-    """Draws after a prompt."""
+    """Sample completions of a prompt."""
 
     num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
     prompt: PromptBody
@@ -344,39 +345,39 @@ class AsampleBody(Body):
 
 
 class RetrieveBody(Body):
-    """A future to wait for. With `allow_metadata_only` (SDK) one that waits is told as HTTP 408."""
+    """Poll a future. With `allow_metadata_only` (SDK), a pending one returns HTTP 408."""
 
     request_id: Text
     allow_metadata_only: bool | None = None
 
 
 class CancelBody(Body):
-    """A future that nobody waits for."""
+    """Cancel a future."""
 
     request_id: Text
 
 
 class CheckpointsBody(Body):
-    """Whose checkpoints (xorl)."""
+    """List the checkpoints of a model (xorl)."""
 
     model_id: ModelName = "default"
 
 
 class DeleteCheckpointBody(Body):
-    """A checkpoint to delete (xorl)."""
+    """Delete a checkpoint (xorl)."""
 
     model_id: ModelName = "default"
     checkpoint_id: Text
 
 
 class WeightsInfoBody(Body):
-    """A checkpoint to tell of."""
+    """Metadata of a checkpoint."""
 
     tinker_path: WrittenPath | None = None
     xorl_path: WrittenPath | None = None
 
 
 class TtlBody(Body):
-    """Until when a checkpoint is kept; null: for ever."""
+    """Change the expiry time of a checkpoint; null: it never expires."""
 
     ttl_seconds: Ttl | None

@@ -1,4 +1,4 @@
-"""Bodies of answers, as the OpenAPI document tells them."""
+"""Response bodies, as documented in the OpenAPI document."""
 
 from typing import Any, Literal
 
@@ -6,23 +6,23 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ResponseModel(BaseModel):
-    """What every answer keeps to."""
+    """Base class of all response bodies."""
 
     model_config = ConfigDict(protected_namespaces=())
 
 
 class ErrorResponse(ResponseModel):
-    """Every error, whatever its status."""
+    """Body of every error."""
 
     error: str
     category: Literal["user", "server", "unknown"]
     code: str
     detail: list[dict[str, Any]] | None = None
-    """Faults of the body, each with its place."""
+    """Validation errors of the body, each with its location."""
 
 
 class FutureResponse(ResponseModel):
-    """What to come back with."""
+    """The future of a submitted request."""
 
     request_id: str
     model_id: str | None = None
@@ -30,7 +30,7 @@ class FutureResponse(ResponseModel):
 
 
 class ClientConfigResponse(ResponseModel):
-    """How the SDK is to behave here."""
+    """Settings of the SDK."""
 
     pjwt_auth_enabled: bool = False
     proto_compress_fwdbwd: bool = True
@@ -45,7 +45,7 @@ class ClientConfigResponse(ResponseModel):
 
 
 class DynamicConfigResponse(ResponseModel):
-    """What of that may change while a client lives."""
+    """Settings of the SDK that may change while a client is connected."""
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
@@ -53,7 +53,7 @@ class DynamicConfigResponse(ResponseModel):
 
 
 class CreateSessionResponse(ResponseModel):
-    """A session that began."""
+    """The created session."""
 
     type: Literal["create_session"] = "create_session"
     session_id: str
@@ -63,26 +63,26 @@ class CreateSessionResponse(ResponseModel):
 
 
 class HeartbeatResponse(ResponseModel):
-    """It was heard."""
+    """Confirms a heartbeat."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
     session_id: str
 
 
 class TelemetryResponse(ResponseModel):
-    """It was heard; nothing of it is kept."""
+    """Confirms telemetry, which is dropped."""
 
     status: Literal["accepted"] = "accepted"
 
 
 class LiveResponse(ResponseModel):
-    """The process answers."""
+    """Liveness of the API process."""
 
     status: Literal["ok"] = "ok"
 
 
 class HealthResponse(ResponseModel):
-    """Whether work can be done."""
+    """Readiness of the server."""
 
     status: Literal["healthy", "starting", "down", "failed", "unreachable"]
     engine_running: bool
@@ -93,7 +93,7 @@ class HealthResponse(ResponseModel):
 
 
 class SupportedModel(ResponseModel):
-    """A model that can be trained."""
+    """A base model that can be trained."""
 
     model_name: str
     max_context_length: int
@@ -102,13 +102,13 @@ class SupportedModel(ResponseModel):
 
 
 class CapabilitiesResponse(ResponseModel):
-    """What is served."""
+    """The served base models."""
 
     supported_models: list[SupportedModel]
 
 
 class ModelData(ResponseModel):
-    """What a model is."""
+    """Architecture, name and tokenizer of a model."""
 
     arch: str
     model_name: str
@@ -116,7 +116,7 @@ class ModelData(ResponseModel):
 
 
 class InfoResponse(ResponseModel):
-    """One model."""
+    """Metadata of a model."""
 
     type: Literal["get_info"] = "get_info"
     model_id: str
@@ -127,7 +127,7 @@ class InfoResponse(ResponseModel):
 
 
 class SessionResponse(ResponseModel):
-    """What belongs to a session."""
+    """The models and samplers of a session."""
 
     training_run_ids: list[str]
     sampler_ids: list[str]
@@ -142,13 +142,13 @@ class SessionsResponse(ResponseModel):
 
 
 class SessionInfoResponse(ResponseModel):
-    """What is open (xorl). Adapters take no places of a known number here, none of which is the
-    current one."""
+    """Open sessions and loaded models (xorl). There are no adapter slots: `max_training_adapters`
+    is 0 and `current_training_adapter` null."""
 
     registered_models: list[str]
     active_sessions: int
     session_activity: dict[str, float]
-    """When each open model was last asked of, in seconds since the epoch."""
+    """Time of the last request of each loaded model, in seconds since the epoch."""
     idle_timeout_seconds: float
     loaded_sampling_adapters: dict[str, int] = {}
     loaded_training_adapters: list[str]
@@ -157,7 +157,7 @@ class SessionInfoResponse(ResponseModel):
 
 
 class KillSessionResponse(ResponseModel):
-    """A model that was unloaded."""
+    """The unloaded model and its last checkpoint."""
 
     success: bool
     message: str
@@ -165,7 +165,7 @@ class KillSessionResponse(ResponseModel):
 
 
 class CheckpointResponse(ResponseModel):
-    """One that is kept: `tinker_path` for the SDK, `path` as its model's client writes it."""
+    """A checkpoint: `tinker_path` for the SDK, `path` with the scheme of the model's client."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler"]
@@ -179,7 +179,7 @@ class CheckpointResponse(ResponseModel):
 
 
 class CursorResponse(ResponseModel):
-    """Where a page is."""
+    """Position of a page."""
 
     offset: int
     limit: int
@@ -187,14 +187,14 @@ class CursorResponse(ResponseModel):
 
 
 class CheckpointsResponse(ResponseModel):
-    """Those that are kept, the newest first."""
+    """Checkpoints, newest first."""
 
     checkpoints: list[CheckpointResponse]
     cursor: CursorResponse | None = None
 
 
 class DeletedResponse(ResponseModel):
-    """A checkpoint that is gone."""
+    """Confirms the deletion of a checkpoint."""
 
     success: bool
     deleted_path: str | None = None
@@ -202,7 +202,7 @@ class DeletedResponse(ResponseModel):
 
 
 class RunResponse(ResponseModel):
-    """A model that is trained, or was."""
+    """A model that is or was trained."""
 
     training_run_id: str
     base_model: str
@@ -217,21 +217,21 @@ class RunResponse(ResponseModel):
 
 
 class RunsResponse(ResponseModel):
-    """A page of them."""
+    """A page of training runs."""
 
     training_runs: list[RunResponse]
     cursor: CursorResponse
 
 
 class LoraResponse(ResponseModel):
-    """An adapter, in xorl's words."""
+    """LoRA config with xorl's field names."""
 
     lora_rank: int
     lora_alpha: float
 
 
 class WeightsResponse(ResponseModel):
-    """What a checkpoint is of; null: as the server's file says."""
+    """Base model and LoRA config of a checkpoint; null: as in the server config."""
 
     base_model: str
     is_lora: bool
@@ -243,7 +243,7 @@ class WeightsResponse(ResponseModel):
 
 
 class SamplerResponse(ResponseModel):
-    """What a sampler samples from."""
+    """The model of a sampler."""
 
     sampler_id: str
     base_model: str
@@ -251,7 +251,7 @@ class SamplerResponse(ResponseModel):
 
 
 class CreateSamplerResponse(ResponseModel):
-    """A sampler: the SDK reads `sampling_session_id`, xorl's clients the rest."""
+    """The created sampler: the SDK reads `sampling_session_id`, xorl's clients the other fields."""
 
     type: Literal["create_sampling_session"] = "create_sampling_session"
     sampling_session_id: str | None = None
@@ -271,7 +271,7 @@ class Endpoint(ResponseModel):
 
 
 class EndpointResponse(ResponseModel):
-    """One that weights are sent to from now on."""
+    """The registered inference server, and whether weights were sent to it."""
 
     success: bool
     message: str
@@ -281,21 +281,21 @@ class EndpointResponse(ResponseModel):
 
 
 class RemovedResponse(ResponseModel):
-    """One that is sent nothing any more."""
+    """Confirms the removal of an inference server."""
 
     success: bool
     message: str
 
 
 class EndpointsResponse(ResponseModel):
-    """All of them."""
+    """The registered inference servers."""
 
     endpoints: list[Endpoint]
     count: int
 
 
 class EndpointSynced(ResponseModel):
-    """One that was sent weights."""
+    """An inference server that received weights."""
 
     host: str
     port: int
@@ -304,7 +304,7 @@ class EndpointSynced(ResponseModel):
 
 
 class SyncedResponse(ResponseModel):
-    """Weights that were sent."""
+    """Result of a weight sync."""
 
     success: bool
     message: str
@@ -318,7 +318,7 @@ class SyncedResponse(ResponseModel):
 
 
 class QuantizationResponse(ResponseModel):
-    """How weights are sent from now on."""
+    """The default quantization of weight syncs."""
 
     quantization: dict[str, str | int | float | bool | list[str | int]] | None
     message: str

@@ -1,4 +1,4 @@
-"""Bodies of requests about inference servers that weights are sent to: xorl's dialect alone."""
+"""Request bodies of weight sync (xorl API)."""
 
 from typing import Annotated, Literal
 
@@ -16,29 +16,29 @@ Quantization = Annotated[
 Megabytes = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-def parse_quantization(said: Quantization | None) -> types.Quantization | None:
-    """The same, as workers are told: lists of numbers as they are, and others written out."""
-    told: types.Quantization = {}
-    for name, value in (said or {}).items():
+def parse_quantization(quantization: Quantization | None) -> types.Quantization | None:
+    """Convert to the type of the protocol: lists of integers to tuples, other lists to strings."""
+    converted: types.Quantization = {}
+    for name, value in (quantization or {}).items():
         if isinstance(value, list):
             numbers = tuple(part for part in value if isinstance(part, int))
-            told[name] = numbers if len(numbers) == len(value) else str(value)
+            converted[name] = numbers if len(numbers) == len(value) else str(value)
         else:
-            told[name] = value
-    return None if said is None else told
+            converted[name] = value
+    return None if quantization is None else converted
 
 
 class EndpointBody(Body):
-    """An inference server; with `sync_weights` the weights of the model `default` are sent now."""
+    """Register an inference server; with `sync_weights`, also sync the model `default` to it."""
 
     host: Host
     port: Annotated[int, Field(ge=1, le=65535)]
     worker_port: Port | None = None
     world_size: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Where it is not sent, what the server says of itself."""
+    """Default: as reported by the server."""
     pool: Text = "default"
     api_key: Annotated[str, StringConstraints(min_length=1, max_length=1000)] | None = None
-    """What the server asks of its own clients; it is kept, and told to nobody else."""
+    """The API key of the inference server; it is stored and never returned."""
     receiver_kv_cache_dtype: Literal["auto"] | None = None
     sync_weights: bool = False
     master_address: Host | Literal[""] | None = None
@@ -48,14 +48,14 @@ class EndpointBody(Body):
 
 
 class RemoveEndpointBody(Body):
-    """An inference server that is sent nothing any more."""
+    """Unregister an inference server."""
 
     host: Host
     port: Annotated[int, Field(ge=1, le=65535)]
 
 
 class SyncBody(Body):
-    """Weights to send."""
+    """Sync the weights of a model."""
 
     model_id: ModelName | None = None
     master_address: Host | Literal[""] = ""
@@ -71,6 +71,6 @@ class SyncBody(Body):
 
 
 class QuantizationBody(Body):
-    """How weights are sent where a request to send them does not say."""
+    """Default quantization of sync requests that set none."""
 
     quantization: Quantization | None = None

@@ -38,7 +38,7 @@ CHUNK_BYTES = 1 << 16
 is blocked; with chunks of a megabyte they take seven."""
 NICENESS = 10
 """Nice value of the processes from their start on, so that heartbeats are not delayed."""
-MOST_NICENESS = 19
+MAX_NICENESS = 19
 LENGTH = 8
 """Bytes of the length prefix of each part."""
 READY = b"R"
@@ -53,7 +53,7 @@ class CodecReply(msgspec.Struct, frozen=True, kw_only=True):
 
     decoded: DecodedBody | None = None
     """The result of decoding a body."""
-    refused: BodyError | None = None
+    error: BodyError | None = None
 
 
 class CodecPool:
@@ -70,7 +70,7 @@ class CodecPool:
 
     async def start(self) -> None:
         """Start one process before the first large body."""
-        async with self._process():
+        async with self._use_process():
             pass
 
     async def stop(self) -> None:
@@ -88,33 +88,33 @@ class CodecPool:
 
         Raises ApiError: 413 if it exceeds the memory or time limit, 503 if no process starts.
         """
-        async with self._acquire(owner):
+        async with self._acquire_slot(owner):
             yield await self._run(job, parts)
 
     async def write(self, owner: str, job: ResultJob, result: Result) -> bytes:
         """Encode a result. Raises ApiError as above."""
-        async with self._acquire(owner):
+        async with self._acquire_slot(owner):
             # Encoded only now, so that queued results of one owner hold no extra copies.
             encoded = msgspec.msgpack.encode(result)
             reply, written = await self._run(job, (encoded,))
-        if reply.refused is not None:
-            raise to_decode_error(reply.refused)
+        if reply.error is not None:
+            raise to_decode_error(reply.error)
         return bytes(written)
 
     async def _run(self, job: CodecJob, parts: Sequence[bytes]) -> tuple[CodecReply, memoryview]:
-        async with self._process() as process:
+        async with self._use_process() as process:
             self.jobs += 1
             return await process.run(job, parts)
 
     @asynccontextmanager
-    async def _acquire(self, owner: str) -> AsyncGenerator[None]:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        self._next()
+    async def _acquire_slot(self, owner: str) -> AsyncGenerator[None]:
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(slot)
+        self._start_jobs()
         try:
-            await asyncio.shield(turn)
+            await asyncio.shield(slot)
         except asyncio.CancelledError:
-            self._forget(owner, turn)
+            self._cancel_slot(owner, slot)
             raise
         try:
             yield
@@ -123,33 +123,33 @@ class CodecPool:
 
     def _stop_counting(self, owner: str) -> None:
         self._busy.discard(owner)
-        self._next()
+        self._start_jobs()
 
-    def _forget(self, owner: str, turn: "asyncio.Future[None]") -> None:
-        if turn.done():
+    def _cancel_slot(self, owner: str, slot: "asyncio.Future[None]") -> None:
+        if slot.done():
             self._stop_counting(owner)
             return
-        self._waiting[owner].remove(turn)
+        self._waiting[owner].remove(slot)
         if not self._waiting[owner]:
             del self._waiting[owner]
 
-    def _next(self) -> None:
+    def _start_jobs(self) -> None:
         """Start jobs of owners that have none, while there are free processes."""
         for owner in list(self._waiting):
             if len(self._busy) >= PROCESSES:
                 return
             if owner in self._busy:
                 continue
-            turn = self._waiting[owner].popleft()
+            slot = self._waiting[owner].popleft()
             if self._waiting[owner]:
                 self._waiting.move_to_end(owner)
             else:
                 del self._waiting[owner]
             self._busy.add(owner)
-            turn.set_result(None)
+            slot.set_result(None)
 
     @asynccontextmanager
-    async def _process(self) -> AsyncGenerator["_Codec"]:
+    async def _use_process(self) -> AsyncGenerator["_Codec"]:
         """A free process for one job. It is killed if the job was not completed."""
         process = self._idle.pop() if self._idle else await _Codec.start(self._memory)
         is_done = False
@@ -183,7 +183,7 @@ class _Codec:
         )
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
         with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, min(niceness, MOST_NICENESS))
+            os.setpriority(os.PRIO_PROCESS, process.pid, min(niceness, MAX_NICENESS))
         return cls(process)
 
     @property
@@ -198,9 +198,9 @@ class _Codec:
         await self._wait_until_ready()
         try:
             async with asyncio.timeout(JOB_SECONDS):
-                await self._write(job, parts)
-                reply = msgspec.msgpack.decode(await self._part(), type=CodecReply)
-                return reply, await self._part()
+                await self._write_job(job, parts)
+                reply = msgspec.msgpack.decode(await self._read_part(), type=CodecReply)
+                return reply, await self._read_part()
         except TimeoutError:
             raise _limit_exceeded(f"{JOB_SECONDS:g} s") from None
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
@@ -233,17 +233,17 @@ class _Codec:
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _write(self, job: CodecJob, parts: Sequence[bytes]) -> None:
+    async def _write_job(self, job: CodecJob, parts: Sequence[bytes]) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        said = msgspec.msgpack.encode(job)
-        stdin.write(len(said).to_bytes(LENGTH, "little") + said)
+        header = msgspec.msgpack.encode(job)
+        stdin.write(len(header).to_bytes(LENGTH, "little") + header)
         stdin.write(sum(map(len, parts)).to_bytes(LENGTH, "little"))
         for part in parts:
             stdin.write(part)
             await stdin.drain()
 
-    async def _part(self) -> memoryview:
+    async def _read_part(self) -> memoryview:
         stdout = self._process.stdout
         assert stdout is not None
         length = int.from_bytes(await stdout.readexactly(LENGTH), "little")

@@ -36,52 +36,54 @@ def main(parent: int, memory: int) -> None:
     # One job has millions of live objects, over which a garbage collection takes seconds.
     gc.freeze()
     gc.disable()
-    while (said := _part(jobs)) is not None:
-        job = msgspec.msgpack.decode(said, type=CodecJob)
-        given = _part(jobs)
-        if given is None:
+    while (header := _read_part(jobs)) is not None:
+        job = msgspec.msgpack.decode(header, type=CodecJob)
+        payload = _read_part(jobs)
+        if payload is None:
             return
-        reply, made = decoded(job, given) if isinstance(job, BodyJob) else encoded(job, given)
-        del given
-        for part in (msgspec.msgpack.encode(reply), made):
+        reply, output = (
+            decode_body(job, payload) if isinstance(job, BodyJob) else encode_result(job, payload)
+        )
+        del payload
+        for part in (msgspec.msgpack.encode(reply), output):
             replies.write(len(part).to_bytes(LENGTH, "little"))
             replies.write(part)
         replies.flush()
-        del reply, made, part
+        del reply, output, part
         gc.collect()
 
 
-def encoded(job: ResultJob, given: bytes) -> tuple[CodecReply, bytes]:
+def encode_result(job: ResultJob, payload: bytes) -> tuple[CodecReply, bytes]:
     """Encode a result, or return the error."""
     try:
-        result = msgspec.msgpack.decode(given, type=Result)
-        return CodecReply(), write(result, job.shape, job.form, len(given))
+        result = msgspec.msgpack.decode(payload, type=Result)
+        return CodecReply(), write(result, job.result_format, job.encoding, len(payload))
     except MemoryError:
         error = "the result takes more memory to write than there is for one"
-        return CodecReply(refused=BodyError(error=error, status=413)), b""
+        return CodecReply(error=BodyError(error=error, status=413)), b""
 
 
-def decoded(job: BodyJob, packed: bytes) -> tuple[CodecReply, bytes]:
+def decode_body(job: BodyJob, packed: bytes) -> tuple[CodecReply, bytes]:
     """Decode a body to its request in msgpack, or return the error."""
     body = BodyDecoder(job, is_inline=False)
     try:
-        said, operation = body.decode(packed)
-        request = Request(id=job.request_id, owner=job.owner, operation=operation, seq=said.seq)
-        return CodecReply(decoded=said), msgspec.msgpack.encode(request)
+        content, operation = body.decode(packed)
+        request = Request(id=job.request_id, owner=job.owner, operation=operation, seq=content.seq)
+        return CodecReply(decoded=content), msgspec.msgpack.encode(request)
     except (ApiError, RequestValidationError) as error:
-        return CodecReply(refused=to_body_error(error, body.model_and_seq)), b""
+        return CodecReply(error=to_body_error(error, body.model_and_seq)), b""
     except MemoryError:
         error = "the samples take more memory to decode than there is; send less at once"
         return CodecReply(
-            refused=BodyError(error=error, status=413, model_and_seq=body.model_and_seq)
+            error=BodyError(error=error, status=413, model_and_seq=body.model_and_seq)
         ), b""
 
 
-def _part(source: BinaryIO) -> bytes | None:
-    said = source.read(LENGTH)
-    if len(said) < LENGTH:
+def _read_part(source: BinaryIO) -> bytes | None:
+    header = source.read(LENGTH)
+    if len(header) < LENGTH:
         return None
-    length = int.from_bytes(said, "little")
+    length = int.from_bytes(header, "little")
     found = source.read(length)
     return found if len(found) == length else None
 

@@ -83,7 +83,7 @@ def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
             name: shape_from_proto(tensor, f"{name} of {what}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
-        total = _counted(total, shapes, loss, what)
+        total = _add_values(total, shapes, loss, what)
     return total
 
 
@@ -103,11 +103,11 @@ def count_values_in_json(
         for chunk in chunks if isinstance(chunks, list) else ():
             tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
             total += len(tokens) if isinstance(tokens, list) else 0
-        total = _counted(total, shapes, loss, what)
+        total = _add_values(total, shapes, loss, what)
     return total
 
 
-def _counted(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
+def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
     """Add the number of values of one more sample."""
     targets = shapes.get(TARGETS, ())
     if (
@@ -134,7 +134,7 @@ def tokens_from_chunks(chunks: Any, what: str) -> Tokens:
         kind = chunk.get("type", "encoded_text")
         if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
             raise _unsupported_chunk(str(kind), what)
-        parts.append(_flat(to_integers(from_list(chunk["tokens"], what), what), what))
+        parts.append(_flatten(to_integers(from_list(chunk["tokens"], what), what), what))
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
@@ -150,7 +150,7 @@ def _datum_from_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
         name: from_proto(tensor, f"{name} of {what}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return _datum(tokens, given, loss, what)
+    return _build_datum(tokens, given, loss, what)
 
 
 def _datum_from_json(
@@ -165,12 +165,14 @@ def _datum_from_json(
             )
         _check_names((TARGETS,), loss, what)
         tokens, name = _tokens_of_json(written, what), f"labels of {what}"
-        labels = to_integers(per_token(_numbers(inputs["labels"], name), len(tokens), name), name)
+        labels = to_integers(
+            per_token(_read_numbers(inputs["labels"], name), len(tokens), name), name
+        )
         # The last token has no target.
-        return _datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
+        return _build_datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
     _check_names(inputs, loss, what)
-    given = {name: _numbers(value, f"{name} of {what}") for name, value in inputs.items()}
-    return _datum(_tokens_of_json(written, what), given, loss, what)
+    given = {name: _read_numbers(value, f"{name} of {what}") for name, value in inputs.items()}
+    return _build_datum(_tokens_of_json(written, what), given, loss, what)
 
 
 def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
@@ -181,12 +183,12 @@ def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
     if "input_ids" not in written:
         raise ApiError(f"the model_input of {what} has neither input_ids nor chunks")
     name = f"input_ids of {what}"
-    tokens = _flat(to_integers(_numbers(written["input_ids"], name), name), name)
-    _check_plain(written, len(tokens), what)
+    tokens = _flatten(to_integers(_read_numbers(written["input_ids"], name), name), name)
+    _check_model_inputs(written, len(tokens), what)
     return tokens
 
 
-def _numbers(value: Any, what: str) -> Numbers:
+def _read_numbers(value: Any, what: str) -> Numbers:
     if isinstance(value, list):
         return from_list(value, what)
     if isinstance(value, Mapping):
@@ -194,13 +196,13 @@ def _numbers(value: Any, what: str) -> Numbers:
     raise ApiError(f"{what} is no tensor and no list of numbers")
 
 
-def _check_plain(written: Mapping[str, Any], length: int, what: str) -> None:
+def _check_model_inputs(written: Mapping[str, Any], length: int, what: str) -> None:
     """Optional model inputs are accepted if they have no effect."""
     plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
     for name in written.keys() - {"input_ids"}:
         if name not in plain:
             raise ApiError(f"the model_input of {what} has {name[:100]}, which is not read here")
-        numbers = _numbers(written[name], f"{name} of {what}")
+        numbers = _read_numbers(written[name], f"{name} of {what}")
         if not np.array_equal(per_token(numbers, length, f"{name} of {what}"), plain[name]):
             raise ApiError(
                 f"{name} of {what} is not that of one text without padding; send each text as a"
@@ -223,10 +225,10 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
         )
 
 
-def _datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) -> Datum:
+def _build_datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) -> Datum:
     if not len(tokens):
         raise ApiError(f"{what} has no tokens")
-    targets = _targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
+    targets = _read_targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
     others = {
         name: per_target(numbers, targets.shape, f"{name} of {what}")
         for name, numbers in given.items()
@@ -236,13 +238,13 @@ def _datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) -> Dat
         others["weights"] = np.where(is_ignored, 0, others.get("weights", 1))
         targets = np.where(is_ignored, 0, targets)
     if RATIO_MASK in others:
-        _mark_ratio(others, what)
+        _apply_ratio_mask(others, what)
     inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
     inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
     return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
 
 
-def _mark_ratio(others: LossInputArrays, what: str) -> None:
+def _apply_ratio_mask(others: LossInputArrays, what: str) -> None:
     """Set the mask to the tokens of the sequence importance ratio.
 
     Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
@@ -258,7 +260,7 @@ def _mark_ratio(others: LossInputArrays, what: str) -> None:
     others["mask"] = is_of_ratio * others.get("mask", 1)
 
 
-def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
+def _read_targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
     """int64 [T], or [T, K] for a loss with several targets per token."""
     several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
     return to_integers(
@@ -266,7 +268,7 @@ def _targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
     )
 
 
-def _flat(numbers: Tokens, what: str) -> Tokens:
+def _flatten(numbers: Tokens, what: str) -> Tokens:
     """[T], also of [1, T]."""
     return per_token(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
 

@@ -57,8 +57,8 @@ def parse_metadata(
     }
     if len(user_metadata(told)) < len(told):
         raise ApiError(
-            f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: what"
-            " optimizer_config and display_name say is kept there"
+            f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: these"
+            " store optimizer_config and display_name"
         )
     numbers: dict[str, float | None] = {}
     if optimizer is not None:

@@ -32,18 +32,18 @@ NOT_FINITE = (
     " was out of range"
 )
 
-STEPS = "optimizer_step"
+OPTIMIZER_STEP = "optimizer_step"
 """The SDK's name of `step`: the number of optimizer steps taken."""
 
-_WRITTEN = {"float32": "float32", "int64": "int64", "int32": "int64"}
+_JSON_DTYPES = {"float32": "float32", "int64": "int64", "int32": "int64"}
 
 
 def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
     """The response for a completed request."""
-    told: dict[str, Any] = {"type": shape.kind}
+    encoded: dict[str, Any] = {"type": shape.kind}
     match result:
         case ForwardBackwardResult():
-            return told | {
+            return encoded | {
                 "loss_fn_output_type": "ArrayRecord",
                 "loss_fn_outputs": [
                     {name: encode_tensor(array) for name, array in output.items()}
@@ -53,19 +53,21 @@ def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
                 "info": {},
             }
         case SampleResult():
-            return told | _sampled(result, shape)
+            return encoded | _encode_samples(result, shape)
         case OptimStepResult():
-            return told | {"metrics": _step_metrics(result, shape)}
+            return encoded | {"metrics": _step_metrics(result, shape)}
         case CreateModelResult():
             path = {} if shape.path is None else {"path": shape.path}
-            return told | {"model_id": result.model} | path
+            return encoded | {"model_id": result.model} | path
         case SaveResult():
-            told["path"] = write_path(result.model, result.name)
+            encoded["path"] = write_path(result.model, result.name)
             return (
-                told if result.sampler is None else told | {"sampling_session_id": result.sampler}
+                encoded
+                if result.sampler is None
+                else encoded | {"sampling_session_id": result.sampler}
             )
         case _:
-            return told if shape.model is None else told | {"model_id": shape.model}
+            return encoded if shape.model is None else encoded | {"model_id": shape.model}
 
 
 def json_of_failure(failure: Failure) -> dict[str, Any]:
@@ -73,10 +75,10 @@ def json_of_failure(failure: Failure) -> dict[str, Any]:
     return {"error": failure.error, "category": failure.category, "code": failure.code}
 
 
-def encode(told: Mapping[str, Any]) -> bytes:
+def encode(encoded: Mapping[str, Any]) -> bytes:
     """Encode as JSON; an error if a number is not finite."""
     try:
-        return json.dumps(told, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
         failure = Failure(id="", error=NOT_FINITE, category="unknown", code="not_finite")
         return json.dumps(json_of_failure(failure)).encode()
@@ -87,7 +89,7 @@ def encode_tensor(array: Array) -> dict[str, Any]:
     numbers = array.numpy()
     return {
         "data": numbers.reshape(-1).tolist(),
-        "dtype": _WRITTEN[array.dtype],
+        "dtype": _JSON_DTYPES[array.dtype],
         "shape": list(array.shape),
     }
 
@@ -97,12 +99,12 @@ def encode_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": checkpoint.name,
         "checkpoint_type": checkpoint.kind,
-        "time": written_time(checkpoint.time),
+        "time": format_time(checkpoint.time),
         "path": write_path(checkpoint.model, checkpoint.name),
         "tinker_path": f"tinker://{checkpoint.model}/{checkpoint.name}",
         "size_bytes": checkpoint.size,
         "public": checkpoint.public,
-        "expires_at": None if checkpoint.expires is None else written_time(checkpoint.expires),
+        "expires_at": None if checkpoint.expires is None else format_time(checkpoint.expires),
         "user_metadata": checkpoint.user_metadata,
     }
 
@@ -117,14 +119,14 @@ def encode_run(run: ModelInfo, owner: str) -> dict[str, Any]:
         "is_lora": run.rank is not None,
         "corrupted": run.corrupted,
         "lora_rank": run.rank,
-        "last_request_time": written_time(run.last_request),
+        "last_request_time": format_time(run.last_request),
         "last_checkpoint": last and encode_checkpoint(last),
         "last_sampler_checkpoint": sampler and encode_checkpoint(sampler),
         "user_metadata": user_metadata(run.user_metadata),
     }
 
 
-def written_time(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """ISO 8601 of seconds since the epoch, in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
@@ -141,33 +143,35 @@ def _step_metrics(result: OptimStepResult, shape: ResultFormat) -> dict[str, flo
     """The SDK's clients add step metrics to their own log, where `step` is their own counter."""
     if shape.model is None or uri_scheme(shape.model) != "tinker":
         return result.metrics
-    return {STEPS if name == "step" else name: value for name, value in result.metrics.items()}
+    return {
+        OPTIMIZER_STEP if name == "step" else name: value for name, value in result.metrics.items()
+    }
 
 
-def _sampled(result: SampleResult, shape: ResultFormat) -> dict[str, Any]:
+def _encode_samples(result: SampleResult, shape: ResultFormat) -> dict[str, Any]:
     """Samples; null for a prompt token without logprob."""
-    told: dict[str, Any] = {"sequences": [_sequence(one) for one in result.sequences]}
+    encoded: dict[str, Any] = {"sequences": [_encode_sequence(one) for one in result.sequences]}
     if result.prompt_logprobs is not None:
         numbers = last_logprobs(result.prompt_logprobs, shape).tolist()
-        told["prompt_logprobs"] = [None if n != n else n for n in numbers]
+        encoded["prompt_logprobs"] = [None if n != n else n for n in numbers]
     tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
     if tokens is not None and logprobs is not None:
-        told["topk_prompt_logprobs"] = _topk(tokens, last_logprobs(logprobs, shape))
-    return told
+        encoded["topk_prompt_logprobs"] = _encode_topk(tokens, last_logprobs(logprobs, shape))
+    return encoded
 
 
-def _sequence(one: SampledSequence) -> dict[str, Any]:
-    told: dict[str, Any] = {
+def _encode_sequence(one: SampledSequence) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
         "stop_reason": one.stop_reason,
         "tokens": one.tokens.numpy().tolist(),
         "logprobs": one.logprobs.numpy().tolist(),
     }
     if one.topk_tokens is not None and one.topk_logprobs is not None:
-        told["topk_logprobs"] = _topk(one.topk_tokens, one.topk_logprobs.numpy())
-    return told
+        encoded["topk_logprobs"] = _encode_topk(one.topk_tokens, one.topk_logprobs.numpy())
+    return encoded
 
 
-def _topk(tokens: Array, logprobs: npt.NDArray[Any]) -> list[list[list[Any]] | None]:
+def _encode_topk(tokens: Array, logprobs: npt.NDArray[Any]) -> list[list[list[Any]] | None]:
     """Top-k logprobs from [T, k] tokens and logprobs; null where these are NaN."""
     return [
         None if np.isnan(values).any() else list(map(list, zip(ids, values, strict=True)))

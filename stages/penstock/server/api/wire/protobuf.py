@@ -48,13 +48,15 @@ def parse_loss(request: pb.ForwardBackwardRequest) -> LossSpec:
     return resolve_loss(request.loss_fn, params)
 
 
-def parse_forward_backward(request: pb.ForwardBackwardRequest, chosen: LossSpec) -> ForwardBackward:
+def parse_forward_backward(
+    request: pb.ForwardBackwardRequest, loss_spec: LossSpec
+) -> ForwardBackward:
     """The requested forward-backward pass. Raises ApiError naming what is invalid."""
     return ForwardBackward(
         model=request.model_id,
-        data=datums_from_proto(request.data, chosen.loss),
-        loss=chosen.loss,
-        params=chosen.params,
+        data=datums_from_proto(request.data, loss_spec.loss),
+        loss=loss_spec.loss,
+        params=loss_spec.params,
         forward_only=request.forward_only,
         loss_reduction="sum",
     )
@@ -64,30 +66,30 @@ def write_result(result: Result, shape: ResultFormat) -> bytes | None:
     """Encode forward passes and samples; None for other results, which have no protobuf message."""
     match result:
         case ForwardBackwardResult():
-            return _passed(result).SerializeToString()
+            return _encode_pass(result).SerializeToString()
         case SampleResult():
-            return _sampled(result, shape).SerializeToString()
+            return _encode_samples(result, shape).SerializeToString()
         case _:
             return None
 
 
-def _passed(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
-    told = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+def _encode_pass(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in result.metrics.items():
         # The SDK aggregates metrics of several requests by the suffix after the colon.
-        told.metrics[name if ":" in name else f"{name}:mean"] = value
+        message.metrics[name if ":" in name else f"{name}:mean"] = value
     # A record has one trailing shape, and samples may differ in targets per token.
-    for _, alike in groupby(result.outputs, key=_trailing_shapes):
-        _add_record(told, list(alike))
-    return told
+    for _, group in groupby(result.outputs, key=_trailing_shapes):
+        _add_record(message, list(group))
+    return message
 
 
 def _trailing_shapes(output: dict[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: array.shape[1:] for name, array in output.items()}
 
 
-def _add_record(told: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Array]]) -> None:
-    record = told.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+def _add_record(message: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Array]]) -> None:
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
     for name, first in outputs[0].items():
         arrays = [output[name] for output in outputs]
         tensor = record.fields[name]
@@ -98,28 +100,34 @@ def _add_record(told: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Arra
         tensor.trailing_shape.extend(first.shape[1:])
 
 
-def _sampled(result: SampleResult, shape: ResultFormat) -> pb.SampleResponse:
-    told = pb.SampleResponse()
+def _encode_samples(result: SampleResult, shape: ResultFormat) -> pb.SampleResponse:
+    message = pb.SampleResponse()
     for one in result.sequences:
-        drawn = told.sequences.add(
+        sequence = message.sequences.add(
             stop_reason=(
                 pb.STOP_REASON_STOP if one.stop_reason == "stop" else pb.STOP_REASON_LENGTH
             ),
-            tokens=_bytes(one.tokens, "<i4"),
-            logprobs=_bytes(one.logprobs, "<f4"),
+            tokens=_to_bytes(one.tokens, "<i4"),
+            logprobs=_to_bytes(one.logprobs, "<f4"),
         )
         if one.topk_tokens is not None and one.topk_logprobs is not None:
             numbers = one.topk_logprobs.numpy().astype(np.float32)
-            drawn.topk_sampled_logprobs.CopyFrom(_topk(one.topk_tokens.numpy(), numbers))
+            sequence.topk_sampled_logprobs.CopyFrom(_encode_topk(one.topk_tokens.numpy(), numbers))
     if result.prompt_logprobs is not None:
-        told.prompt_logprobs = last_logprobs(result.prompt_logprobs, shape).astype("<f4").tobytes()
+        message.prompt_logprobs = (
+            last_logprobs(result.prompt_logprobs, shape).astype("<f4").tobytes()
+        )
     tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
     if tokens is not None and logprobs is not None:
-        told.topk_prompt_logprobs.CopyFrom(_topk(tokens.numpy(), last_logprobs(logprobs, shape)))
-    return told
+        message.topk_prompt_logprobs.CopyFrom(
+            _encode_topk(tokens.numpy(), last_logprobs(logprobs, shape))
+        )
+    return message
 
 
-def _topk(tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]) -> pb.TopkLogprobs:
+def _encode_topk(
+    tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]
+) -> pb.TopkLogprobs:
     """Encode [T, k] top-k tokens and logprobs, NaN where there are none."""
     is_none = np.isnan(logprobs)
     return pb.TopkLogprobs(
@@ -130,5 +138,5 @@ def _topk(tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]) ->
     )
 
 
-def _bytes(array: Array, kind: str) -> bytes:
+def _to_bytes(array: Array, kind: str) -> bytes:
     return array.numpy().astype(kind).tobytes()

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from penstock.server.api.checkpoint_uris import read_path, uri_scheme
-from penstock.server.api.errors import MAX_FAULTS, ApiError
+from penstock.server.api.errors import MAX_VALIDATION_ERRORS, ApiError
 from penstock.server.api.middleware.body_limit import (
     JSON,
     PROTOBUF,
@@ -120,20 +120,20 @@ class BodyDecoder:
         job = self._job
         body = self._decompressed(packed)
         if job.kind == PROTOBUF and job.call == "forward_backward":
-            return self._proto_pass(body)
+            return self._decode_proto_pass(body)
         if job.kind not in (JSON, ""):
-            raise RequestValidationError([_NO_OBJECT])
+            raise RequestValidationError([_NOT_AN_OBJECT])
         parsed = parsed_json(body, MAX_VALUES, MAX_CONTAINERS)
         self.model_and_seq = _find_model_and_seq(parsed)
         match job.call:
             case "forward_backward":
                 said = _validated(ForwardBackwardBody, parsed)
-                return self._json_pass(said, said.forward_backward_input, forward_only=False)
+                return self._decode_json_pass(said, said.forward_backward_input, forward_only=False)
             case "forward":
                 said = _validated(ForwardBody, parsed)
-                return self._json_pass(said, said.forward_input, forward_only=True)
+                return self._decode_json_pass(said, said.forward_input, forward_only=True)
             case "asample":
-                return _draw(_validated(AsampleBody, parsed))
+                return _decode_sample(_validated(AsampleBody, parsed))
 
     def _decompressed(self, packed: bytes) -> bytes:
         job = self._job
@@ -145,7 +145,7 @@ class BodyDecoder:
         except ApiError as refusal:
             raise NotInlineError from refusal
 
-    def _proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
+    def _decode_proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
         message = read_pass(body)
         self.model_and_seq = {"model_id": message.model_id, "seq_id": message.seq_id}
         if message.seq_id < 1:
@@ -158,15 +158,17 @@ class BodyDecoder:
         )
         return decoded, parse_forward_backward(message, chosen)
 
-    def _json_pass(
+    def _decode_json_pass(
         self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
     ) -> tuple[DecodedBody, requests.ForwardBackward]:
         """A forward-backward pass in JSON. xorl clients use their own model and loss names, and sum
         gradients, which the optimizer step divides by the number of tokens."""
-        ours = uri_scheme(said.model_id) == "tinker"
+        is_sdk = uri_scheme(said.model_id) == "tinker"
         params = body.loss_fn_params or {}
         chosen = (
-            resolve_loss(body.loss_fn, params) if ours else resolve_xorl_loss(body.loss_fn, params)
+            resolve_loss(body.loss_fn, params)
+            if is_sdk
+            else resolve_xorl_loss(body.loss_fn, params)
         )
         self._require_samples(len(body.data))
         data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
@@ -177,7 +179,7 @@ class BodyDecoder:
             loss=chosen.loss,
             params=chosen.params,
             forward_only=forward_only,
-            loss_reduction="sum" if ours else "token",
+            loss_reduction="sum" if is_sdk else "token",
         )
         decoded = DecodedBody(seq=said.seq_id, forward_only=forward_only, model=said.model_id)
         return decoded, operation
@@ -219,7 +221,7 @@ def to_decode_error(refused: BodyError) -> ApiError | RequestValidationError:
     )
 
 
-_NO_OBJECT = {
+_NOT_AN_OBJECT = {
     "type": "model_attributes_type",
     "loc": ("body",),
     "msg": "Input should be a valid dictionary or object to extract fields from",
@@ -243,7 +245,7 @@ def _validated(kind: type[B], parsed: Any) -> B:
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise RequestValidationError(
-            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_FAULTS]]
+            [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_VALIDATION_ERRORS]]
         ) from error
 
 
@@ -260,7 +262,7 @@ def _require_few_keys(parsed: Any) -> None:
         require_few_keys(found)
 
 
-def _draw(body: AsampleBody) -> tuple[DecodedBody, requests.Sample]:
+def _decode_sample(body: AsampleBody) -> tuple[DecodedBody, requests.Sample]:
     given = (body.sampling_session_id, body.model_path, body.base_model)
     if sum(source is not None for source in given) != 1:
         raise ApiError("send sampling_session_id, model_path or base_model, one of them")

@@ -40,11 +40,11 @@ TOO_LARGE = Failure(
 class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How to encode a result, which follows in msgpack."""
 
-    shape: ResultFormat
-    form: ResultEncoding
+    result_format: ResultFormat
+    encoding: ResultEncoding
 
 
-def is_small(result: Result, size: int, form: ResultEncoding) -> bool:
+def is_small(result: Result, size: int, encoding: ResultEncoding) -> bool:
     """Whether encoding takes at most some milliseconds. `size`: bytes of its arrays."""
     parts = 0
     match result:
@@ -54,7 +54,7 @@ def is_small(result: Result, size: int, form: ResultEncoding) -> bool:
             parts = len(sequences)
         case _:
             pass
-    return size <= INLINE_BYTES[form] and parts <= INLINE_ARRAYS
+    return size <= INLINE_BYTES[encoding] and parts <= INLINE_ARRAYS
 
 
 def negotiate_format(result: Result, accept: str) -> ResultEncoding:
@@ -66,15 +66,17 @@ def negotiate_format(result: Result, accept: str) -> ResultEncoding:
     )
 
 
-def write(result: Result, shape: ResultFormat, form: ResultEncoding, size: int) -> bytes:
+def write(
+    result: Result, result_format: ResultFormat, encoding: ResultEncoding, size: int
+) -> bytes:
     """Encode the result."""
-    if form == "protobuf":
-        message = write_result(result, shape)
+    if encoding == "protobuf":
+        message = write_result(result, result_format)
         assert message is not None
         return message
     if size > MAX_JSON_BYTES:
         return encode(json_of_failure(TOO_LARGE))
-    return encode(json_of_result(result, shape))
+    return encode(json_of_result(result, result_format))
 
 
 class ChunkedResponse(Response):
