@@ -174,7 +174,7 @@ WORDS = {
 
 NOTICES = {
     "adapters that are not on": ({"lora": {"lora_rank": 8}}, "all weights are trained"),
-    "a rate of nothing": (train(lr=0), "nothing is learnt"),
+    "a rate of nothing": (train(lr=0), "nothing is trained"),
     "a rate of 5": (train(lr=5), "check its decimal places"),
     "a lowest rate of no decay": (train(lr_min=1e-6), "does not decay to it"),
     "evaluation of what is trained": (
@@ -183,7 +183,7 @@ NOTICES = {
     ),
     "a target and no push": (
         {"push": {"repo_id": "me/x"}, "pipeline": {"stages": ["prepare", "pack"]}},
-        "nothing is sent",
+        "nothing is uploaded",
     ),
     "muon of adapters": ({**train(optimizer="muon"), **lora()}, "AdamW trains the adapters"),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.interpolation import resolve_references
 from penstock.core.errors import ConfigError
 
 
@@ -23,17 +23,17 @@ from penstock.core.errors import ConfigError
     ],
 )
 def test_a_reference_is_what_it_refers_to(values: dict[str, Any], want: Any) -> None:
-    found = resolved(values)["c"]
+    found = resolve_references(values)["c"]
     assert (found, type(found)) == (want, type(want))
 
 
 def test_a_relative_reference_begins_where_it_stands() -> None:
     values = {"m": {"long": 4, "same": "${.long}", "deep": {"up": "${..long}"}}}
-    assert resolved(values)["m"] == {"long": 4, "same": 4, "deep": {"up": 4}}
+    assert resolve_references(values)["m"] == {"long": 4, "same": 4, "deep": {"up": 4}}
 
 
 def test_references_within_lists_are_followed() -> None:
-    assert resolved({"a": 1, "c": ["${a}", {"d": "${a}"}]})["c"] == [1, {"d": 1}]
+    assert resolve_references({"a": 1, "c": ["${a}", {"d": "${a}"}]})["c"] == [1, {"d": 1}]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_references_within_lists_are_followed() -> None:
 )
 def test_a_reference_to_nothing_is_told(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        resolved(values)
+        resolve_references(values)
 
 
 @pytest.mark.parametrize("kind", [str, list])
@@ -60,5 +60,5 @@ def test_a_file_that_doubles_itself_is_refused_at_once(kind: type) -> None:
         values[f"v{level}"] = last * 2 if kind is str else [last, last]
     begun = time.perf_counter()
     with pytest.raises(ConfigError, match="come to too much"):
-        resolved(values)
+        resolve_references(values)
     assert time.perf_counter() - begun < 5

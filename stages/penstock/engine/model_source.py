@@ -29,7 +29,7 @@ def quantization_args(run: RunConfig) -> QuantizationArgs | None:
     if not lora.enable_qlora:
         return None
     return QuantizationArgs(
-        lora.quant_format if lora.asks_for("quant_format") else None,
+        lora.quant_format if lora.is_non_default("quant_format") else None,
         lora.quant_group_size,
         None if lora.exclude_modules is None else tuple(lora.exclude_modules),
     )

@@ -15,7 +15,7 @@ from penstock.config.loading.schema_tree import annotation_at
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
 from penstock.config.server.run_fields import SERVER as SERVERS_OWN
-from penstock.config.translate.apply import DIALECTS, detect_dialect, named, translate
+from penstock.config.translate.apply import DIALECTS, detect_dialect, find_dialect, translate
 from penstock.config.translate.dialect import Dialect, is_flat
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
@@ -43,7 +43,7 @@ def _square(entry: Entry) -> None:
         entry.approximated("negative ones are turned round")
 
 
-def _settled(draft: Draft) -> None:
+def _finalized(draft: Draft) -> None:
     if draft.get("half"):
         draft.change("train.seed", draft.get("seed") // 2, "half of it")
 
@@ -56,8 +56,8 @@ SMALL = Dialect(
     computed={"root": _square, "half": lambda entry: entry.no_effect("settles the seed")},
     refused={"voice": "nobody speaks here"},
     defaults={"root": 2.0, "old": 3},
-    beaten={"old": ("new",)},
-    settle=_settled,
+    overridden_by={"old": ("new",)},
+    finalize=_finalized,
 )
 
 
@@ -134,14 +134,14 @@ def test_no_value_whatever_is_more_than_refused(dialect: Dialect) -> None:
 
 def test_dialects_name_settings_that_there_are() -> None:
     for dialect in DIALECTS:
-        assert named(dialect.name) is dialect
+        assert find_dialect(dialect.name) is dialect
         tables = [dialect.same, dialect.computed, dialect.refused]
         assert sum(map(len, tables)) == len(dialect.keys), dialect.name
-        assert dialect.defaults.keys() | dialect.beaten.keys() <= dialect.keys
-        for name in [*dialect.same.values(), *dialect.lacks]:
+        assert dialect.defaults.keys() | dialect.overridden_by.keys() <= dialect.keys
+        for name in [*dialect.same.values(), *dialect.placeholders]:
             assert annotation_at(tuple(name.split("."))) is not None, (dialect.name, name)
     with pytest.raises(ConfigError, match="ernie is no dialect; did you mean erniekit"):
-        named("ernie")
+        find_dialect("ernie")
 
 
 SERVER = """\
@@ -174,7 +174,7 @@ def test_each_servers_file_can_be_told_as_a_run(file: Path) -> None:
 
 
 def test_every_setting_of_a_server_is_known_where_its_file_is_read_as_a_runs() -> None:
-    assert named("server") == SERVERS_OWN
+    assert find_dialect("server") == SERVERS_OWN
     assert SERVERS_OWN.keys == ServerConfig.model_fields.keys()
 
 

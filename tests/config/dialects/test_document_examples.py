@@ -15,7 +15,7 @@ from penstock.config.server.config import ServerConfig
 from penstock.config.translate.apply import translate
 from penstock.config.translate.erniekit.rules import ERNIEKIT
 from penstock.config.translate.fit_parallel_sizes import Devices
-from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt.rules import NXDT
 from penstock.config.translate.translation import put_at
 from penstock.server import __main__ as server
@@ -202,7 +202,7 @@ def test_printed_files_of_nxdt_do_what_they_say(name: str) -> None:
 
 @pytest.mark.parametrize("name", NXDT_FILES)
 def test_a_default_of_nxdt_may_be_written_wherever_it_may_be_left_out(name: str) -> None:
-    bare = dict(resolved(NXDT_FILES[name]))
+    bare = dict(resolve_references(NXDT_FILES[name]))
     for key in said.NXDT_DEFAULTS:
         *above, last = key.split(".")
         inner: Any = bare

@@ -10,7 +10,7 @@ import yaml
 
 from penstock.config.loading.load import load, loads
 from penstock.config.schema.run import RunConfig
-from penstock.config.server.config import ServerConfig, judged
+from penstock.config.server.config import ServerConfig, validate_server
 from penstock.config.server.load import load_server
 from penstock.config.translate.translation import put_at
 from penstock.core.errors import ConfigError
@@ -203,7 +203,7 @@ alone depend on them."""
 @pytest.mark.parametrize("context", SERVERS)
 def test_a_servers_default_may_be_written_wherever_it_may_be_left_out(context: str) -> None:
     base = {"model_path": "org/m", **SERVERS[context]}
-    expected = judged(ServerConfig.model_validate(base))
+    expected = validate_server(ServerConfig.model_validate(base))
     assert not expected.faults
     fields = ServerConfig.model_fields
     defaults = {
@@ -212,7 +212,7 @@ def test_a_servers_default_may_be_written_wherever_it_may_be_left_out(context: s
         if name not in base and name not in OF_THE_MACHINE
     }
     for given in [*({name: value} for name, value in defaults.items()), defaults]:
-        found = judged(ServerConfig.model_validate({**base, **given}))
+        found = validate_server(ServerConfig.model_validate({**base, **given}))
         assert not found.faults, (given, found.faults)
         assert found.run == expected.run, given
 

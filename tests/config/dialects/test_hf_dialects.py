@@ -23,7 +23,7 @@ from penstock.config.loading import yaml12
 from penstock.config.loading.load import loads
 from penstock.config.schema.run import RunConfig
 from penstock.config.translate import shared as trackers
-from penstock.config.translate.apply import DIALECTS, detect_dialect, named, translate
+from penstock.config.translate.apply import DIALECTS, detect_dialect, find_dialect, translate
 from penstock.config.translate.axolotl.rules import AXOLOTL
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.fit_parallel_sizes import Devices
@@ -78,11 +78,11 @@ def test_the_order_of_keys_decides_nothing(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["trl", "trl-dpo", "llama-factory", "axolotl"])
 def test_a_key_has_one_table_and_a_default_has_a_key(name: str) -> None:
-    dialect = named(name)
+    dialect = find_dialect(name)
     assert dialect in DIALECTS
     tables = [dialect.same, dialect.computed, dialect.refused]
     assert sum(map(len, tables)) == len(dialect.keys)
-    assert dialect.defaults.keys() | dialect.beaten.keys() <= dialect.keys
+    assert dialect.defaults.keys() | dialect.overridden_by.keys() <= dialect.keys
     smallest = loads(translate(BASES[name], dialect, GPUS).settings)
     assert smallest.train.optimizer_kwargs["betas"] == [0.9, 0.999]
 

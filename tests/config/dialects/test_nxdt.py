@@ -15,7 +15,7 @@ from penstock.config.loading.load import loads
 from penstock.config.schema.run import RunConfig
 from penstock.config.translate.apply import translate
 from penstock.config.translate.fit_parallel_sizes import Devices
-from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.nxdt.rules import NXDT
 from penstock.config.translate.translation import Line, Translation, value_at
@@ -44,7 +44,7 @@ MAP = SHARED / "spec" / "dialect_map.yaml"
 VECTORS = SHARED / "spec" / "lr_vectors.json"
 
 EXAMPLE = yaml12.parse((ROOT / "configs" / "foreign" / "nxdt.yaml").read_text()).value
-BASE = dict(resolved(EXAMPLE))
+BASE = dict(resolve_references(EXAMPLE))
 GPUS = Devices(ranks=8)
 
 
@@ -108,7 +108,7 @@ def test_a_key_that_changes_nothing_says_why(key: str) -> None:
 def test_the_tables_have_no_other_keys_and_none_twice() -> None:
     assert {*CHANGES, *IDLE} == NXDT.keys
     assert len(CHANGES) + len(IDLE) == len(NXDT.same) + len(NXDT.computed) + len(NXDT.refused)
-    assert NXDT.defaults.keys() | NXDT.beaten.keys() <= NXDT.keys
+    assert NXDT.defaults.keys() | NXDT.overridden_by.keys() <= NXDT.keys
 
 
 @pytest.mark.skipif(not MAP.is_file(), reason="needs ../shared/spec/dialect_map.yaml")

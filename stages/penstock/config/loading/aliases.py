@@ -1,4 +1,4 @@
-"""What other fine-tuning tools call our settings: the suggestion for a name we do not know."""
+"""Other tools' names of our settings, for suggestions when a name is unknown."""
 
 from collections.abc import Mapping
 

@@ -15,14 +15,14 @@ NUMBER = re.compile(r"-(\.?[0-9]|\.(inf|Inf|INF)$)")
 
 @dataclass(frozen=True)
 class Override:
-    """One setting as typed: its dotted name without dashes, and its value still as text."""
+    """One override as typed: its dotted name without dashes, and its value as text."""
 
     name: str
     text: str
 
     @property
     def path(self) -> Steps:
-        """The steps of the name; those of digits alone count entries of a list."""
+        """The parts of the name; numbers are indices of lists."""
         return tuple(int(step) if step.isdecimal() else step for step in self.name.split("."))
 
     @property
@@ -32,11 +32,11 @@ class Override:
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Part command-line words into those for others and the overrides among them.
+    """Split command-line arguments into overrides and the others.
 
-    An override is a word `--a.b` with a dot in its name; its value follows after `=` or as the next
-    word, which may begin with a minus only if it is a number. Words after `--` are left alone.
-    Raises ConfigError naming every override without a value.
+    An override is `--a.b`, with a dot in its name; its value follows after `=` or as the next
+    argument, which may begin with a minus only if it is a number. Arguments after `--` are not
+    parsed. Raises ConfigError naming every override without a value.
     """
     rest: list[str] = []
     found: list[Override] = []
@@ -79,9 +79,10 @@ def _no_value(word: str, following: str | None) -> str:
 def apply(
     settings: Mapping[str, Any], overrides: Iterable[Override]
 ) -> tuple[dict[str, Any], list[tuple[Override, str]]]:
-    """A copy of `settings` with each override put in, the later ones last, and what went wrong.
+    """A copy of `settings` with all overrides applied in order, and the overrides that failed with
+    the reason.
 
-    Missing mappings on the way are made; an index one past the end of a list appends.
+    Missing mappings are created; the index one past the end of a list appends.
     """
     changed = deepcopy(dict(settings))
     faults: list[tuple[Override, str]] = []
@@ -94,7 +95,7 @@ def apply(
 
 
 def parse_value(text: str) -> tuple[Any, str | None]:
-    """The YAML value of `text`, or None and what is wrong with it."""
+    """The YAML value of `text` and None, or None and an error message."""
     from penstock.config.loading import yaml12  # PyYAML costs `--help` a fifth of its time
 
     try:
@@ -111,7 +112,7 @@ def _first(faults: Sequence[ConfigIssue]) -> str:
 
 
 def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
-    """Set the value at `path`; the fault when there is no such place."""
+    """Set the value at `path`; the error message if there is no such place."""
     at: Any = settings
     for depth, step in enumerate(path):
         above = ".".join(map(str, path[:depth]))

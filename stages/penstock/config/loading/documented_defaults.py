@@ -1,8 +1,8 @@
-"""Documented defaults that a run cannot use as they stand.
+"""Documented defaults that a run cannot use.
 
-A setting that is written with its documented default asks for no more than one that is left out. So
-where the default does not go with the rest of the run, it is read as if it were left out, and one
-line says what is used instead. Any other value that does not fit is refused by the rules.
+A setting that is written with its documented default means the same as one that is left out. So if
+the default does not fit the rest of the run, it is ignored, and a notice says what is used instead.
+Any other value that does not fit is an error of the rules.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,11 @@ from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 DOCUMENTED_INIT_DEVICE = "cuda"
 DOCUMENTED_GROUP = 16
-"""Unset are null, and mean what fits the rest of the run."""
+"""Their real defaults are null, which means a value that fits the rest of the run."""
 
 
 def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The run with every unusable documented default left out, and a line for each of them.
-
-    `lora.enable_qlora: true` implies `lora.enable_lora: true`.
-    """
+    """The run without unusable documented defaults, and a notice for each of them."""
     notices: list[str] = []
     for name, instead in _unusable(run):
         value = getattr(getattr(run, name.split(".")[0]), name.split(".")[1])
@@ -40,7 +37,8 @@ def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings written with documented defaults that do not fit, and what is used instead."""
+    """Settings that are written with a documented default that does not fit, and what is used
+    instead."""
     lora, train, data = run.lora, run.train, run.data
     if lora.enable_qlora and not lora.enable_lora and is_explicitly_set(run, "lora.enable_lora"):
         yield "lora.enable_lora", "enable_qlora: true trains adapters: true is used"
@@ -65,7 +63,7 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
     length, multiple = data.row_length, data.pad_to_multiple_of
     if (
         is_explicitly_set(run, "data.pad_to_multiple_of")
-        and not data.asks_for("pad_to_multiple_of")
+        and not data.is_non_default("pad_to_multiple_of")
         and length % multiple
     ):
         yield (

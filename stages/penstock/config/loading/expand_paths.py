@@ -1,6 +1,7 @@
-"""`~`, `$NAME`, `${NAME}` and `${NAME:-default}` in settings that hold paths or URLs.
+"""Expansion of `~`, `$NAME`, `${NAME}` and `${NAME:-default}` in settings that are paths or URLs.
 
-Expanded once, when a file is read: keys, manifests and `penstock check` have what it expands to.
+They are expanded once, when a file is read: cache keys, manifests and `penstock check` have the
+expanded value.
 """
 
 import re
@@ -36,11 +37,11 @@ VARIABLE = re.compile(
 
 
 class ExpansionError(ValueError):
-    """A variable that is not set, or must not be written into a config."""
+    """A variable that is not set, or must not be in a config."""
 
 
 def expand(text: str) -> str:
-    """The text with variables and a leading `~` replaced. A value is not expanded again.
+    """The text with variables and a leading `~` expanded. Values are not expanded again.
 
     Raises ExpansionError for a variable without value or default, or one that looks like a secret.
     """
@@ -73,9 +74,10 @@ def expand(text: str) -> str:
 def expand_paths(
     settings: Mapping[str, Any], only: Iterable[Steps] | None = None
 ) -> list[ConfigIssue]:
-    """Expand a run's path settings in place; what could not be expanded is a fault, and stays.
+    """Expand a run's path settings in place. A setting that cannot be expanded stays, with an
+    issue.
 
-    With `only`, those at these places of the settings, and below or above them.
+    With `only`, expand only settings at these paths, or above or below them.
     """
     places = _places(settings)
     if only is not None:
@@ -91,7 +93,7 @@ def _is_within(path: Steps, steps: Steps) -> bool:
 
 
 def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:
-    """The same of a training server's settings, which have no sections."""
+    """The same for a server's settings, which have no sections."""
     names = sorted(SERVER_PATH_FIELDS & settings.keys())
     return _expand((settings, name, (name,)) for name in names)
 

@@ -1,19 +1,19 @@
-"""One fault of a configuration: where it is, and what a person can do about it."""
+"""One error in a config: where it is, and what to write instead."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
 Steps = tuple[str | int, ...]
-"""Where a value stands: the names of mappings and the indices of lists that lead to it."""
+"""Path of a value: the names of mappings and the indices of lists that lead to it."""
 
 LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """What is wrong with the value at `path`. `reads` are other values that the fault rests on:
-    while one of those is itself at fault, this fault may be a mere consequence and is not told."""
+    """An error at `path`. `reads` are other settings that the error depends on: if one of these is
+    invalid itself, this error may only be a consequence and is not reported."""
 
     path: Steps
     text: str
@@ -21,12 +21,12 @@ class ConfigIssue:
 
 
 def dotted(path: Steps) -> str:
-    """The name a user would type: `data.datasets.0.path`."""
+    """The dotted name: `data.datasets.0.path`."""
     return ".".join(map(str, path))
 
 
 def shown(value: Any) -> str:
-    """A value as one would write it in YAML, cut when it is long."""
+    """A value as it is written in YAML, truncated if it is long."""
     if isinstance(value, str):
         text = value if value and value.isprintable() and value == value.strip() else repr(value)
     else:

@@ -1,4 +1,4 @@
-"""Where each fault stands, in a line of the file or in an option, and all of them in order."""
+"""Locations of errors: the line of the file or the command-line option, in order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,19 +16,20 @@ from penstock.core.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.config.translate.translation import Translation
 
-Told = tuple[tuple[int, int], str]
-"""The rank of a fault (those of the file by line, then those of options in order), and its text."""
+LocatedError = tuple[tuple[int, int], str]
+"""Sort key of an error (those of the file by line, then those of options in order), and its
+text."""
 
 
-def require_none(told: Sequence[Told]) -> None:
-    """Raises ConfigError with a line for each fault, in order, where there is one."""
+def raise_if_any(told: Sequence[LocatedError]) -> None:
+    """Raises ConfigError with a line for each error, in order, if there is one."""
     if told:
         raise ConfigError("\n".join(text for _, text in sorted(told, key=lambda one: one[0])))
 
 
-def as_meant(override: Override, root: type[ConfigSection] = RunConfig) -> Override:
-    """Quote a value that YAML takes for a number or truth where the setting takes only text: a
-    shell has already eaten the quotes that a file would have."""
+def quote_text_value(override: Override, root: type[ConfigSection] = RunConfig) -> Override:
+    """Quote a value that YAML reads as a number or boolean if the setting takes only text: a shell
+    has removed the quotes that a file would have."""
     kinds = branches(annotation_at(override.path, root))
     if str in kinds and not set(kinds) & {bool, int, float}:
         value = yaml12.scalar(override.text)
@@ -38,7 +39,7 @@ def as_meant(override: Override, root: type[ConfigSection] = RunConfig) -> Overr
 
 
 class ErrorLocator:
-    """Says where each fault stands: in a line of the file, or in an option."""
+    """Finds the line of the file or the option of each error."""
 
     def __init__(
         self,
@@ -53,11 +54,11 @@ class ErrorLocator:
         self._translation = translation
         self._options = {given.name: (at, given.option) for at, given in enumerate(overrides)}
 
-    def of(
+    def locate(
         self, faults: Iterable[ConfigIssue], refused: Iterable[tuple[Override, str]] = ()
-    ) -> list[Told]:
-        """What the text of the file has wrong, those faults that do not follow from it, and options
-        that could not be put in."""
+    ) -> list[LocatedError]:
+        """Syntax errors of the file, errors that do not follow from them, and overrides that
+        failed."""
         syntax = {fault.path for fault in self.faults}
         told = [self.in_file(fault) for fault in self.faults]
         told += [self._anywhere(fault) for fault in faults if fault.path not in syntax]
@@ -65,8 +66,8 @@ class ErrorLocator:
             ((1, self._options[one.name][0]), f"{one.option}: {text}") for one, text in refused
         ]
 
-    def _anywhere(self, fault: ConfigIssue) -> Told:
-        """The fault where it was written last: an option replaces all that the file has there."""
+    def _anywhere(self, fault: ConfigIssue) -> LocatedError:
+        """The error where it was written last: an option replaces the value in the file."""
         name = dotted(fault.path)
         for length in range(len(fault.path), 0, -1):
             part = dotted(fault.path[:length])
@@ -79,25 +80,25 @@ class ErrorLocator:
                 return (1, at), f"{option}: {name}: {fault.text}"
         return self._translated(fault) if self._translation else self.in_file(fault)
 
-    def in_file(self, fault: ConfigIssue) -> Told:
-        """The fault with the line of the nearest thing around it that was written."""
+    def in_file(self, fault: ConfigIssue) -> LocatedError:
+        """The error with the line of the nearest enclosing setting that is in the file."""
         name = f"{dotted(fault.path)}: " if fault.path else ""
         if not self._path:
             return (0, 1), f"{name}{fault.text}"
         line = self._line(fault.path)
         return (0, line), f"{self._path}:{line}: {name}{fault.text}"
 
-    def of_key(self, key: str, text: str) -> Told:
-        """What is said of a foreign key."""
+    def at_key(self, key: str, text: str) -> LocatedError:
+        """An error at a key of a foreign file."""
         return self.in_file(ConfigIssue(tuple(key.split(".")), text))
 
-    def _translated(self, fault: ConfigIssue) -> Told:
-        """The fault at the foreign key that the setting comes from, under both names."""
+    def _translated(self, fault: ConfigIssue) -> LocatedError:
+        """The error at the foreign key that the setting was translated from, with both names."""
         assert self._translation
         name = dotted(fault.path)
         keys = self._translation.origins(name)
         if not keys:
-            return self.of_key(name, f"{fault.text} (no key of the file decides it)")
+            return self.at_key(name, f"{fault.text} (no key of the file decides it)")
         line = self._line(tuple(keys[0].split(".")))
         text = f"{self._path}:{line}: {keys[0]} (here {name}): {fault.text}"
         return (0, line), text

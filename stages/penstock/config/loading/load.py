@@ -1,6 +1,6 @@
-"""From a configuration file and overrides to a run. The only file here that reads files.
+"""From a config file and overrides to a `RunConfig`. The only file here that reads files.
 
-All faults are told at once, each with the line or the option it stands in.
+All errors are reported in one message, each with its line or option.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,12 @@ from typing import Any
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override, apply
 from penstock.config.loading.expand_paths import expand_paths
-from penstock.config.loading.fault_locations import ErrorLocator, Told, as_meant, require_none
+from penstock.config.loading.fault_locations import (
+    ErrorLocator,
+    LocatedError,
+    quote_text_value,
+    raise_if_any,
+)
 from penstock.config.loading.schema_tree import sections
 from penstock.config.loading.validate import validate
 from penstock.config.schema.run import RunConfig
@@ -19,7 +24,7 @@ from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-"""Endings of files that are no configurations."""
+"""File extensions of data, not of configs."""
 
 
 def load(
@@ -27,11 +32,11 @@ def load(
     overrides: Sequence[Override] = (),
     notify: Callable[[str], None] = lambda _: None,
 ) -> RunConfig:
-    """The run that a YAML file describes, with the overrides put in, the later ones last.
+    """The run in a YAML file, with the overrides applied in order.
 
-    `notify` is told of a file in another tool's dialect, which is read as `translate` has it, and
-    of documented defaults that the run cannot use.
-    Raises ConfigError, whose text has one line for each fault.
+    `notify` gets a line if the file is written for another tool and was translated, and for
+    documented defaults that the run cannot use. Raises ConfigError, whose text has one line for
+    each error.
     """
     document = read_document(path, may_be_empty=bool(overrides))
     settings: dict[str, Any] = document.value or {}
@@ -44,17 +49,17 @@ def load(
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
-    """The run that plain values describe: nested mappings, as YAML would give them.
+    """The run in plain values: nested mappings, as from YAML.
 
-    Raises ConfigError, whose text has one line for each fault.
+    Raises ConfigError, whose text has one line for each error.
     """
     return resolve(settings, overrides, ErrorLocator(yaml12.Document(), overrides), expands=False)
 
 
 def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
-    """The file with a mapping at its top; with nothing in it, where it may be empty.
+    """The parsed file, whose top level is a mapping; it may be empty only with `may_be_empty`.
 
-    Raises ConfigError where it is not there, no YAML, or something else.
+    Raises ConfigError if the file does not exist, is not YAML, or is not a mapping.
     """
     if path.is_file() and path.suffix.lower() in DATA:
         raise ConfigError(
@@ -78,7 +83,8 @@ def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
 
 
 def is_native(settings: Mapping[str, Any]) -> bool:
-    """Whether every name of the first two levels is a field of ours: no dialect need be asked."""
+    """Whether all names of the first two levels are fields of ours, so no dialect needs to be
+    detected."""
     fields = {name: one.model_fields for name, one in sections().items()}
     return all(
         name in fields and isinstance(section, dict) and section.keys() <= fields[name].keys()
@@ -119,20 +125,20 @@ def resolve(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
     told: ErrorLocator,
-    more: Sequence[Told] = (),
+    more: Sequence[LocatedError] = (),
     notify: Callable[[str], None] = lambda _: None,
     *,
     expands: bool = True,
 ) -> RunConfig:
-    """The run with the overrides put in. `more` are faults found before; `expands` says whether
-    `~` and variables in the paths of `settings` still are to be expanded; those of overrides are.
+    """The run with the overrides applied. `more` are earlier errors; `expands` says whether `~` and
+    variables in the paths of `settings` must still be expanded; those of overrides always are.
 
-    Raises ConfigError with a line for each fault.
+    Raises ConfigError with a line for each error.
     """
-    values, refused = apply(settings, [as_meant(override) for override in overrides])
+    values, refused = apply(settings, [quote_text_value(override) for override in overrides])
     unexpanded = expand_paths(values, None if expands else [each.path for each in overrides])
     judged = validate(values)
-    require_none([*more, *told.of([*unexpanded, *judged.faults], refused)])
+    raise_if_any([*more, *told.locate([*unexpanded, *judged.faults], refused)])
     for line in judged.notices:
         notify(line)
     return judged.run

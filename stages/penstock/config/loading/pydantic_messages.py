@@ -1,4 +1,4 @@
-"""What pydantic found, in the words of the people who write configurations."""
+"""Error messages for pydantic's validation errors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from penstock.config.loading.fault import Steps, shown
 from penstock.config.loading.schema_tree import (
     annotation_at,
     branches,
+    describe_type,
     example,
     field_at,
     is_section,
     sections,
-    suggestion,
-    wanted,
+    suggest,
 )
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
@@ -30,15 +30,15 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "multiple_of": ("multiple_of", "a multiple of"),
 }
 SECRET = frozenset({"hf_use_auth_token"})
-"""Settings in whose place a person may have written a secret, which is not to be repeated."""
+"""Settings in which a user may have written a secret, which must not be repeated."""
 
-OF_A_FORM: Mapping[str, str] = {
+PATTERN_EXAMPLES: Mapping[str, str] = {
     "optimizer": "the full name of another, such as torch.optim.RAdam",
     "worker_bind_address": "tcp://host:port",
 }
 """What settings take besides their choices."""
 
-MEANT: Mapping[str, str] = {
+CHOICE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("fp16", "float16", "16-mixed"), "fp16_mixed"),
     **dict.fromkeys(("bfloat16", "bf16-true"), "bf16"),
     **dict.fromkeys(("amp", "bf16-mixed"), "bf16_mixed"),
@@ -49,17 +49,17 @@ MEANT: Mapping[str, str] = {
     "cosine_with_restarts": "cosine",
     "gpu": "auto",
 }
-"""What other tools call choices of ours."""
+"""Other tools' names of our choices."""
 
-STAGES_OF_OTHERS = ("sft", "dpo", "kto", "pt", "rm", "ppo")
-"""What other tools call stages, and is `train.objective` here."""
+FOREIGN_STAGES = ("sft", "dpo", "kto", "pt", "rm", "ppo")
+"""Stages of other tools, which are `train.objective` here."""
 
 YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where something was found, and what would be right there."""
+    """A setting with an error, and its type."""
 
     path: Steps
     annotation: Any
@@ -79,16 +79,18 @@ class _Place:
         return [one for kind in literals for one in get_args(kind)]
 
     @property
-    def wanted(self) -> str:
-        return wanted(self.annotation)
+    def type_text(self) -> str:
+        return describe_type(self.annotation)
 
     @property
     def example(self) -> str:
         return example(self.annotation, self.default, self.name)
 
 
-def sentence(path: Steps, details: Sequence[Detail], root: type[ConfigSection] = RunConfig) -> str:
-    """One sentence for all that was found at `path`, which leads from `root`."""
+def error_message(
+    path: Steps, details: Sequence[Detail], root: type[ConfigSection] = RunConfig
+) -> str:
+    """One message for all of pydantic's errors at `path`, from the class `root`."""
     limits = [detail for detail in details if detail["type"] in LIMITS]
     first = limits[0] if limits else details[0]
     kind = first["type"]
@@ -121,11 +123,11 @@ def _place(path: Steps, root: type[ConfigSection]) -> _Place:
 
 
 def _no_choice(place: _Place, value: str) -> str:
-    """Of a setting that takes some names, and texts of a form."""
+    """For a setting that takes some names, and text that matches a pattern."""
     choices = place.choices or [place.default]
     near = get_close_matches(value, choices, 1)
     meant = f"did you mean {near[0]}? It takes" if near else "write"
-    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {OF_A_FORM[place.name]}"
+    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {PATTERN_EXAMPLES[place.name]}"
 
 
 def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
@@ -134,7 +136,7 @@ def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
     if top and path[0] == "server":
         return "is a section of servers' files, which penstock serve takes; a run has none"
     what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
-    near = suggestion(path, root)
+    near = suggest(path, root)
     if near:
         section, _, name = near.rpartition(".")
         below = f" It stands below {section}:" if top and section and name == path[-1] else ""
@@ -156,24 +158,24 @@ def _limit(place: _Place, detail: Detail) -> str:
 
 def _wrong_type(place: _Place, value: Any) -> str:
     if place.path[-1] in SECRET and isinstance(value, str):
-        return f"is text; write {place.wanted} (a secret belongs in the environment)"
+        return f"is text; write {place.type_text} (a secret belongs in the environment)"
     found = f"is {_noun(value)}{_shown(value)}"
     if any(map(is_section, place.kinds)):
         return f"{found}; wanted a mapping of settings, for example {place.example}"
     if isinstance(value, str) and place.choices and str not in place.kinds:
-        meant = MEANT.get(value.lower())
+        meant = CHOICE_ALIASES.get(value.lower())
         near = [meant] if meant in place.choices else []
         near = near or get_close_matches(value, map(str, place.choices), 1)
-        if value.lower() in STAGES_OF_OTHERS and "train" in place.choices:
+        if value.lower() in FOREIGN_STAGES and "train" in place.choices:
             return f"{found}; write train, and what it learns as train.objective"
         if near:
-            return f"{found}; did you mean {near[0]}? It takes {place.wanted}"
-        return f"{found}; write {place.wanted}"
-    return f"{found}; wanted {place.wanted}: {_instead(place, value)}"
+            return f"{found}; did you mean {near[0]}? It takes {place.type_text}"
+        return f"{found}; write {place.type_text}"
+    return f"{found}; wanted {place.type_text}: {_instead(place, value)}"
 
 
 def _instead(place: _Place, value: Any) -> str:
-    """What to write, made from what was written where that can be told."""
+    """What to write, derived from the wrong value where possible."""
     kinds = place.kinds
     if isinstance(value, str):
         if bool in kinds and value.lower() in YES_AND_NO:

@@ -1,4 +1,5 @@
-"""The schema as a tree one can walk: which setting a path names, what it takes, what is near."""
+"""Walking the schema: the type of a setting by its path, examples, and suggestions for unknown
+names."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,7 @@ REQUIRED_EXAMPLES: Mapping[str, str] = {
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; anything else alone. Annotations on them are dropped."""
+    """The members of a union; any other type alone. `Annotated` is removed."""
     if get_origin(annotation) is Annotated:
         return branches(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -46,8 +47,8 @@ def is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, ConfigSection)
 
 
-def inside(annotation: Any, step: str | int) -> Any:
-    """The annotation of what `step` names within a value of this type; None when nothing."""
+def child_annotation(annotation: Any, step: str | int) -> Any:
+    """The annotation of the child `step` of a value of this type; None if there is none."""
     for branch in branches(annotation):
         if is_section(branch) and step in branch.model_fields:
             return branch.model_fields[str(step)].annotation
@@ -59,17 +60,17 @@ def inside(annotation: Any, step: str | int) -> Any:
 
 
 def annotation_at(path: Steps, root: type[ConfigSection] = RunConfig) -> Any:
-    """The annotation of the setting at `path`; None when there is none."""
+    """The annotation of the setting at `path`; None if there is none."""
     at: Any = root
     for step in path:
-        at = inside(at, step)
+        at = child_annotation(at, step)
         if at is None:
             return None
     return at
 
 
 def field_at(path: Steps, root: type[ConfigSection] = RunConfig) -> FieldInfo | None:
-    """The field that `path` names in its section; None for entries of lists and mappings."""
+    """The field at `path`; None for entries of lists and mappings."""
     section = annotation_at(path[:-1], root)
     for branch in branches(section):
         if path and is_section(branch):
@@ -77,9 +78,9 @@ def field_at(path: Steps, root: type[ConfigSection] = RunConfig) -> FieldInfo | 
     return None
 
 
-def owner(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps:
-    """The longest beginning of `path` that names a field of a section, or an entry of a list of
-    sections: what can be left out or replaced as a whole."""
+def enclosing_field(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps:
+    """The longest prefix of `path` that is a field, or an entry of a list of sections: the smallest
+    part that can be removed or replaced."""
     for length in range(len(path), 0, -1):
         part = path[:length]
         if field_at(part, root) or any(map(is_section, branches(annotation_at(part, root)))):
@@ -87,8 +88,8 @@ def owner(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps:
     return ()
 
 
-def wanted(annotation: Any) -> str:
-    """What values of this type are, in words."""
+def describe_type(annotation: Any) -> str:
+    """The values of this type, in words."""
     words = list(dict.fromkeys(word for one in branches(annotation) for word in _words(one)))
     *others, last = words
     if not others:
@@ -108,12 +109,12 @@ def _words(branch: Any) -> tuple[str, ...]:
         inner = get_args(branch)[0]
         if is_section(inner):
             return ("a list of mappings",)
-        return (f"a list of {PLURALS.get(inner) or wanted(inner)}",)
+        return (f"a list of {PLURALS.get(inner) or describe_type(inner)}",)
     return ("a mapping",)
 
 
 def example(annotation: Any, default: Any = None, name: str = "") -> str:
-    """A value for the setting `name` of this type, as one would write it in YAML."""
+    """An example value for the setting `name` of this type, in YAML."""
     if name in REQUIRED_EXAMPLES:
         return REQUIRED_EXAMPLES[name]
     if default not in (None, [], {}) and not isinstance(default, ConfigSection):
@@ -137,7 +138,7 @@ def _example(branch: Any) -> str:
 
 @cache
 def sections() -> Mapping[str, type[ConfigSection]]:
-    """Every class of settings by the first place it has: `model`, `data`, `data.datasets[]`, ..."""
+    """Every class of settings by its first path: `model`, `data`, `data.datasets[]`, ..."""
     found: dict[str, type[ConfigSection]] = {}
     for place, section in _sections(RunConfig, ""):
         if section not in found.values():
@@ -157,8 +158,8 @@ def _sections(section: type[ConfigSection], name: str) -> Iterator[tuple[str, ty
                 yield from _sections(get_args(branch)[0], f"{here}[]")
 
 
-def suggestion(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
-    """The setting someone meant who wrote the unknown `path`: a bare name of the same section, or,
+def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
+    """The most similar setting to the unknown `path`: the bare name of one in the same section or,
     in a run, the full name of one elsewhere."""
     name = str(path[-1])
     section = annotation_at(path[:-1], root)
@@ -185,12 +186,12 @@ def suggestion(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None
 
 
 def _from(section: Any, setting: str) -> str:
-    """How a setting is called in `section`: by its bare name where it is of that section."""
+    """The name of a setting as seen from `section`: bare if it is in that section."""
     place, _, bare = setting.rpartition(".")
     return bare if sections().get(place) is section else setting
 
 
 def _completed(name: str, names: list[str]) -> list[str]:
-    """The only one of the names that begins with this one."""
+    """The only name that begins with this one."""
     found = [each for each in names if each.startswith(name)]
     return found if len(found) == 1 else []

@@ -1,7 +1,7 @@
-"""From plain values to settings, or to every fault in them at once.
+"""From plain values to a `RunConfig`, and all errors in them at once.
 
-Values that are wrong by themselves are replaced, so that the rest can still be judged as a whole:
-one look at the message is to be enough.
+Values that are invalid by themselves are replaced, so that the rules can still check the rest and
+one message has all errors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,15 +13,15 @@ from pydantic import ValidationError
 
 from penstock.config.loading.documented_defaults import with_usable_defaults
 from penstock.config.loading.fault import ConfigIssue, Steps, dotted
-from penstock.config.loading.pydantic_messages import sentence
+from penstock.config.loading.pydantic_messages import error_message
 from penstock.config.loading.schema_tree import (
     annotation_at,
     branches,
+    child_annotation,
+    enclosing_field,
     field_at,
-    inside,
     is_section,
-    owner,
-    suggestion,
+    suggest,
 )
 from penstock.config.rules.notices import iter_notices
 from penstock.config.rules.run import rule_violations
@@ -29,37 +29,38 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
 Root = TypeVar("Root", bound=ConfigSection)
-"""A run, or the settings of a server."""
+"""A run, or the config of a server."""
 
 STAND_IN = "unset"
 MOST_REPAIRS = 10
-"""Rounds of repair; two suffice unless a value hides another, which nests only a few deep."""
+"""Rounds of repair. Two are enough unless one error hides another, which nests only a few
+levels."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The run that settings describe, what is wrong with them, and what to tell about them."""
+class ValidationResult:
+    """The run, its errors and its notices."""
 
     run: RunConfig
-    """With faults, only good for looking at."""
+    """With errors, only for inspection."""
     faults: list[ConfigIssue]
     notices: list[str]
-    """A line for each setting that is not used as it stands, and is not refused."""
+    """A line for each setting that is valid but is not used as written."""
 
 
-def validate(settings: Mapping[str, Any]) -> Judged:
-    """The run that `settings` describe, with all that is wrong with them."""
+def validate(settings: Mapping[str, Any]) -> ValidationResult:
+    """The run in `settings`, with all errors and notices."""
     misspelled = _misspelled_sections(settings)
-    run, faults = valid(_with_sections(settings), RunConfig)
+    run, faults = validate_fields(_with_sections(settings), RunConfig)
     faults = [fault for fault in faults if fault.path[0] not in misspelled]
     told = [*faults, *(ConfigIssue((name,), "") for name in misspelled)]
     run, notices = with_usable_defaults(run)
-    faults += [fault for fault in rule_violations(run) if not touches(fault, told)]
-    return Judged(run, faults, [*notices, *iter_notices(run)])
+    faults += [fault for fault in rule_violations(run) if not depends_on_invalid(fault, told)]
+    return ValidationResult(run, faults, [*notices, *iter_notices(run)])
 
 
-def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[ConfigIssue]]:
-    """The values as settings, and what is wrong with single ones, which are replaced."""
+def validate_fields(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[ConfigIssue]]:
+    """The values as settings, and the errors of single values, which are replaced."""
     repaired = dict(values)
     faults: list[ConfigIssue] = []
     for _ in range(MOST_REPAIRS):
@@ -73,14 +74,14 @@ def valid(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, list[Confi
 
 
 def _misspelled_sections(settings: Mapping[str, Any]) -> set[str]:
-    """Sections that are absent because their name was written wrongly."""
+    """Sections that are missing because their name is misspelled."""
     unknown = [name for name in settings if name not in RunConfig.model_fields]
-    meant = {suggestion((name,)) for name in unknown}
+    meant = {suggest((name,)) for name in unknown}
     return {name for name in RunConfig.model_fields if name in meant and name not in settings}
 
 
 def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which a section without content is empty, and those a run needs are there."""
+    """A copy in which empty and required sections are empty mappings."""
     values = deepcopy(dict(settings))
     for name, field in RunConfig.model_fields.items():
         if values.get(name) is None and (name in values or field.is_required()):
@@ -89,29 +90,29 @@ def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIssue]:
-    """Pydantic's findings, one for each setting: branches of a union are one finding."""
+    """Pydantic's errors, one for each setting: the members of a union are one error."""
     found: dict[Steps, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
     deep = [path for path in found if annotation_at(path, root) is not None]
     return [
-        ConfigIssue(path, sentence(path, details, root))
+        ConfigIssue(path, error_message(path, details, root))
         for path, details in found.items()
         if not _explained_within(path, deep)
     ]
 
 
 def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
-    """Whether a deeper finding says more precisely what this one complains of."""
+    """Whether an error at a deeper path explains this one more precisely."""
     return any(len(other) > len(path) and other[: len(path)] == path for other in others)
 
 
 def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
-    """Where pydantic found a fault, without the names it gives to branches of unions."""
+    """The path of a pydantic error, without the names of members of unions."""
     at: Any = root
     steps: list[int | str] = []
     for step in loc:
-        within = inside(at, step)
+        within = child_annotation(at, step)
         if within is not None:
             at = within
         elif not any(map(is_section, branches(at))):
@@ -123,10 +124,10 @@ def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
 def _repaired(
     values: dict[str, Any], faults: Iterable[ConfigIssue], root: type[ConfigSection]
 ) -> dict[str, Any]:
-    """The values with each fault left out, or replaced where something must stand."""
+    """The values without the invalid ones, or with placeholders where a value is required."""
     repaired = deepcopy(values)
     for fault in faults:
-        path = fault.path if _is_unknown(fault.path, root) else owner(fault.path, root)
+        path = fault.path if _is_unknown(fault.path, root) else enclosing_field(fault.path, root)
         parent = _find(repaired, path[:-1])
         last: Any = path[-1]
         field = field_at(path, root)
@@ -156,12 +157,12 @@ def _stand_in(annotation: Any) -> Any:
     if is_section(branch):
         fields = branch.model_fields.items()
         return {name: _stand_in(one.annotation) for name, one in fields if one.is_required()}
-    inner = inside(branch, 0)
+    inner = child_annotation(branch, 0)
     return [_stand_in(inner)] if inner is not None else STAND_IN
 
 
-def touches(fault: ConfigIssue, faults: Iterable[ConfigIssue]) -> bool:
-    """Whether the fault rests on a value that is at fault itself."""
+def depends_on_invalid(fault: ConfigIssue, faults: Iterable[ConfigIssue]) -> bool:
+    """Whether the error depends on a setting that is invalid itself."""
     names = {dotted(fault.path), *fault.reads}
     return any(
         name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")

@@ -1,8 +1,8 @@
-"""Reading YAML as YAML 1.2 means it, and remembering where everything stood.
+"""A YAML 1.2 parser that remembers the line of every value.
 
-PyYAML follows YAML 1.1, where `1e-5` is text and `no` is false. Only its parser is used here; plain
-scalars get their values from the core schema of YAML 1.2 (section 10.3.2 of the specification).
-Keys are always text: no setting is called by a number.
+PyYAML implements YAML 1.1, where `1e-5` is text and `no` is false. Only its parser is used here;
+plain scalars are converted by the core schema of YAML 1.2 (section 10.3.2 of the specification).
+Keys are always text.
 """
 
 import re
@@ -16,19 +16,19 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from penstock.config.loading.fault import ConfigIssue, Steps
 
 PLAIN = "plain"
-"""Stands for the tag of a scalar that has neither quotes nor a tag."""
+"""Tag of a scalar without quotes and without a tag."""
 
 PREFIX = "tag:yaml.org,2002:"
 MERGE = "<<"
 
 MOST_VALUES = 100_000
-"""A file of a few lines can expand to billions of values through anchors; none needs this many."""
+"""Maximum number of values: a file of a few lines can expand to billions through anchors."""
 
 DEEPEST = 50
-"""Levels of nesting; far more than settings have, far fewer than Python's stack bears."""
+"""Maximum nesting: far more than configs need, far less than Python's stack allows."""
 
 Mark = tuple[int, int]
-"""Line and column, counted from 1."""
+"""Line and column, from 1."""
 
 CORE: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("null", re.compile(r"null|Null|NULL|~|"), lambda text: None),  # noqa: ARG005
@@ -44,19 +44,19 @@ CORE: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value stands, and its key when it is in a mapping."""
+    """The position of a value and, in a mapping, of its key."""
 
     value: Mark
     key: Mark | None = None
 
     @property
     def line(self) -> int:
-        """The line a person looks for: the key's, or a list entry's."""
+        """The line to report: that of the key or of the list entry."""
         return (self.key or self.value)[0]
 
 
 class YamlError(ValueError):
-    """The text is no YAML. `line` is 1 or more."""
+    """The text is not YAML. `line` is 1 or more."""
 
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(problem)
@@ -65,7 +65,7 @@ class YamlError(ValueError):
 
 @dataclass
 class Document:
-    """A value, the place of everything in it, and what was wrong although it could be read."""
+    """A value, the positions in it, and errors that did not prevent parsing."""
 
     value: Any = None
     places: dict[Steps, Place] = field(default_factory=dict[Steps, Place])
@@ -73,7 +73,7 @@ class Document:
 
 
 def parse(text: str) -> Document:
-    """The one YAML document in `text`. Raises YamlError."""
+    """Parse the YAML document in `text`. Raises YamlError."""
     try:
         root = _compose(text)
     except yaml.MarkedYAMLError as error:
@@ -97,7 +97,7 @@ def parse(text: str) -> Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of a plain scalar: `text` itself when it is neither null, truth nor number."""
+    """The value of a plain scalar: `text` itself if it is not null, a boolean or a number."""
     for _, pattern, convert in CORE:
         if pattern.fullmatch(text):
             try:
@@ -108,13 +108,13 @@ def scalar(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """YAML that `parse` reads as the same value: a mapping in the order it has."""
+    """YAML that `parse` reads as the same value; mappings keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.2 would read as something else, such as `1e-5`, and repeats what
-    stands twice."""
+    """Quotes text that YAML 1.2 would read as another type, such as `1e-5`, and repeats shared
+    values."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -140,7 +140,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser, leaving the meaning of plain scalars open."""
+    """PyYAML's parser, without conversion of plain scalars."""
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:  # noqa: ARG002
         if kind is ScalarNode:
@@ -157,7 +157,7 @@ def _compose(text: str) -> Node | None:
 
 
 class _Builder:
-    """Turns nodes into values, filling a document's places and faults."""
+    """Builds values from nodes, and fills a document's positions and errors."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -165,7 +165,7 @@ class _Builder:
         self._count = 0
 
     def build(self, node: Node, path: Steps, key: Node | None = None) -> Any:
-        """The value of `node`, which stands at `path`."""
+        """The value of `node` at `path`."""
         self._count += 1
         if self._count > MOST_VALUES:
             raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
@@ -218,7 +218,7 @@ class _Builder:
         return found
 
     def _merged(self, node: MappingNode, path: Steps) -> Iterator[tuple[Node, ScalarNode]]:
-        """The entries that merge keys bring in, the strongest first."""
+        """The entries of merge keys, in order of precedence."""
         for key, value in node.value:
             if not (isinstance(key, ScalarNode) and _is_merge(key)):
                 continue

@@ -1,7 +1,7 @@
 """Invalid combinations of checkpoint settings."""
 
 from penstock.config.loading.fault import ConfigIssue
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.run import RunConfig
 
 QUANTIZABLE = ("adamw", "anyprecision_adamw")
@@ -10,7 +10,7 @@ QUANTIZABLE = ("adamw", "anyprecision_adamw")
 READS = ("train.load_checkpoint_path",)
 
 
-def _check_load_options(run: RunConfig) -> Faults:
+def _check_load_options(run: RunConfig) -> Issues:
     train = run.train
     path = train.load_checkpoint_path
     if not train.load_optimizer and path is None:
@@ -30,7 +30,7 @@ def _check_load_options(run: RunConfig) -> Faults:
         )
 
 
-def _check_init_checkpoint(run: RunConfig) -> Faults:
+def _check_init_checkpoint(run: RunConfig) -> Issues:
     train = run.train
     if train.init_checkpoint_path and train.load_checkpoint_path not in (None, "auto"):
         yield ConfigIssue(
@@ -41,7 +41,7 @@ def _check_init_checkpoint(run: RunConfig) -> Faults:
         )
 
 
-def _check_ckpt_quant(run: RunConfig) -> Faults:
+def _check_ckpt_quant(run: RunConfig) -> Issues:
     train = run.train
     if train.ckpt_quant == "none":
         return

@@ -9,7 +9,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
-Faults = Iterator[ConfigIssue]
+Issues = Iterator[ConfigIssue]
 
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 
@@ -28,7 +28,7 @@ def _iter_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, Dataset
             yield ("data", name, index), entry
 
 
-def _check_file_format(run: RunConfig) -> Faults:
+def _check_file_format(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         if entry.data_files is None or entry.ds_type is not None or detect_file_kind(entry.path):
             continue
@@ -43,7 +43,7 @@ def _check_file_format(run: RunConfig) -> Faults:
             )
 
 
-def _check_max_seq_len(run: RunConfig) -> Faults:
+def _check_max_seq_len(run: RunConfig) -> Issues:
     longest = run.data.row_length
     if run.data.sample_packing_method == "wrapped":
         return
@@ -57,9 +57,9 @@ def _check_max_seq_len(run: RunConfig) -> Faults:
             )
 
 
-def _check_pad_multiple(run: RunConfig) -> Faults:
+def _check_pad_multiple(run: RunConfig) -> Issues:
     length, multiple = run.data.row_length, run.data.pad_to_multiple_of
-    if run.data.asks_for("pad_to_multiple_of") and length % multiple:
+    if run.data.is_non_default("pad_to_multiple_of") and length % multiple:
         above = -(-length // multiple) * multiple
         below = above - multiple
         nearest = f"{below} or {above}" if below else f"{above}"
@@ -71,7 +71,7 @@ def _check_pad_multiple(run: RunConfig) -> Faults:
         )
 
 
-def _check_val_set_size(run: RunConfig) -> Faults:
+def _check_val_set_size(run: RunConfig) -> Issues:
     if run.data.val_set_size is not None and run.data.test_datasets:
         yield ConfigIssue(
             ("data", "val_set_size"),
@@ -80,7 +80,7 @@ def _check_val_set_size(run: RunConfig) -> Faults:
         )
 
 
-def _check_shards(run: RunConfig) -> Faults:
+def _check_shards(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         count, index = entry.shards, entry.shards_idx
         yield from _check_shard_index((*path, "shards"), count, (*path, "shards_idx"), index)
@@ -104,7 +104,7 @@ def _check_shards(run: RunConfig) -> Faults:
 
 def _check_shard_index(
     at_count: Steps, count: int | None, at_index: Steps, index: int | None
-) -> Faults:
+) -> Issues:
     name = at_count[-1]
     if index is not None and count is None:
         yield ConfigIssue(
@@ -121,7 +121,7 @@ def _check_shard_index(
         )
 
 
-def _check_megatron_files(run: RunConfig) -> Faults:
+def _check_megatron_files(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         is_indexed = entry.ds_type == KIND or entry.path.endswith((INDEX, DATA))
         if is_indexed and entry.format != "tokenized":
@@ -149,7 +149,7 @@ def _check_megatron_files(run: RunConfig) -> Faults:
             )
 
 
-def _check_weights(run: RunConfig) -> Faults:
+def _check_weights(run: RunConfig) -> Issues:
     data = run.data
     reads = ("data.mix_strategy",)
     if all(entry.weight == 0 for entry in data.datasets):
@@ -169,14 +169,14 @@ def _check_weights(run: RunConfig) -> Faults:
             )
     for path, entry in _iter_datasets(run, TEST, AVOID):
         for name in ("weight", "max_samples") if path[1] == AVOID else ("weight",):
-            if entry.asks_for(name):
+            if entry.is_non_default(name):
                 yield ConfigIssue(
                     (*path, name),
                     f"{path[1]} are not mixed; leave {name} out",
                 )
 
 
-def _check_mix_options(run: RunConfig) -> Faults:
+def _check_mix_options(run: RunConfig) -> Issues:
     data = run.data
     if data.weight_unit == "tokens" and data.mix_strategy == "concat":
         yield ConfigIssue(
@@ -194,16 +194,16 @@ def _check_mix_options(run: RunConfig) -> Faults:
         )
 
 
-def _check_filter_options(run: RunConfig) -> Faults:
+def _check_filter_options(run: RunConfig) -> Issues:
     data = run.data
-    if data.asks_for("near_duplicate_threshold") and data.deduplicate != "near":
+    if data.is_non_default("near_duplicate_threshold") and data.deduplicate != "near":
         yield ConfigIssue(
             ("data", "near_duplicate_threshold"),
             "is only used with deduplicate: near; write that,"
             " or leave near_duplicate_threshold out",
             ("data.deduplicate",),
         )
-    if data.asks_for("decontaminate_ngram") and not data.decontaminate_datasets:
+    if data.is_non_default("decontaminate_ngram") and not data.decontaminate_datasets:
         yield ConfigIssue(
             ("data", "decontaminate_ngram"),
             "is only used with decontaminate_datasets; write them,"
@@ -212,14 +212,14 @@ def _check_filter_options(run: RunConfig) -> Faults:
         )
 
 
-def _check_truncation(run: RunConfig) -> Faults:
+def _check_truncation(run: RunConfig) -> Issues:
     data = run.data
     lengths = [
         (path, length) for path, entry in _iter_datasets(run) if (length := entry.max_seq_len)
     ]
     reads = tuple(dotted((*path, "max_seq_len")) for path, _ in _iter_datasets(run))
     for name in ("truncation_mode", "max_prompt_len"):
-        if not lengths and data.asks_for(name):
+        if not lengths and data.is_non_default(name):
             yield ConfigIssue(
                 ("data", name),
                 "no dataset has a max_seq_len, so nothing is truncated;"
@@ -238,7 +238,7 @@ def _check_truncation(run: RunConfig) -> Faults:
             return
 
 
-def _check_sample_kinds(run: RunConfig) -> Faults:
+def _check_sample_kinds(run: RunConfig) -> Issues:
     kinds = [
         (path, entry.format, entry.kind) for path, entry in _iter_typed_datasets(run, TRAIN, TEST)
     ]
@@ -265,12 +265,12 @@ def _check_sample_kinds(run: RunConfig) -> Faults:
         )
 
 
-def _check_loss_mask_options(run: RunConfig) -> Faults:
+def _check_loss_mask_options(run: RunConfig) -> Issues:
     first_path, first = next(iter(_iter_datasets(run, TRAIN)))
     if first.kind == "sft" or not first.is_typed:
         return
     for name in ("train_on_prompt", "train_on_turns"):
-        if run.data.asks_for(name):
+        if run.data.is_non_default(name):
             yield ConfigIssue(
                 ("data", name),
                 f"{first.type} samples always train complete completions and nothing else; leave"
@@ -279,9 +279,9 @@ def _check_loss_mask_options(run: RunConfig) -> Faults:
             )
 
 
-def _check_share_prompts(run: RunConfig) -> Faults:
+def _check_share_prompts(run: RunConfig) -> Issues:
     path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if run.data.asks_for("share_prompts") and first.is_typed and first.kind == "sft":
+    if run.data.is_non_default("share_prompts") and first.is_typed and first.kind == "sft":
         yield ConfigIssue(
             ("data", "share_prompts"),
             f"samples of type {first.type} have one completion; leave share_prompts out",
@@ -289,7 +289,7 @@ def _check_share_prompts(run: RunConfig) -> Faults:
         )
 
 
-def _check_isolate_samples(run: RunConfig) -> Faults:
+def _check_isolate_samples(run: RunConfig) -> Issues:
     path, first = next(iter(_iter_datasets(run, TRAIN)))
     if not run.data.isolate_samples and first.kind != "sft":
         yield ConfigIssue(
@@ -300,7 +300,7 @@ def _check_isolate_samples(run: RunConfig) -> Faults:
         )
 
 
-def _check_streaming(run: RunConfig) -> Faults:
+def _check_streaming(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         on_hub = (
             HUB_ID.fullmatch(entry.path)
@@ -316,7 +316,7 @@ def _check_streaming(run: RunConfig) -> Faults:
             )
 
 
-def _check_wrapped_packing(run: RunConfig) -> Faults:
+def _check_wrapped_packing(run: RunConfig) -> Issues:
     path, first = next(iter(_iter_datasets(run, TRAIN)))
     if run.data.sample_packing_method == "wrapped" and first.kind != "sft":
         yield ConfigIssue(
@@ -327,7 +327,7 @@ def _check_wrapped_packing(run: RunConfig) -> Faults:
         )
 
 
-def _check_push_dataset(run: RunConfig) -> Faults:
+def _check_push_dataset(run: RunConfig) -> Issues:
     data = run.data
     if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
         yield ConfigIssue(
@@ -337,7 +337,7 @@ def _check_push_dataset(run: RunConfig) -> Faults:
         )
 
 
-def _check_prefetch(run: RunConfig) -> Faults:
+def _check_prefetch(run: RunConfig) -> Issues:
     steps, documented_default = run.data.dataloader_prefetch_factor, 2
     if run.data.dataloader_num_workers == 0 and steps not in (None, documented_default):
         yield ConfigIssue(
@@ -348,7 +348,7 @@ def _check_prefetch(run: RunConfig) -> Faults:
         )
 
 
-def _check_task_runner(run: RunConfig) -> Faults:
+def _check_task_runner(run: RunConfig) -> Issues:
     pipeline = run.pipeline
     for name in ("task_runner_address", "task_runner_workers"):
         if pipeline.task_runner is None and getattr(pipeline, name) is not None:
@@ -359,7 +359,7 @@ def _check_task_runner(run: RunConfig) -> Faults:
             )
 
 
-DATA_RULES: tuple[Callable[[RunConfig], Faults], ...] = (
+DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_file_format,
     _check_max_seq_len,
     _check_pad_multiple,

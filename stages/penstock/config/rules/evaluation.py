@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from penstock.config.loading.fault import ConfigIssue, Steps
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.run import RunConfig
 
 METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
@@ -43,7 +43,7 @@ def _iter_metrics(run: RunConfig) -> Iterator[tuple[Steps, str]]:
         yield ("train", "save_best", "metric"), train.save_best.metric
 
 
-def _check_held_out_data(run: RunConfig) -> Faults:
+def _check_held_out_data(run: RunConfig) -> Issues:
     data, train = run.data, run.train
     # Prepared data may have a validation split, which is known only when it is read.
     if data.test_datasets or data.val_set_size or data.skip_prepare_dataset:
@@ -63,7 +63,7 @@ def _check_held_out_data(run: RunConfig) -> Faults:
         )
 
 
-def _check_rows_per_batch(run: RunConfig) -> Faults:
+def _check_rows_per_batch(run: RunConfig) -> Issues:
     train = run.train
     counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
     if train.eval_rows_per_batch is not None and not counts:
@@ -75,7 +75,7 @@ def _check_rows_per_batch(run: RunConfig) -> Faults:
         )
 
 
-def _check_eval_interval(run: RunConfig) -> Faults:
+def _check_eval_interval(run: RunConfig) -> Issues:
     train = run.train
     for path, metric in _iter_metrics(run):
         if why := unknown_metric(metric, run):
@@ -95,11 +95,11 @@ def _check_eval_interval(run: RunConfig) -> Faults:
             )
 
 
-def _check_metric_options(run: RunConfig) -> Faults:
+def _check_metric_options(run: RunConfig) -> Issues:
     train = run.train
     if not train.early_stopping.patience:
         for name in ("metric", "min_delta"):
-            if train.early_stopping.asks_for(name):
+            if train.early_stopping.is_non_default(name):
                 yield ConfigIssue(
                     ("train", "early_stopping", name),
                     f"patience: 0 disables early stopping; write patience, or leave {name} out",
@@ -113,7 +113,7 @@ def _check_metric_options(run: RunConfig) -> Faults:
         )
 
 
-def _check_eval_only(run: RunConfig) -> Faults:
+def _check_eval_only(run: RunConfig) -> Issues:
     train = run.train
     if not train.eval_only:
         return
@@ -133,10 +133,10 @@ def _check_eval_only(run: RunConfig) -> Faults:
         )
 
 
-def _check_sample_prompts(run: RunConfig) -> Faults:
+def _check_sample_prompts(run: RunConfig) -> Issues:
     train = run.train
     for name in ("sample_steps", "sample_max_new_tokens"):
-        if not train.sample_prompts and train.asks_for(name):
+        if not train.sample_prompts and train.is_non_default(name):
             yield ConfigIssue(
                 ("train", name),
                 f"there are no prompts; write sample_prompts, or leave {name} out",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from penstock.config.loading.fault import ConfigIssue, dotted
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.dataset import FormatName
 from penstock.config.schema.run import RunConfig
 
@@ -26,14 +26,14 @@ TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
 """The types that read each field; `field_system` and scores are checked elsewhere."""
 
 
-def check_dataset_columns(run: RunConfig) -> Faults:
+def check_dataset_columns(run: RunConfig) -> Issues:
     """Name of a column that the dataset's type does not read."""
     for field in ("datasets", "test_datasets", "decontaminate_datasets"):
         for index, entry in enumerate(getattr(run.data, field)):
             if not entry.is_typed:
                 continue
             for name, types in TYPES_OF_FIELD.items():
-                if entry.asks_for(name) and entry.type not in types:
+                if entry.is_non_default(name) and entry.type not in types:
                     at = ("data", field, index)
                     yield ConfigIssue(
                         (*at, name),

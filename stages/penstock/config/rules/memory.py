@@ -1,13 +1,13 @@
 """Invalid combinations of memory, determinism and profiler settings."""
 
 from penstock.config.loading.fault import ConfigIssue
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.run import RunConfig
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
-def _check_activation_checkpointing(run: RunConfig) -> Faults:
+def _check_activation_checkpointing(run: RunConfig) -> Issues:
     train = run.train
     for name in ("recompute_modules", "moe_checkpoint_method"):
         if getattr(train, name) is not None and not train.enable_gradient_checkpointing:
@@ -33,7 +33,7 @@ def _check_activation_checkpointing(run: RunConfig) -> Faults:
         )
 
 
-def _check_activation_offload(run: RunConfig) -> Faults:
+def _check_activation_offload(run: RunConfig) -> Issues:
     train = run.train
     if train.activation_gpu_limit and not train.enable_activation_offload:
         yield ConfigIssue(
@@ -44,7 +44,7 @@ def _check_activation_offload(run: RunConfig) -> Faults:
         )
 
 
-def _check_optimizer_in_backward(run: RunConfig) -> Faults:
+def _check_optimizer_in_backward(run: RunConfig) -> Issues:
     train = run.train
     if not train.fuse_optimizer_step:
         return
@@ -106,7 +106,7 @@ def _check_optimizer_in_backward(run: RunConfig) -> Faults:
             return
 
 
-def _check_optimizer_offload(run: RunConfig) -> Faults:
+def _check_optimizer_offload(run: RunConfig) -> Issues:
     train, lora = run.train, run.lora
     if train.optimizer_offload == "none":
         return
@@ -126,7 +126,7 @@ def _check_optimizer_offload(run: RunConfig) -> Faults:
         )
 
 
-def _check_cuda_launch_blocking(run: RunConfig) -> Faults:
+def _check_cuda_launch_blocking(run: RunConfig) -> Issues:
     train = run.train
     if train.allow_cuda_launch_blocking:
         return
@@ -146,7 +146,7 @@ def _check_cuda_launch_blocking(run: RunConfig) -> Faults:
         )
 
 
-def _check_init_device(run: RunConfig) -> Faults:
+def _check_init_device(run: RunConfig) -> Issues:
     if run.train.init_device == "npu" and run.train.data_parallel_mode != "fsdp2":
         yield ConfigIssue(
             ("train", "init_device"),
@@ -154,7 +154,7 @@ def _check_init_device(run: RunConfig) -> Faults:
         )
 
 
-def _check_profile_steps(run: RunConfig) -> Faults:
+def _check_profile_steps(run: RunConfig) -> Issues:
     first, end = run.train.profile_start_step, run.train.profile_end_step
     if run.train.enable_profiling and end <= first:
         yield ConfigIssue(

@@ -55,7 +55,7 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
             f"train.lr: {train.lr:g} is far above usual values of {train.optimizer} (1e-6 to 1e-2);"
             " check its decimal places"
         )
-    if train.lr_decay_style not in ENDING and train.asks_for("lr_min"):
+    if train.lr_decay_style not in ENDING and train.is_non_default("lr_min"):
         yield (
             f"train.lr_min: lr_decay_style: {train.lr_decay_style} does not decay to it; write"
             " cosine or linear, or leave lr_min out"

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, shown
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.lr_schedule import ENDING, READ_BY
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
@@ -58,7 +58,7 @@ ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
 """The `optimizer_kwargs` of each optimizer with a short name."""
 
 
-def check_optimizer_kwargs(run: RunConfig) -> Faults:
+def check_optimizer_kwargs(run: RunConfig) -> Issues:
     """Unknown or invalid `optimizer_kwargs`."""
     name, given = run.train.optimizer, run.train.optimizer_kwargs
     known = ARGUMENTS.get(name)
@@ -87,7 +87,7 @@ def check_optimizer_kwargs(run: RunConfig) -> Faults:
         )
 
 
-def _check_sharded_optimizer(run: RunConfig) -> Faults:
+def _check_sharded_optimizer(run: RunConfig) -> Issues:
     train, name = run.train, run.train.optimizer
     if name in ARGUMENTS or name in ELEMENTWISE:
         return
@@ -107,7 +107,7 @@ def _check_sharded_optimizer(run: RunConfig) -> Faults:
             return
 
 
-def _check_muon(run: RunConfig) -> Faults:
+def _check_muon(run: RunConfig) -> Issues:
     train = run.train
     if train.optimizer == "muon":
         if not train.lr:
@@ -118,7 +118,7 @@ def _check_muon(run: RunConfig) -> Faults:
             )
         return
     for name in MUON_FIELDS:
-        if train.asks_for(name):
+        if train.is_non_default(name):
             yield ConfigIssue(
                 ("train", name),
                 f"is used by muon only, and the optimizer is {train.optimizer}; write optimizer:"
@@ -127,7 +127,7 @@ def _check_muon(run: RunConfig) -> Faults:
             )
 
 
-def _check_lr_min(run: RunConfig) -> Faults:
+def _check_lr_min(run: RunConfig) -> Issues:
     train = run.train
     if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
         yield ConfigIssue(
@@ -138,7 +138,7 @@ def _check_lr_min(run: RunConfig) -> Faults:
         )
 
 
-def _check_warmup(run: RunConfig) -> Faults:
+def _check_warmup(run: RunConfig) -> Issues:
     train = run.train
     if train.lr_warmup_steps is not None and train.lr_warmup_ratio:
         yield ConfigIssue(
@@ -148,7 +148,7 @@ def _check_warmup(run: RunConfig) -> Faults:
         )
 
 
-def _check_warmup_length(run: RunConfig) -> Faults:
+def _check_warmup_length(run: RunConfig) -> Issues:
     train = run.train
     decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
     if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
@@ -160,24 +160,24 @@ def _check_warmup_length(run: RunConfig) -> Faults:
         )
 
 
-def _check_schedule_kwargs(run: RunConfig) -> Faults:
+def _check_schedule_kwargs(run: RunConfig) -> Issues:
     train = run.train
     more, style = train.lr_schedule_kwargs, train.lr_decay_style
     for name, styles in READ_BY.items():
-        if style not in styles and more.asks_for(name):
+        if style not in styles and more.is_non_default(name):
             yield ConfigIssue(
                 ("train", "lr_schedule_kwargs", name),
                 f"is not used by lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
                 f" {name} out",
                 ("train.lr_decay_style",),
             )
-    if style != "constant" and style not in ENDING and train.asks_for("lr_decay_ratio"):
+    if style != "constant" and style not in ENDING and train.is_non_default("lr_decay_ratio"):
         yield ConfigIssue(
             ("train", "lr_decay_ratio"),
             f"lr_decay_style: {style} decays until the end of the run; leave lr_decay_ratio out",
             ("train.lr_decay_style",),
         )
-    if style == "wsd" and more.decay_shape != "cosine" and more.asks_for("num_cycles"):
+    if style == "wsd" and more.decay_shape != "cosine" and more.is_non_default("num_cycles"):
         yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "num_cycles"),
             f"is for a cosine, and decay_shape is {more.decay_shape}; write decay_shape: cosine, or"
@@ -201,7 +201,7 @@ def _check_schedule_kwargs(run: RunConfig) -> Faults:
         )
 
 
-def _check_precision(run: RunConfig) -> Faults:
+def _check_precision(run: RunConfig) -> Issues:
     train = run.train
     precision = train.precision or ""
     if precision.endswith("_mixed") and not train.enable_mixed_precision:
@@ -218,7 +218,7 @@ def _check_precision(run: RunConfig) -> Faults:
             " precision: bf16, or leave master_weights out",
             ("train.precision", "train.enable_mixed_precision"),
         )
-    if train.computes_in != "float16" and train.asks_for("loss_scale_init"):
+    if train.computes_in != "float16" and train.is_non_default("loss_scale_init"):
         yield ConfigIssue(
             ("train", "loss_scale_init"),
             f"loss scaling is for float16 only, and this run computes in {train.computes_in}; write"
@@ -227,7 +227,7 @@ def _check_precision(run: RunConfig) -> Faults:
         )
 
 
-def _check_fsdp_grad_dtype(run: RunConfig) -> Faults:
+def _check_fsdp_grad_dtype(run: RunConfig) -> Issues:
     train = run.train
     wanted = train.grad_accum_dtype
     if wanted and train.data_parallel_mode == "fsdp2" and wanted != train.fsdp_reduce_dtype:
@@ -239,7 +239,7 @@ def _check_fsdp_grad_dtype(run: RunConfig) -> Faults:
         )
 
 
-def _check_grad_accum_dtype(run: RunConfig) -> Faults:
+def _check_grad_accum_dtype(run: RunConfig) -> Issues:
     train = run.train
     wanted, mode = train.grad_accum_dtype, train.data_parallel_mode
     if mode == "fsdp2" or not wanted or DTYPES[wanted] == train.keeps_in:
@@ -264,7 +264,7 @@ def _check_grad_accum_dtype(run: RunConfig) -> Faults:
         )
 
 
-def _check_bf16_rounding(run: RunConfig) -> Faults:
+def _check_bf16_rounding(run: RunConfig) -> Issues:
     train = run.train
     in_bf16 = train.keeps_in == "bfloat16"
     reads = ("train.precision", "train.optimizer", "train.optimizer_dtype", "train.master_weights")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, shown
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 
@@ -27,7 +27,7 @@ DEEPEP_SIZES = (2, 4, 8)
 """Expert-parallel sizes that DeepEP supports over NVLink."""
 
 
-def _check_fsdp2_fields(run: RunConfig) -> Faults:
+def _check_fsdp2_fields(run: RunConfig) -> Issues:
     train = run.train
     if train.data_parallel_mode == "fsdp2":
         return
@@ -42,7 +42,7 @@ def _check_fsdp2_fields(run: RunConfig) -> Faults:
             )
 
 
-def _check_reductions(run: RunConfig) -> Faults:
+def _check_reductions(run: RunConfig) -> Issues:
     train = run.train
     if train.comm_bucket_mb and train.data_parallel_mode == "fsdp2":
         yield ConfigIssue(
@@ -60,7 +60,7 @@ def _check_reductions(run: RunConfig) -> Faults:
         )
 
 
-def _check_zero_stage(run: RunConfig) -> Faults:
+def _check_zero_stage(run: RunConfig) -> Issues:
     train = run.train
     stage, reshard, full = train.zero_stage, train.reshard_after_forward, train.enable_full_shard
     if stage is not None and reshard is not None and reshard != (stage == 3):
@@ -87,7 +87,7 @@ def _check_zero_stage(run: RunConfig) -> Faults:
         )
 
 
-def _check_split_backward(run: RunConfig) -> Faults:
+def _check_split_backward(run: RunConfig) -> Issues:
     train, schedule = run.train, run.train.pipeline_parallel_schedule
     if train.pipeline_parallel_size == 1 or schedule not in SPLIT_BACKWARD:
         return
@@ -114,7 +114,7 @@ def _check_split_backward(run: RunConfig) -> Faults:
         )
 
 
-def _check_sequence_parallel(run: RunConfig) -> Faults:
+def _check_sequence_parallel(run: RunConfig) -> Issues:
     if run.train.sequence_parallel and run.train.tensor_parallel_size == 1:
         yield ConfigIssue(
             ("train", "sequence_parallel"),
@@ -124,7 +124,7 @@ def _check_sequence_parallel(run: RunConfig) -> Faults:
         )
 
 
-def _check_pipeline_stages(run: RunConfig) -> Faults:
+def _check_pipeline_stages(run: RunConfig) -> Issues:
     train = run.train
     options = {
         "pipeline_parallel_virtual_stages": (train.pipeline_parallel_virtual_stages or 1) > 1,
@@ -148,11 +148,11 @@ def _check_pipeline_stages(run: RunConfig) -> Faults:
             )
 
 
-def _check_deepep(run: RunConfig) -> Faults:
+def _check_deepep(run: RunConfig) -> Issues:
     model, train = run.model, run.train
     if model.ep_dispatch != "deepep":
         for name in DEEPEP_FIELDS:
-            if model.asks_for(name):
+            if model.is_non_default(name):
                 yield ConfigIssue(
                     ("model", name),
                     f"is {shown(getattr(model, name))}, but ep_dispatch: {model.ep_dispatch} does"

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.loading.fault import ConfigIssue, dotted
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.run import RunConfig
 from penstock.core.remote.urls import is_url
 
 INSTEAD = "write a folder of its own, such as outputs/my-run"
 
 
-def check_output_dir(run: RunConfig) -> Faults:
+def check_output_dir(run: RunConfig) -> Issues:
     """`train.output_dir` that is the current folder, one above it, or the model's or data's."""
     output, path = run.train.output_dir, ("train", "output_dir")
     if is_url(output):

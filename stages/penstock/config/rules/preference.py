@@ -1,7 +1,7 @@
 """Invalid combinations of the objective, preference settings and data."""
 
 from penstock.config.loading.fault import ConfigIssue
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.dataset import SCORES, Kind
 from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
 from penstock.config.schema.run import RunConfig
@@ -17,11 +17,11 @@ def required_kind(preference: PreferenceConfig) -> Kind:
     return "kto" if preference.loss_type == "kto" else "preference"
 
 
-def _check_objective(run: RunConfig) -> Faults:
+def _check_objective(run: RunConfig) -> Issues:
     if run.train.objective == "preference":
         return
     for name in PreferenceConfig.model_fields:
-        if run.preference.asks_for(name):
+        if run.preference.is_non_default(name):
             yield ConfigIssue(
                 ("preference", name),
                 f"is not used with train.objective: {run.train.objective}; write train.objective:"
@@ -30,12 +30,12 @@ def _check_objective(run: RunConfig) -> Faults:
             )
 
 
-def _check_loss_fields(run: RunConfig) -> Faults:
+def _check_loss_fields(run: RunConfig) -> Issues:
     preference = run.preference
     if run.train.objective != "preference":
         return
     for name, losses in USED_BY.items():
-        if not preference.asks_for(name) or preference.loss_type in losses:
+        if not preference.is_non_default(name) or preference.loss_type in losses:
             continue
         if name == "length_normalize" and preference.length_normalize == "mean":
             continue
@@ -54,7 +54,7 @@ def _check_loss_fields(run: RunConfig) -> Faults:
             "loss_type: kto has single completions, not pairs; write mean or none",
             ("preference.loss_type",),
         )
-    if preference.asks_for("sft_loss_scope") and not preference.sft_weight:
+    if preference.is_non_default("sft_loss_scope") and not preference.sft_weight:
         yield ConfigIssue(
             ("preference", "sft_loss_scope"),
             "there is no SFT loss without sft_loss_ratio; write that too, or leave it out",
@@ -75,7 +75,7 @@ def _check_loss_fields(run: RunConfig) -> Faults:
         )
 
 
-def _check_ref_update(run: RunConfig) -> Faults:
+def _check_ref_update(run: RunConfig) -> Issues:
     preference, path = run.preference, ("preference", "ref_update_steps")
     if preference.ref_update_steps < 1 and preference.ref_update_steps != -1:
         yield ConfigIssue(
@@ -96,11 +96,11 @@ def _check_ref_update(run: RunConfig) -> Faults:
         )
 
 
-def _check_token_loss_fields(run: RunConfig) -> Faults:
+def _check_token_loss_fields(run: RunConfig) -> Issues:
     if run.train.objective != "preference":
         return
     for name in TOKEN_LOSS_FIELDS:
-        if run.train.asks_for(name):
+        if run.train.is_non_default(name):
             yield ConfigIssue(
                 ("train", name),
                 "is a term of the token loss, and train.objective is preference; leave it out",
@@ -108,7 +108,7 @@ def _check_token_loss_fields(run: RunConfig) -> Faults:
             )
 
 
-def _check_data_types(run: RunConfig) -> Faults:
+def _check_data_types(run: RunConfig) -> Issues:
     objective, required = run.train.objective, required_kind(run.preference)
     for name in LISTS:
         for index, entry in enumerate(getattr(run.data, name)):
@@ -133,14 +133,14 @@ def _check_data_types(run: RunConfig) -> Faults:
                 )
 
 
-def _check_scores(run: RunConfig) -> Faults:
+def _check_scores(run: RunConfig) -> Issues:
     """Either all data sets have scores of both completions, or none does."""
     entries = [
         (("data", name, index), entry)
         for name in LISTS
         for index, entry in enumerate(getattr(run.data, name))
     ]
-    if not any(entry.asks_for(field) for _, entry in entries for field in SCORES):
+    if not any(entry.is_non_default(field) for _, entry in entries for field in SCORES):
         if run.preference.offset_alpha and run.train.objective == "preference":
             yield ConfigIssue(
                 ("preference", "offset_alpha"),
@@ -151,7 +151,7 @@ def _check_scores(run: RunConfig) -> Faults:
     for path, entry in entries:
         if not entry.is_typed:
             continue
-        named = [field for field in SCORES if entry.asks_for(field)]
+        named = [field for field in SCORES if entry.is_non_default(field)]
         if entry.type != "preference":
             for field in named:
                 yield ConfigIssue((*path, field), f"type {entry.type} has no scores; leave it out")
@@ -175,7 +175,7 @@ def _describe_kind(kind: Kind) -> str:
     return "rated completions" if kind == "kto" else "preference pairs"
 
 
-def _check_pretrain_eos(run: RunConfig) -> Faults:
+def _check_pretrain_eos(run: RunConfig) -> Issues:
     if run.train.objective == "pretrain" and run.data.mask_eos_in_loss:
         yield ConfigIssue(
             ("data", "mask_eos_in_loss"),

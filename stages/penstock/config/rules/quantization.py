@@ -1,7 +1,7 @@
 """Invalid combinations of FP8 and QLoRA settings."""
 
 from penstock.config.loading.fault import ConfigIssue, Steps, shown
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
@@ -10,12 +10,12 @@ SHARDING_AXES = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_para
 """Axes whose ranks hold shards of the operands of a matmul and reduce scales."""
 
 
-def _check_fp8_enabled(run: RunConfig) -> Faults:
+def _check_fp8_enabled(run: RunConfig) -> Issues:
     train = run.train
     if train.enable_fp8_training:
         return
     options: list[Steps] = [("enable_fp8_all_gather",)] if train.enable_fp8_all_gather else []
-    options += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.asks_for(name)]
+    options += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.is_non_default(name)]
     for path in options:
         yield ConfigIssue(
             ("train", *path),
@@ -25,7 +25,7 @@ def _check_fp8_enabled(run: RunConfig) -> Faults:
         )
 
 
-def _check_fp8_with_qlora(run: RunConfig) -> Faults:
+def _check_fp8_with_qlora(run: RunConfig) -> Issues:
     if run.train.enable_fp8_training and run.lora.enable_qlora:
         yield ConfigIssue(
             ("train", "enable_fp8_training"),
@@ -35,7 +35,7 @@ def _check_fp8_with_qlora(run: RunConfig) -> Faults:
         )
 
 
-def _check_fp8_precision(run: RunConfig) -> Faults:
+def _check_fp8_precision(run: RunConfig) -> Issues:
     if run.train.enable_fp8_training and run.train.computes_in == "float16":
         yield ConfigIssue(
             ("train", "enable_fp8_training"),
@@ -45,11 +45,11 @@ def _check_fp8_precision(run: RunConfig) -> Faults:
         )
 
 
-def _check_hadamard(run: RunConfig) -> Faults:
+def _check_hadamard(run: RunConfig) -> Issues:
     fp8 = run.train.fp8
     if not run.train.enable_fp8_training or fp8.hadamard:
         return
-    if fp8.asks_for("hadamard_block_size"):
+    if fp8.is_non_default("hadamard_block_size"):
         yield ConfigIssue(
             ("train", "fp8", "hadamard_block_size"),
             "is not used with hadamard: false; write hadamard: true or leave"
@@ -58,7 +58,7 @@ def _check_hadamard(run: RunConfig) -> Faults:
         )
 
 
-def _check_fp8_all_gather(run: RunConfig) -> Faults:
+def _check_fp8_all_gather(run: RunConfig) -> Issues:
     train = run.train
     path = ("train", "enable_fp8_all_gather")
     if not train.enable_fp8_all_gather or not train.enable_fp8_training:
@@ -101,7 +101,7 @@ def _check_fp8_all_gather(run: RunConfig) -> Faults:
         )
 
 
-def _check_fp8_compile(run: RunConfig) -> Faults:
+def _check_fp8_compile(run: RunConfig) -> Issues:
     train = run.train
     if not (train.enable_fp8_training and train.enable_compile):
         return
@@ -133,18 +133,18 @@ QLORA_FIELDS = ("quant_format", "quant_group_size", "exclude_modules", "enable_a
 """Settings that have an effect only with QLoRA."""
 
 
-def _check_qlora_enabled(run: RunConfig) -> Faults:
+def _check_qlora_enabled(run: RunConfig) -> Issues:
     lora = run.lora
     if not lora.enable_qlora:
         for name in QLORA_FIELDS:
-            if lora.asks_for(name):
+            if lora.is_non_default(name):
                 yield ConfigIssue(
                     ("lora", name),
                     "nothing is quantized with enable_qlora: false;"
                     f" write enable_qlora: true or leave {name} out",
                     ("lora.enable_qlora",),
                 )
-    if lora.asks_for("aqn_alpha") and not lora.enable_aqn:
+    if lora.is_non_default("aqn_alpha") and not lora.enable_aqn:
         yield ConfigIssue(
             ("lora", "aqn_alpha"),
             "no noise is added with enable_aqn: false; write enable_aqn: true or leave aqn_alpha"
@@ -153,7 +153,7 @@ def _check_qlora_enabled(run: RunConfig) -> Faults:
         )
 
 
-def _check_group_size(run: RunConfig) -> Faults:
+def _check_group_size(run: RunConfig) -> Issues:
     lora = run.lora
     if not lora.enable_qlora or lora.quant_group_size is None:
         return
@@ -168,7 +168,7 @@ def _check_group_size(run: RunConfig) -> Faults:
         )
 
 
-def _check_aqn(run: RunConfig) -> Faults:
+def _check_aqn(run: RunConfig) -> Issues:
     if run.lora.enable_aqn and run.lora.use_dora:
         yield ConfigIssue(
             ("lora", "enable_aqn"),

@@ -1,18 +1,18 @@
 """Invalid combinations of release settings."""
 
 from penstock.config.loading.fault import ConfigIssue
-from penstock.config.rules.data import Faults
+from penstock.config.rules.data import Issues
 from penstock.config.rules.evaluation import unknown_metric
 from penstock.config.schema.pipeline import DEFAULT_STAGES
 from penstock.config.schema.release import ReleaseConfig
 from penstock.config.schema.run import RunConfig
 
 
-def _check_release_name(run: RunConfig) -> Faults:
+def _check_release_name(run: RunConfig) -> Issues:
     if run.release.name:
         return
     for name in ReleaseConfig.model_fields:
-        if run.release.asks_for(name):
+        if run.release.is_non_default(name):
             yield ConfigIssue(
                 ("release", name),
                 "nothing is released without release.name; write it, or leave this out",
@@ -20,7 +20,7 @@ def _check_release_name(run: RunConfig) -> Faults:
             )
 
 
-def _check_release_options(run: RunConfig) -> Faults:
+def _check_release_options(run: RunConfig) -> Issues:
     release = run.release
     if not release.name:
         return
@@ -40,7 +40,7 @@ def _check_release_options(run: RunConfig) -> Faults:
             )
 
 
-def _check_release_metric(run: RunConfig) -> Faults:
+def _check_release_metric(run: RunConfig) -> Issues:
     release, data = run.release, run.data
     if not release.name or release.metric is None:
         return
@@ -62,7 +62,7 @@ def _check_release_metric(run: RunConfig) -> Faults:
         )
 
 
-def _check_exported_model(run: RunConfig) -> Faults:
+def _check_exported_model(run: RunConfig) -> Issues:
     release = run.release
     if not release.name:
         return
@@ -82,7 +82,7 @@ def _check_exported_model(run: RunConfig) -> Faults:
         )
 
 
-def _check_start(run: RunConfig) -> Faults:
+def _check_start(run: RunConfig) -> Issues:
     if not run.release.name:
         return
     if run.data.skip_prepare_dataset:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.checkpoint import CHECKPOINT_RULES
-from penstock.config.rules.data import DATA_RULES, Faults
+from penstock.config.rules.data import DATA_RULES, Issues
 from penstock.config.rules.evaluation import EVALUATION_RULES
 from penstock.config.rules.fields import check_dataset_columns
 from penstock.config.rules.memory import MEMORY_RULES
@@ -37,13 +37,13 @@ ADAPTER_FIELDS = (
 """Settings that have an effect only with LoRA."""
 
 
-def rule_violations(run: RunConfig) -> Faults:
+def rule_violations(run: RunConfig) -> Issues:
     """All invalid combinations in the run."""
     for rule in RULES:
         yield from rule(run)
 
 
-def _check_model_path(run: RunConfig) -> Faults:
+def _check_model_path(run: RunConfig) -> Issues:
     if run.model.model_path is None and run.model.config_path is None:
         yield ConfigIssue(
             ("model", "model_path"),
@@ -52,7 +52,7 @@ def _check_model_path(run: RunConfig) -> Faults:
         )
 
 
-def _check_encoders(run: RunConfig) -> Faults:
+def _check_encoders(run: RunConfig) -> Issues:
     if run.model.encoders:
         kinds = ", ".join(sorted(run.model.encoders))
         yield ConfigIssue(
@@ -62,12 +62,12 @@ def _check_encoders(run: RunConfig) -> Faults:
         )
 
 
-def _check_global_batch_size(run: RunConfig) -> Faults:
+def _check_global_batch_size(run: RunConfig) -> Issues:
     train = run.train
     if train.global_batch_size is None:
         return
     unit, words = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
-    steps = train.asks_for("gradient_accumulation_steps")
+    steps = train.is_non_default("gradient_accumulation_steps")
     if steps:
         unit *= train.gradient_accumulation_steps
         words += f" x gradient_accumulation_steps ({train.gradient_accumulation_steps})"
@@ -80,7 +80,7 @@ def _check_global_batch_size(run: RunConfig) -> Faults:
         )
 
 
-def _check_dropout_options(run: RunConfig) -> Faults:
+def _check_dropout_options(run: RunConfig) -> Issues:
     dropout = run.train.dropout
     for name in ("warmup_steps", "depth_scaling"):
         if getattr(dropout, name) and not (dropout.hidden or dropout.ffn or dropout.attention):
@@ -91,7 +91,7 @@ def _check_dropout_options(run: RunConfig) -> Faults:
             )
 
 
-def _check_attention_dropout(run: RunConfig) -> Faults:
+def _check_attention_dropout(run: RunConfig) -> Issues:
     train, model = run.train, run.model
     hindrances = {
         "train.ringattn_parallel_size": (train.ringattn_parallel_size > 1, "1"),
@@ -110,7 +110,7 @@ def _check_attention_dropout(run: RunConfig) -> Faults:
             )
 
 
-def _check_mlflow(run: RunConfig) -> Faults:
+def _check_mlflow(run: RunConfig) -> Issues:
     if run.train.mlflow_tracking_uri is not None and not run.train.use_mlflow:
         yield ConfigIssue(
             ("train", "mlflow_tracking_uri"),
@@ -120,7 +120,7 @@ def _check_mlflow(run: RunConfig) -> Faults:
         )
 
 
-def _check_tensorboard_log_dir(run: RunConfig) -> Faults:
+def _check_tensorboard_log_dir(run: RunConfig) -> Issues:
     folder = run.train.log_dir
     if folder is not None and not run.train.use_tensorboard:
         yield ConfigIssue(
@@ -137,7 +137,7 @@ def _check_tensorboard_log_dir(run: RunConfig) -> Faults:
         )
 
 
-def _check_fsdp2_init_device(run: RunConfig) -> Faults:
+def _check_fsdp2_init_device(run: RunConfig) -> Issues:
     device = run.train.init_device
     if run.train.data_parallel_mode == "fsdp2" and device not in (None, "meta"):
         yield ConfigIssue(
@@ -148,11 +148,11 @@ def _check_fsdp2_init_device(run: RunConfig) -> Faults:
         )
 
 
-def _check_lora_enabled(run: RunConfig) -> Faults:
+def _check_lora_enabled(run: RunConfig) -> Issues:
     if run.lora.enable_lora:
         return
     for name in ADAPTER_FIELDS:
-        if run.lora.asks_for(name):
+        if run.lora.is_non_default(name):
             yield ConfigIssue(
                 ("lora", name),
                 "there are no adapters with enable_lora: false;"
@@ -161,7 +161,7 @@ def _check_lora_enabled(run: RunConfig) -> Faults:
             )
 
 
-def _check_relora(run: RunConfig) -> Faults:
+def _check_relora(run: RunConfig) -> Issues:
     lora = run.lora
     if not lora.enable_lora:
         return
@@ -195,7 +195,7 @@ def _check_relora(run: RunConfig) -> Faults:
             )
 
 
-def _check_quantized_export(run: RunConfig) -> Faults:
+def _check_quantized_export(run: RunConfig) -> Issues:
     kind, lora = run.export.quantise, run.lora
     if kind is None or not lora.enable_lora:
         return
@@ -212,7 +212,7 @@ def _check_quantized_export(run: RunConfig) -> Faults:
             )
 
 
-def _check_moe_bias_update(run: RunConfig) -> Faults:
+def _check_moe_bias_update(run: RunConfig) -> Issues:
     if not run.train.moe_bias_update_rate:
         return
     path = ("train", "moe_bias_update_rate")
@@ -232,7 +232,7 @@ def _check_moe_bias_update(run: RunConfig) -> Faults:
         )
 
 
-def _check_shared_lora(run: RunConfig) -> Faults:
+def _check_shared_lora(run: RunConfig) -> Issues:
     lora, ways = run.lora, ("moe_shared_lora", "moe_hybrid_shared_lora")
     written = [way for way in ways if getattr(lora, way)]
     if len(written) > 1:
@@ -244,7 +244,7 @@ def _check_shared_lora(run: RunConfig) -> Faults:
         )
 
 
-def _check_stages(run: RunConfig) -> Faults:
+def _check_stages(run: RunConfig) -> Issues:
     stages, path = run.pipeline.stages or list(DEFAULT_STAGES), ("pipeline", "stages")
     twice = [stage for stage in STAGES if stages.count(stage) > 1]
     if twice:
@@ -274,7 +274,7 @@ def _check_stages(run: RunConfig) -> Faults:
         )
 
 
-def _check_push(run: RunConfig) -> Faults:
+def _check_push(run: RunConfig) -> Issues:
     push = run.push
     if push.repo_id is not None and push.url is not None:
         yield ConfigIssue(
@@ -298,7 +298,7 @@ def _check_push(run: RunConfig) -> Faults:
                 )
 
 
-def _check_rendezvous(run: RunConfig) -> Faults:
+def _check_rendezvous(run: RunConfig) -> Issues:
     launch = run.launch
     if launch.node_rank >= launch.nnodes:
         yield ConfigIssue(
@@ -316,7 +316,7 @@ def _check_rendezvous(run: RunConfig) -> Faults:
         )
 
 
-def _check_shared_output_dir(run: RunConfig) -> Faults:
+def _check_shared_output_dir(run: RunConfig) -> Issues:
     if run.launch.nnodes > 1 and is_url(run.train.output_dir):
         yield ConfigIssue(
             ("train", "output_dir"),
@@ -326,7 +326,7 @@ def _check_shared_output_dir(run: RunConfig) -> Faults:
         )
 
 
-def _check_skip_prepare(run: RunConfig) -> Faults:
+def _check_skip_prepare(run: RunConfig) -> Issues:
     if run.data.skip_prepare_dataset and is_url(run.data.dataset_prepared_path):
         yield ConfigIssue(
             ("data", "skip_prepare_dataset"),
@@ -336,7 +336,7 @@ def _check_skip_prepare(run: RunConfig) -> Faults:
         )
 
 
-RULES: tuple[Callable[[RunConfig], Faults], ...] = (
+RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_model_path,
     _check_encoders,
     *DATA_RULES,

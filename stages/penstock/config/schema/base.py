@@ -25,7 +25,7 @@ class ConfigSection(Settings):
 
     model_config = ConfigDict(strict=True)
 
-    def asks_for(self, name: str) -> bool:
-        """Whether the field says something else than its default, which may stand anywhere."""
+    def is_non_default(self, name: str) -> bool:
+        """Whether the field has another value than its default, whether or not it was written."""
         field = type(self).model_fields[name]
         return getattr(self, name) != field.get_default(call_default_factory=True)

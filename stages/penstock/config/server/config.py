@@ -13,8 +13,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from penstock.config.loading.fault import ConfigIssue, dotted
-from penstock.config.loading.validate import Judged, touches, validate
-from penstock.config.rules.data import Faults
+from penstock.config.loading.validate import ValidationResult, depends_on_invalid, validate
+from penstock.config.rules.data import Issues
 from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.model import ServerModel
@@ -152,15 +152,15 @@ def parse_byte_size(text: str) -> int:
     return int(Fraction(number) * scale)
 
 
-def judged(config: ServerConfig) -> Judged:
+def validate_server(config: ServerConfig) -> ValidationResult:
     """The run whose settings the workers have, and what is said of it, under the names here."""
     of_run = validate(_run_values(config))
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
     train = of_run.run.train.model_copy(update=muon)
     found = list(_machines_can_meet(config))
-    found += [fault for fault in map(_here, of_run.faults) if not touches(fault, found)]
+    found += [fault for fault in map(_here, of_run.faults) if not depends_on_invalid(fault, found)]
     notices = [_notice_here(notice) for notice in of_run.notices]
-    return Judged(of_run.run.model_copy(update={"train": train}), found, notices)
+    return ValidationResult(of_run.run.model_copy(update={"train": train}), found, notices)
 
 
 def to_run_config(config: ServerConfig) -> RunConfig:
@@ -169,14 +169,14 @@ def to_run_config(config: ServerConfig) -> RunConfig:
     Its data and learning rate are placeholders: those come from clients. Raises ConfigError with a
     line for each error.
     """
-    found = judged(config)
+    found = validate_server(config)
     if found.faults:
         lines = (f"{dotted(fault.path)}: {fault.text}" for fault in found.faults)
         raise ConfigError("\n".join(lines))
     return found.run
 
 
-def _machines_can_meet(config: ServerConfig) -> Faults:
+def _machines_can_meet(config: ServerConfig) -> Issues:
     if config.nnodes > 1 and config.master_addr is None:
         yield ConfigIssue(
             ("master_addr",),
@@ -221,7 +221,7 @@ def _run_values(config: ServerConfig) -> dict[str, Any]:
     if config.load_checkpoint_path:
         put_at(values, "train.load_checkpoint_path", config.load_checkpoint_path)
     put_at(values, "train.log_grad_norm", "layers" if config.log_gradient_norms else True)
-    for name, value in SERVER.lacks.items():
+    for name, value in SERVER.placeholders.items():
         put_at(values, name, value)
     put_at(values, "launch.nproc_per_node", config.num_workers)
     if config.master_addr:

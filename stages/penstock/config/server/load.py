@@ -11,10 +11,15 @@ from typing import Any
 
 from penstock.config.loading.cli_overrides import Override, apply
 from penstock.config.loading.expand_paths import expand_server_paths
-from penstock.config.loading.fault_locations import ErrorLocator, Told, as_meant, require_none
+from penstock.config.loading.fault_locations import (
+    ErrorLocator,
+    LocatedError,
+    quote_text_value,
+    raise_if_any,
+)
 from penstock.config.loading.load import read_document
-from penstock.config.loading.validate import touches, valid
-from penstock.config.server.config import ServerConfig, judged
+from penstock.config.loading.validate import depends_on_invalid, validate_fields
+from penstock.config.server.config import ServerConfig, validate_server
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.apply import detect_dialect
 from penstock.core.errors import ConfigError
@@ -49,14 +54,14 @@ def load_server(
     stray = [
         _no_section(at, one) for at, one in enumerate(overrides, len(options)) if one not in mine
     ]
-    given = [as_meant(option, ServerConfig) for option in options]
+    given = [quote_text_value(option, ServerConfig) for option in options]
     values, refused = apply(document.value, given)
     unexpanded = expand_server_paths(values)
-    config, faults = valid(values, ServerConfig)
+    config, faults = validate_fields(values, ServerConfig)
     faults += unexpanded
-    found = judged(config)
-    faults += [fault for fault in found.faults if not touches(fault, faults)]
-    require_none([*ErrorLocator(document, options, path).of(faults, refused), *stray])
+    found = validate_server(config)
+    faults += [fault for fault in found.faults if not depends_on_invalid(fault, faults)]
+    raise_if_any([*ErrorLocator(document, options, path).locate(faults, refused), *stray])
     for line in found.notices:
         notify(line)
     return config
@@ -75,6 +80,6 @@ def _require_flat(path: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _no_section(at: int, stray: Override) -> Told:
+def _no_section(at: int, stray: Override) -> LocatedError:
     text = f"a server's settings have no sections; write --{PREFIX}{stray.path[-1]}"
     return (1, at), f"{stray.option}: {text}"

@@ -165,5 +165,5 @@ SERVER = Dialect(
     same=SAME,
     computed=COMPUTED,
     defaults=DEFAULTS,
-    lacks={"data.datasets": [{"path": "dummy"}]},
+    placeholders={"data.datasets": [{"path": "dummy"}]},
 )

@@ -1,4 +1,4 @@
-"""From the values of a foreign file to settings of ours, by the tables of its dialect."""
+"""Translate the values of a foreign file with the tables of its dialect."""
 
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -11,9 +11,9 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.axolotl.rules import AXOLOTL
 from penstock.config.translate.dialect import Dialect, Rule
-from penstock.config.translate.doubtful_values import doubt
+from penstock.config.translate.doubtful_values import mark_doubtful
 from penstock.config.translate.erniekit.rules import ERNIEKIT
-from penstock.config.translate.fit_parallel_sizes import Devices, fit
+from penstock.config.translate.fit_parallel_sizes import Devices, fit_parallel_sizes
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
 from penstock.config.translate.hf.trl import TRL, TRL_DPO
 from penstock.config.translate.nxdt.rules import NXDT
@@ -29,19 +29,20 @@ DIALECTS: tuple[Dialect, ...] = (
     TRL,
     ERNIEKIT,
 )
-"""Asked in this order whether they recognize a file."""
+"""In the order in which they are tried."""
 
 NATIVE = "native"
-"""What `--dialect` calls our own."""
+"""The name of Penstock's own format in `--dialect`."""
 
 
 def detect_dialect(values: Mapping[str, Any]) -> Dialect | None:
-    """The dialect that a file is written in, as read; None where it is our own, or nobody's."""
+    """The dialect of a file, as parsed; None for Penstock's own format or an unknown one."""
     return next((dialect for dialect in DIALECTS if dialect.recognizes(values)), None)
 
 
-def named(name: str) -> Dialect | None:
-    """The dialect of this name; None for our own. Raises ConfigError where there is none."""
+def find_dialect(name: str) -> Dialect | None:
+    """The dialect with this name; None for Penstock's own format. Raises ConfigError for an unknown
+    name."""
     if name == NATIVE:
         return None
     found = {dialect.name: dialect for dialect in DIALECTS}
@@ -55,13 +56,15 @@ def named(name: str) -> Dialect | None:
 
 
 def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> Translation:
-    """What a file in `dialect` says, with parallel sizes that fit the devices.
+    """Translate a file in `dialect`, with parallel sizes that fit the devices.
 
-    Nothing is judged: values that no run can have are told when the translation is read.
+    Nothing is validated: invalid values are reported when the translation is loaded.
     """
     flat = dict(_flat(dialect.prepare(values), dialect.keys))
     written = {
-        key: value for key, value in flat.items() if value is not None or key in dialect.nulls
+        key: value
+        for key, value in flat.items()
+        if value is not None or key in dialect.meaningful_nulls
     }
     defaults = {**dialect.defaults, **dialect.inferred(written)}
     draft = Draft(written, defaults)
@@ -69,19 +72,21 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
         draft.lines[key] = Line(key, value, "translated")
         _translate(draft, dialect, key, is_null=key not in written)
     for key, value in defaults.items():
-        if not written.keys() & {key, *dialect.beaten.get(key, ())}:
+        if not written.keys() & {key, *dialect.overridden_by.get(key, ())}:
             _assume(draft, dialect, key, value)
-    dialect.settle(draft)
-    ranks = fit(draft, devices)
-    doubt(draft)
+    dialect.finalize(draft)
+    ranks = fit_parallel_sizes(draft, devices)
+    mark_doubtful(draft)
     settings = _in_order(draft.settings, RunConfig)
-    lacks = {name: value for name, value in dialect.lacks.items() if not draft.has(name)}
+    placeholders = {
+        name: value for name, value in dialect.placeholders.items() if not draft.has(name)
+    }
     lines = tuple(draft.lines.values())
-    return Translation(dialect.name, dialect.title, settings, lines, ranks, lacks)
+    return Translation(dialect.name, dialect.title, settings, lines, ranks, placeholders)
 
 
-def as_it_is(values: Mapping[str, Any], devices: Devices) -> Translation:
-    """A file of our own, which says all there is to say."""
+def translate_native(values: Mapping[str, Any], devices: Devices) -> Translation:
+    """A file in Penstock's own format, unchanged."""
     lines = [Line(key, value, "maps", names=[key]) for key, value in _flat(values, set())]
     return Translation(NATIVE, "Penstock", values, lines, devices.ranks)
 
@@ -97,7 +102,7 @@ def _flat(values: Mapping[str, Any], keys: set[str], above: str = "") -> Iterato
 
 def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
     line = draft.lines[key]
-    stronger = [other for other in dialect.beaten.get(key, ()) if other in draft.written]
+    stronger = [other for other in dialect.overridden_by.get(key, ()) if other in draft.written]
     if key not in dialect.keys:
         near = get_close_matches(key, dialect.keys, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
@@ -116,13 +121,14 @@ def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> No
     else:
         entry = Entry(draft, line)
         _apply(dialect.computed[key], entry)
-        assert entry.is_said, f"{dialect.name}: {key} is read and nothing is said of it"
+        assert entry.is_handled, f"{dialect.name}: {key} is read and nothing is said of it"
         if line.kind == "translated" and not line.why and _is_taken_over(draft, line):
             line.kind = "maps"
 
 
 def _apply(rule: Rule, entry: Entry) -> None:
-    """Rules take it for granted that a value is of its kind; one that is not is refused."""
+    """Apply a rule. Rules assume that values have the right type; a value for which they fail is
+    refused."""
     try:
         rule(entry)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
@@ -146,7 +152,7 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
 
 
 def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
-    """The same settings as the schema lists them; what it does not know comes last."""
+    """The same settings in the order of the schema; unknown ones last."""
     found: dict[str, Any] = {}
     for name in [*section.model_fields, *settings]:
         if name not in settings or name in found:

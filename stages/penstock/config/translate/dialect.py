@@ -1,7 +1,7 @@
-"""What a dialect is: the configuration language of another tool, in tables.
+"""A dialect: the config format of another tool, in tables.
 
-Every key of it stands in one of three: SAME, whose values are taken over under our name; COMPUTED,
-whose values a small function turns into ours; and REFUSED, which nothing here can honour.
+Every key is in one of three tables: `same`, values that are copied to a setting of ours;
+`computed`, values that a rule converts; and `refused`, values that are not supported.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from penstock.config.loading.fault import shown
 from penstock.config.translate.translation import Draft, Entry
 
 Rule = Callable[[Entry], None]
-"""Turns one key into settings of ours (`entry.put`), or says why it becomes none."""
+"""Translates one key to settings of ours (`entry.put`), or says why it has none."""
 
 Values = Mapping[str, Any]
 
@@ -32,69 +32,68 @@ def _nothing_inferred(values: Values) -> Values:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One foreign language. Names of nested keys are joined with dots (`trainer.devices`); a key of
-    a table may also name a whole mapping, which its rule is then given."""
+    """One foreign format. Names of nested keys are joined with dots (`trainer.devices`); a key of a
+    table may also name a whole mapping."""
 
     name: str
     """As in `--dialect`."""
 
     title: str
-    """As the tool calls itself."""
+    """The name of the tool."""
 
     recognizes: Callable[[Values], bool]
-    """Whether a file, as read, is written in it."""
+    """Whether a file, as parsed, is in this format."""
 
     same: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Their key to our dotted name."""
+    """Foreign key to our dotted name."""
 
     computed: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Their key to what turns it into ours."""
+    """Foreign key to its rule."""
 
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Their key to why it is refused wherever it asks for something (is neither false, 0, nor
-    empty)."""
+    """Foreign key to the reason why it is refused unless its value is false, 0 or empty."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What a key that is left out means there: put through the same tables, and told as assumed.
-    Those alone that may make other numbers than our own defaults."""
+    """Values of keys that are left out, translated like written ones and reported as assumed. Only
+    those that may change results compared with our own defaults."""
 
     inferred: Callable[[Values], Values] = _nothing_inferred
-    """Defaults that depend on which keys a file writes; they replace those in `defaults`."""
+    """Defaults that depend on the keys in a file; they replace those in `defaults`."""
 
-    beaten: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """A key to those that stand in place of it where they are written."""
+    overridden_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """A key to the keys that replace it where they are written."""
 
-    nulls: frozenset[str] = frozenset()
-    """Keys of which null says something. Elsewhere null is as if the key were left out."""
+    meaningful_nulls: frozenset[str] = frozenset()
+    """Keys whose null has a meaning. For other keys null is the same as leaving the key out."""
 
-    lacks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings of ours that every run needs and such a file never says, which people then write,
-    with a value that stands for them while all the rest is judged."""
+    placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that every run needs and such a file never has, which the user must write, with
+    values that are used to validate the rest."""
 
     prepare: Callable[[Values], Values] = _as_read
-    """What is done to the values first, such as resolving references among them."""
+    """Applied to the values first, for example to resolve references."""
 
-    settle: Callable[[Draft], None] = _nothing_more
-    """What several keys decide together, when each has been translated."""
+    finalize: Callable[[Draft], None] = _nothing_more
+    """Translates what several keys decide together, after all rules."""
 
     @property
     def keys(self) -> set[str]:
-        """Every key that it knows."""
+        """All known keys."""
         return {*self.same, *self.computed, *self.refused}
 
 
 def is_flat(values: Values) -> bool:
-    """Whether a file has none of the sections of ours: what all flat dialects have in common."""
+    """Whether a file has none of our sections, as in all flat dialects."""
     return not any(isinstance(values.get(name), dict) for name in ("model", "data", "train"))
 
 
 def listed(value: Any) -> list[Any]:
-    """A list as it is, and of any other value a list of it alone."""
+    """A list unchanged; any other value as a list of one."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]
 
 
 def no_effect(why: str) -> Rule:
-    """The rule of a key that changes nothing here, whatever it says."""
+    """Rule of a key that has no effect here."""
 
     def rule(entry: Entry) -> None:
         entry.no_effect(why)
@@ -103,12 +102,12 @@ def no_effect(why: str) -> Rule:
 
 
 def decides(*names: str) -> Rule:
-    """The rule of a key that has a part in settings which another one, or `settle`, puts."""
+    """Rule of a key that affects settings which another rule, or `finalize`, sets."""
     return lambda entry: entry.decides(*names)
 
 
 def where(key: str, *values: Any, name: str) -> Rule:
-    """The rule of a setting that is read where another key has one of `values`."""
+    """Rule of a setting that is used if another key has one of `values`."""
 
     def rule(entry: Entry) -> None:
         if entry.get(key) in values:
@@ -121,7 +120,7 @@ def where(key: str, *values: Any, name: str) -> Rule:
 
 
 def negated(name: str) -> Rule:
-    """The rule of a truth that we ask the other way round."""
+    """Rule of a boolean whose setting here is its opposite."""
 
     def rule(entry: Entry) -> None:
         entry.put(name, not entry.value)
@@ -130,7 +129,8 @@ def negated(name: str) -> Rule:
 
 
 def if_true(name: str, value: Any, otherwise: str) -> Rule:
-    """The rule of a truth that puts a value of ours; false changes nothing, as `otherwise` says."""
+    """Rule of a boolean that sets a value if true; false has no effect, for the reason
+    `otherwise`."""
 
     def rule(entry: Entry) -> None:
         if entry.value:
@@ -142,7 +142,7 @@ def if_true(name: str, value: Any, otherwise: str) -> Rule:
 
 
 def unless_minus_one(name: str, otherwise: str) -> Rule:
-    """The rule of a number, of which -1 is none: another one counts then."""
+    """Rule of a number for which -1 means unset."""
 
     def rule(entry: Entry) -> None:
         if entry.value == -1:
@@ -154,7 +154,7 @@ def unless_minus_one(name: str, otherwise: str) -> Rule:
 
 
 def truth(name: str) -> Rule:
-    """The rule of a truth that may be written as any value."""
+    """Rule of a boolean that may be written as any value."""
 
     def rule(entry: Entry) -> None:
         entry.put(name, bool(entry.value))
@@ -163,7 +163,8 @@ def truth(name: str) -> Rule:
 
 
 def only(*allowed: Any) -> Rule:
-    """The rule of a key of which the engine computes what `allowed` asks for, and nothing else."""
+    """Rule of a key whose values other than `allowed` are not supported; these are the behavior
+    here."""
 
     def rule(entry: Entry) -> None:
         if isinstance(entry.value, list | dict) or entry.value not in allowed:
@@ -175,7 +176,7 @@ def only(*allowed: Any) -> Rule:
 
 
 def choice(name: str, choices: Mapping[Any, Any]) -> Rule:
-    """The rule of a key that takes some values, each with one of ours; others are refused."""
+    """Rule of a key with some values, each with one of ours; others are refused."""
 
     def rule(entry: Entry) -> None:
         value = entry.value

@@ -1,6 +1,6 @@
-"""Values of a translated run whose effect is likely not the one that was meant, in any dialect.
+"""Values of a translated run that probably do not do what was intended, in any dialect.
 
-Each is computed as its tool computes it; the report says what that is, so that a person can decide.
+Each is translated as its tool computes it; the report explains it, so that the user can decide.
 """
 
 from typing import Any, cast
@@ -10,8 +10,8 @@ from penstock.config.translate.translation import Draft
 SOURCES = ("data.datasets", "data.test_datasets")
 
 
-def doubt(draft: Draft) -> None:
-    """Tell the keys of such values as doubtful. Called when all settings have been put."""
+def mark_doubtful(draft: Draft) -> None:
+    """Mark the keys of such values as doubtful. Called after all settings are set."""
     _warmup_ends(draft)
     _texts_keep_their_ends(draft)
     _experts_compute_in_fp8(draft)
@@ -20,7 +20,7 @@ def doubt(draft: Draft) -> None:
 def _warmup_ends(draft: Draft) -> None:
     warmup, steps = draft.value("train.lr_warmup_steps"), draft.value("train.max_steps")
     if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
-        draft.doubt(
+        draft.mark_doubtful(
             "train.lr_warmup_steps",
             f"the warmup of {warmup} steps is longer than the run of {steps}, so the learning rate"
             " never reaches its peak",
@@ -35,7 +35,7 @@ def _texts_keep_their_ends(draft: Draft) -> None:
         limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
         # The keys that name data sets are told once, however many they name.
         for limit in sorted(limit for limit in limits if isinstance(limit, int)):
-            draft.doubt(
+            draft.mark_doubtful(
                 name,
                 f"a document of more than {limit} tokens loses what is beyond them; tools that"
                 " join documents and cut them into rows train on it too. Split long documents",
@@ -48,7 +48,7 @@ def _experts_compute_in_fp8(draft: Draft) -> None:
     )
     if draft.value("train.enable_fp8_training"):
         every = "experts" if is_mixture else "if the model has experts, they"
-        draft.doubt(
+        draft.mark_doubtful(
             "train.enable_fp8_training",
             f"{every} are computed in bfloat16 here: fp8 is for the other linear layers",
         )

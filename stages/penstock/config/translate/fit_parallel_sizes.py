@@ -1,7 +1,7 @@
-"""Parallel sizes of a foreign file, made to fit the devices there are.
+"""Fit the parallel sizes of a foreign file to the available devices.
 
-Files of other tools are written for their clusters. The rows of a step, and with them the result,
-stay what they are; how a model is cut over ranks is decided anew where it does not fit.
+Files of other tools are written for their clusters. The number of sequences of a step, and so the
+result, does not change; parallel sizes that do not fit are replaced.
 """
 
 import math
@@ -18,14 +18,14 @@ EXPERT = "train.expert_parallel_size"
 SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replicate_size"
 PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
 MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
-"""How machines find one another."""
+"""Settings of the rendezvous."""
 EVAL_ROWS = "train.eval_rows_per_batch"
-"""Put for one replica, and multiplied by their number here."""
+"""Set for one replica, and multiplied by the number of replicas here."""
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 
 CUTS = (TENSOR, PIPELINE, RING, ULYSSES)
-"""What shares one copy of the model or a row, in the order in which ranks are given out."""
+"""Axes that split the model or a sequence, in the order in which ranks are assigned."""
 
 SPLIT = "train.pipeline_parallel_split"
 OF_TENSOR = (
@@ -45,7 +45,7 @@ ON_GPUS_ALONE = ("train.optimizer_offload", "train.enable_activation_offload")
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run is to be fitted to."""
+    """The devices to fit a run to."""
 
     ranks: int
     """Training processes, one for each GPU."""
@@ -53,13 +53,13 @@ class Devices:
 
 
 def devices_here() -> Devices:
-    """Those of this machine, or of all machines where torchrun has started this process."""
+    """The devices of this machine, or of all nodes if torchrun started this process."""
     gpus, started = env.num_gpus(), env.rank_variables()
     return Devices(started[2] if started else max(1, gpus), gpus > 0)
 
 
-def fit(draft: Draft, devices: Devices) -> int:
-    """Lay the run out on the devices; returns the processes it will have."""
+def fit_parallel_sizes(draft: Draft, devices: Devices) -> int:
+    """Set the parallel sizes for the devices; returns the number of processes."""
     asked = {name: _size(draft, name) for name in CUTS}
     cut, copies = math.prod(asked.values()), _size(draft, SHARD) * _size(draft, REPLICATE)
     there = _processes_there(draft, devices.ranks)
@@ -91,7 +91,7 @@ def _processes(number: int) -> str:
 
 
 def _processes_there(draft: Draft, here: int) -> int | None:
-    """Processes that the file itself asks for."""
+    """Number of processes in the file."""
     if not (draft.has(PER_NODE) or draft.has(NODES)):
         return None
     return (_size(draft, PER_NODE) if draft.has(PER_NODE) else here) * _size(draft, NODES)
@@ -114,8 +114,8 @@ def _processes_here(draft: Draft, there: int | None, here: int) -> int:
 
 
 def _divide(draft: Draft, name: str, left: int) -> int:
-    """Give an axis as many of the ranks that are left as it asks for and as divide them; returns
-    what each of them leaves to others."""
+    """Set an axis to as many of the `left` ranks as it asks for and as divide them; returns the
+    ranks left for other axes."""
     size = _size(draft, name)
     fits = math.gcd(size, left)
     if fits != size:
@@ -124,7 +124,7 @@ def _divide(draft: Draft, name: str, left: int) -> int:
 
 
 def _keep_rows(draft: Draft, rows: int, ranks: int, left: int) -> tuple[int, int]:
-    """Write the rows of a step, and take as many replicas as can share them evenly."""
+    """Set the sequences of a step, and use as many replicas as divide them evenly."""
     micro = _size(draft, MICRO)
     replicas = next((n for n in range(left, 0, -1) if rows % (micro * n) == 0), left)
     if not draft.has(GLOBAL):
@@ -142,7 +142,7 @@ def _keep_rows(draft: Draft, rows: int, ranks: int, left: int) -> tuple[int, int
 
 
 def _fill_up(draft: Draft, left: int) -> None:
-    """Where a number of shards is written, so must be the number of copies beside it."""
+    """If the number of shards is set, the number of replicas must be set too."""
     shards = _size(draft, SHARD)
     is_open = draft.value(SHARD, -1) == -1
     if not is_open and _size(draft, REPLICATE) * shards < left:
@@ -152,7 +152,7 @@ def _fill_up(draft: Draft, left: int) -> None:
 
 
 def _leave_out(draft: Draft, asked: Mapping[str, int], devices: Devices) -> None:
-    """Drop what speaks of axes that have one rank, and of GPUs where there are none."""
+    """Remove settings of axes with one rank, and of GPUs if there are none."""
     stages = _size(draft, PIPELINE)
     idle = {
         **dict.fromkeys(OF_TENSOR if _size(draft, TENSOR) == 1 else (), "tensor_parallel_size"),

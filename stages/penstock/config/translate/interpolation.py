@@ -1,4 +1,4 @@
-"""References within a file, as OmegaConf writes them: `${a.b}`, `${.x}`, `${multiply:a,b}`."""
+"""OmegaConf interpolation: `${a.b}`, `${.x}`, `${multiply:a,b}`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,21 +11,19 @@ from penstock.core.errors import ConfigError
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 
 FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {"multiply": lambda one, other: one * other}
-"""Those that NeMo brings."""
+"""NeMo's resolvers."""
 
 MOST_REFERENCES = 10_000
 LONGEST_TEXT = 10_000
-"""A file of a few lines can refer to itself until nothing has room for it; none needs this much."""
+"""Limits: a file of a few lines can refer to itself endlessly."""
 
 
-def resolved(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values with every reference replaced by what it refers to.
+def resolve_references(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values with every reference replaced by its value.
 
-    A text that is one reference becomes the value with its type; within a longer text it becomes
-    text. `.x` is beside the value itself, `..x` beside what it stands in.
-
-    Raises ConfigError for references to nothing, to themselves, or by functions other than
-    `multiply`.
+    Text that is one reference becomes the value with its type; a reference within a longer text
+    becomes text. `.x` is a sibling of the value, `..x` of its parent. Raises ConfigError for
+    references to missing values, to themselves, or with resolvers other than `multiply`.
     """
     return cast("Mapping[str, Any]", _References(values).resolve(values, ()))
 

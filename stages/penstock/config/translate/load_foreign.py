@@ -1,4 +1,4 @@
-"""From a configuration file of another tool to a run, by the tables of its dialect."""
+"""From a config file of another tool to a `RunConfig`."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +11,12 @@ from penstock.config.loading.fault_locations import ErrorLocator
 from penstock.config.loading.load import read_document, resolve
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
-from penstock.config.translate.apply import as_it_is, detect_dialect, named, translate
+from penstock.config.translate.apply import (
+    detect_dialect,
+    find_dialect,
+    translate,
+    translate_native,
+)
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
 from penstock.config.translate.translation import Translation
@@ -33,10 +38,10 @@ def load(
     overrides: Sequence[Override],
     notify: Callable[[str], None],
 ) -> RunConfig:
-    """The run that a file in `dialect` describes. Raises ConfigError with a line for each fault."""
+    """The run in a file in `dialect`. Raises ConfigError with a line for each error."""
     translation = translate(document.value, dialect, _devices(overrides))
     told = ErrorLocator(document, overrides, path, translation)
-    stopped = [told.of_key(one.key, one.why) for one in translation.of("refused", "unknown")]
+    stopped = [told.at_key(one.key, one.why) for one in translation.of("refused", "unknown")]
     try:
         run = resolve(translation.settings, overrides, told, stopped, notify=notify)
     except ConfigError as error:
@@ -48,19 +53,18 @@ def load(
 
 
 def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Translation, str]:
-    """The file as it reads in our words, and what is wrong with it then: a line for each fault,
-    empty where a run can be made of it.
+    """The translation of a file, and its errors: a line for each, empty if it is a valid run.
 
-    `name` is that of its dialect; None: what it is recognized as. Our own is taken as it is.
-    Raises ConfigError where it is no YAML, or there is no such dialect.
+    `name` is that of a dialect; None: it is detected. A file in Penstock's own format is not
+    changed. Raises ConfigError if the file is not YAML, or there is no such dialect.
     """
     document = read_document(path, may_be_empty=False)
-    dialect = named(name) if name else detect_dialect(document.value)
+    dialect = find_dialect(name) if name else detect_dialect(document.value)
     if dialect is None:
-        translation = as_it_is(document.value, devices)
+        translation = translate_native(document.value, devices)
     else:
         translation = translate(document.value, dialect, devices)
-    whole = [Override(name, json.dumps(value)) for name, value in translation.lacks.items()]
+    whole = [Override(name, json.dumps(value)) for name, value in translation.placeholders.items()]
     try:
         resolve(translation.settings, whole, ErrorLocator(document, (), path, translation))
     except ConfigError as error:
@@ -82,7 +86,7 @@ def _summary(path: Path, translation: Translation) -> str:
 
 
 def _devices(overrides: Sequence[Override]) -> Devices:
-    """Those that a foreign file is fitted to: what the command line asks for, or those here."""
+    """The devices to fit a foreign file to: those of the command line, or of this machine."""
     asked = {one.name: yaml12.scalar(one.text) for one in overrides}
     here = devices_here()
     count, nodes = asked.get("launch.nproc_per_node"), asked.get("launch.nnodes", 1)

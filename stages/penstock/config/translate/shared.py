@@ -1,4 +1,4 @@
-"""Models, adapters and rows by the names that tools around Hugging Face's libraries share."""
+"""Rules for models, adapters and packing that tools around Hugging Face's libraries share."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ BEST_HERE = "the best attention there is here is taken, a flash kernel where the
 
 
 def attention(entry: Entry) -> None:
-    """A name of transformers', or a kernel of the hub."""
+    """An attention implementation of transformers, or a kernel of the hub."""
     name = str(entry.value)
     if name in PLAIN:
         entry.put("model.attn_implementation", PLAIN[name])
@@ -37,17 +37,17 @@ def attention(entry: Entry) -> None:
 
 
 def names_in(value: Any) -> list[str]:
-    """A list of names, or names between commas."""
+    """A list of names, or comma-separated names."""
     return [name.strip() for one in listed(value) for name in str(one).split(",") if name.strip()]
 
 
 def targets(value: Any) -> list[str] | str:
-    """Layers that bear an adapter; `all` and `all-linear` are all linear ones but the head."""
+    """Target modules; `all` and `all-linear` are all linear layers except the LM head."""
     return "all-linear" if value in ("all", "all-linear") else names_in(value)
 
 
 def in_few_bits(kind: str) -> Rule:
-    """The rule of a truth that asks for base weights of few bits."""
+    """Rule of a boolean that asks for quantized base weights."""
 
     def rule(entry: Entry) -> None:
         if entry.value:
@@ -60,11 +60,11 @@ def in_few_bits(kind: str) -> Rule:
 
 
 def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
-    """Cut samples to `longest` tokens, and lay them into rows by `packing`; None: one to a row.
+    """Set truncation to `longest` tokens and packing to `packing`; None: one sample per sequence.
 
-    A pair is a row with its prompt and both answers, each of which may be as long. Texts that are
-    `wrapped` are one stream, of which a row is as much as fits: none is cut to a length of its own,
-    and a row's tokens see all that is before them.
+    A pair is a sequence with its prompt and both completions, each of which may be that long.
+    `wrapped` text is one stream: no document is truncated, and tokens attend to all that is before
+    them.
     """
     if packing == "wrapped":
         draft.put("data.isolate_samples", False)
@@ -80,7 +80,8 @@ def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) ->
 
 
 def settle_precision(draft: Draft, weights: Any) -> None:
-    """Weights in bfloat16 are so while they are trained; adapters beside them are in float32."""
+    """Weights loaded in bfloat16 are trained in bfloat16, except beside adapters, which are in
+    float32."""
     is_whole = not draft.value("lora.enable_lora")
     is_mixed = draft.value("train.precision") == "bf16_mixed"
     if weights in ("bfloat16", "bf16") and is_whole and is_mixed:
@@ -97,7 +98,7 @@ LOSSES: Mapping[str, str] = {
     "orpo": "orpo",
     "simpo": "simpo",
 }
-"""Their names to ours, which are the same."""
+"""Foreign names of losses to ours, which are the same."""
 
 
 PRECOMPUTES = if_true(
@@ -105,10 +106,10 @@ PRECOMPUTES = if_true(
     value=True,
     otherwise="they are always computed before training, and kept for other runs",
 )
-"""The rule of a truth that asks for reference log-probabilities before training."""
+"""Rule of a boolean that asks for reference log-probs before training."""
 
 RESUMES = if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
-"""The rule of a truth that asks to go on from the newest checkpoint."""
+"""Rule of a boolean that asks to resume from the newest checkpoint."""
 
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -116,9 +117,9 @@ EVENTS = "train.use_tensorboard"
 
 
 def track(entry: Entry, tracker: str) -> None:
-    """Ask for `wandb`, `tensorboard`, `mlflow` or `trackio`, or say that its package is missing.
+    """Enable a tracker, or report that its package is missing.
 
-    Other tools go on without a tracker, and a run here must not end for one either.
+    Other tools continue without the tracker, so a run here must not fail for it.
     """
     if find_spec(tracker) is not None:
         entry.put(f"train.use_{tracker}", True)
@@ -130,7 +131,7 @@ def track(entry: Entry, tracker: str) -> None:
 
 
 def tracks(tracker: str) -> Rule:
-    """The rule of a truth that asks for a tracker."""
+    """Rule of a boolean that enables a tracker."""
 
     def rule(entry: Entry) -> None:
         if entry.value:
@@ -156,7 +157,7 @@ def reports(entry: Entry) -> None:
 
 
 def events_folder(entry: Entry) -> None:
-    """`logging_dir`, where TensorBoard's events are."""
+    """`logging_dir`: the folder of TensorBoard's event files."""
     if "tensorboard" in listed(entry.get("report_to")):
         entry.decides("train.log_dir")
     else:

@@ -1,4 +1,4 @@
-"""A translation while it is made: what was written there, what it has become here, and why."""
+"""A translation and its report: each foreign key, the settings it became, and why."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +17,20 @@ Kind = Literal[
     "unknown",
     "refused",
 ]
-"""What becomes of a key: its value under our name; another way to say the same; something near it;
-a setting that may not do what was meant; nothing, for it has no meaning here; its default there;
-nothing, for nobody here knows it; or nothing, and the file cannot be used with it."""
+"""What became of a key: the same value under our name; a converted value; an approximation; a value
+that may not do what was intended; nothing, because it has no effect here; a default of the tool;
+nothing, because it is unknown; or nothing, and the file cannot be used with it."""
 
 KINDS: tuple[Kind, ...] = (
     "refused", "unknown", "doubtful", "approximated", "no effect", "assumed", "translated",
     "maps",
 )  # fmt: skip
-"""Those that a person should look at first."""
+"""In the order of importance for the user."""
 
 
 @dataclass
 class Line:
-    """What the report says of one foreign key."""
+    """One foreign key in the report."""
 
     key: str
     value: Any
@@ -40,15 +40,15 @@ class Line:
     """The settings of ours that it decides."""
 
     @property
-    def told(self) -> Any:
-        """The value as it may be shown to anyone: without what is secret."""
+    def redacted_value(self) -> Any:
+        """The value without secrets."""
         if SECRET.search(self.key.rpartition(".")[2]):
             return "(secret)"
         return redact_text(self.value) if isinstance(self.value, str) else self.value
 
 
 class Draft:
-    """The run that grows out of a foreign file. Settings are named with dots (`train.lr`)."""
+    """A translation in progress. Settings have dotted names (`train.lr`)."""
 
     def __init__(self, written: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.written = written
@@ -60,37 +60,37 @@ class Draft:
         self._defaults = defaults
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What their key says: as written, else as it is assumed, else `default`."""
+        """The value of a foreign key: as written, else the assumed one, else `default`."""
         return self.written.get(key, self._defaults.get(key, default))
 
     def value(self, name: str, default: Any = None) -> Any:
-        """What a setting of ours is by now."""
+        """The current value of a setting of ours."""
         return value_at(self.settings, name, default)
 
     def has(self, name: str) -> bool:
-        """Whether a setting of ours has been given a value."""
+        """Whether a setting of ours is set."""
         missing = object()
         return self.value(name, missing) is not missing
 
     def put(self, name: str, value: Any) -> None:
-        """Give a setting of ours a value that no single key decides."""
+        """Set a setting that no single key decides."""
         put_at(self.settings, name, value)
 
     def change(self, name: str, value: Any, why: str) -> None:
-        """Give a setting another value than was asked for: its keys are told as approximated."""
+        """Set another value than was asked for, and mark its keys as approximated."""
         self.put(name, value)
         for line in self.lines_of(name):
             line.kind = line.kind if line.kind == "assumed" else "approximated"
             line.why = why
 
-    def doubt(self, name: str, why: str) -> None:
-        """Tell the keys that decide a setting as doubtful, assumed ones too."""
+    def mark_doubtful(self, name: str, why: str) -> None:
+        """Mark the keys that decide a setting as doubtful, assumed ones too."""
         for line in self.lines_of(name):
             if line.kind != "refused":
                 line.kind, line.why = "doubtful", f"{line.why}; {why}" if line.why else why
 
     def drop(self, name: str, why: str, kind: Kind = "no effect") -> None:
-        """Leave a setting out again. `kind` is how keys that decide nothing else are told."""
+        """Remove a setting. `kind` is that of keys that decide nothing else."""
         if not self.has(name):
             return
         *above, last = name.split(".")
@@ -106,7 +106,7 @@ class Draft:
             cast("dict[str, Any]", section).pop(last, None)
 
     def rename(self, name: str, other: str) -> None:
-        """Call a setting of ours otherwise, if it has been given a value."""
+        """Rename a setting of ours, if it is set."""
         if not self.has(name):
             return
         lines, value = list(self.lines_of(name)), self.value(name)
@@ -116,8 +116,8 @@ class Draft:
         for line in lines:
             line.names = [other if one == name else one for one in line.names]
 
-    def say(self, key: str, kind: Kind, why: str) -> None:
-        """What the report says of one of their keys."""
+    def set_line(self, key: str, kind: Kind, why: str) -> None:
+        """Set the kind and reason of a foreign key in the report."""
         line = self.lines.setdefault(key, Line(key, self.get(key), kind))
         line.kind, line.why = kind, why
 
@@ -131,57 +131,57 @@ class Draft:
 
 
 class Entry:
-    """One foreign key with its value, for the rule that translates it."""
+    """One foreign key with its value, for its rule."""
 
     def __init__(self, draft: Draft, line: Line) -> None:
         self.draft = draft
         self.key = line.key
         self.value: Any = line.value
         self.line = line
-        self.is_said = False
+        self.is_handled = False
         """Whether the rule has put or said anything."""
 
     @property
     def is_assumed(self) -> bool:
-        """Whether it is a default there, and not written."""
+        """Whether it is a default of the tool and not written."""
         return self.line.kind == "assumed"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """What another of their keys says."""
+        """The value of another foreign key."""
         return self.draft.get(key, default)
 
     def put(self, name: str, value: Any) -> None:
-        """Give a setting of ours a value, and note that this key decides it."""
+        """Set a setting of ours, and record that this key decides it."""
         self.draft.put(name, value)
         self.decides(name)
 
     def decides(self, *names: str) -> None:
-        """Note that this key has a part in settings that the rule of another one puts."""
+        """Record that this key affects settings that the rule of another key sets."""
         self.line.names += [name for name in names if name not in self.line.names]
-        self.is_said = True
+        self.is_handled = True
 
     def approximated(self, why: str) -> None:
-        """What was put is near to what was asked for, and not the same."""
-        self._say("approximated", why)
+        """The value that was set is similar, but not the same."""
+        self._set_line("approximated", why)
 
     def doubtful(self, why: str) -> None:
-        """What was put may not mean there what it means here; a person has to look."""
-        self._say("doubtful", why)
+        """The value that was set may not do what was intended; the user must check it."""
+        self._set_line("doubtful", why)
 
     def no_effect(self, why: str) -> None:
-        """Nothing was put, and nothing is missing."""
-        self._say("no effect", why)
+        """Nothing was set, and nothing is missing."""
+        self._set_line("no effect", why)
 
     def explain(self, why: str) -> None:
-        """What was put is the same, and it is worth a word why."""
-        self._say(self.line.kind, why)
+        """The value that was set is the same, for a reason that the report gives."""
+        self._set_line(self.line.kind, why)
 
     def refuse(self, why: str) -> None:
-        """The file cannot be used with this."""
-        self._say("refused", why)
+        """The file cannot be used with this value."""
+        self._set_line("refused", why)
 
-    def _say(self, kind: Kind, why: str) -> None:
-        self.is_said = True
+    def _set_line(self, kind: Kind, why: str) -> None:
+        self.is_handled = True
         self.line.why = why
         # A default that nothing comes of is not worth a line; one that comes near stays assumed.
         if not self.is_assumed or kind in ("refused", "doubtful"):
@@ -190,29 +190,29 @@ class Entry:
 
 @dataclass(frozen=True)
 class Translation:
-    """A foreign file in our own words."""
+    """A foreign file as settings of ours."""
 
     dialect: str
     """The name of its dialect."""
 
     title: str
-    """What its tool calls itself."""
+    """The name of the tool."""
 
     settings: Mapping[str, Any]
-    """As a native file would say it, in the order of the schema."""
+    """As in a native file, in the order of the schema."""
 
     lines: Sequence[Line]
-    """The report: one line for each of their keys, and for each default of theirs."""
+    """The report: a line for each foreign key and for each assumed default."""
 
     ranks: int
-    """Processes that parallel sizes were fitted to."""
+    """Number of processes that parallel sizes were fitted to."""
 
-    lacks: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What a run needs and such a file never says, with a value for judging all the rest."""
+    placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that a run needs and the file does not have, with values for validation."""
 
     def origins(self, name: str) -> tuple[str, ...]:
-        """The foreign keys that decide a setting of ours: those written before those assumed, and
-        of these those first that decide it alone."""
+        """The foreign keys that decide a setting: written ones before assumed ones, and of these
+        first those that decide only this setting."""
         found: list[tuple[bool, int, str]] = []
         for line in self.lines:
             if lengths := [len(other) for other in line.names if _meet(other, name)]:
@@ -225,7 +225,7 @@ class Translation:
 
 
 def put_at(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Let a value stand at a dotted name in nested mappings, which are made as they are needed."""
+    """Set the value at a dotted name in nested mappings, which are created as needed."""
     *above, last = name.split(".")
     at = settings
     for step in above:
@@ -234,7 +234,7 @@ def put_at(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 def value_at(settings: Any, name: str, default: Any = None) -> Any:
-    """What stands at a dotted name in nested mappings and lists."""
+    """The value at a dotted name in nested mappings and lists."""
     at = settings
     for step in name.split("."):
         if isinstance(at, list):

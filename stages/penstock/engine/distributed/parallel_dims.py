@@ -226,7 +226,7 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
             f"of train.micro_batch_size {train.micro_batch_size} cannot share evenly.\n"
             f"  Write a multiple of {at_once}, for example {nearest_size}, or change the other two."
         )
-    written = train.asks_for("gradient_accumulation_steps")
+    written = train.is_non_default("gradient_accumulation_steps")
     if written and train.gradient_accumulation_steps != steps:
         raise ConfigError(
             f"train.global_batch_size {train.global_batch_size} on {num_replicas} replicas with "

@@ -63,7 +63,7 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
     num_stages = train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
     weights = ("pipeline_parallel_input_weight", "pipeline_parallel_output_weight")
-    weighing = [name for name in weights if train.asks_for(name)]
+    weighing = [name for name in weights if train.is_non_default(name)]
     if split == "uniform":
         counts = _even(
             num_layers,

@@ -264,7 +264,7 @@ def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError
     try:
         micro_batches = accumulation_steps(train, degrees.num_replicas)
     except ConfigError as error:
-        written = train.asks_for("gradient_accumulation_steps")
+        written = train.is_non_default("gradient_accumulation_steps")
         blamed = "gradient_accumulation_steps" if written else "global_batch_size"
         yield LayoutError(_fault(error), (f"train.{blamed}",))
         return
@@ -284,7 +284,7 @@ def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError
 def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
     data, train = run.data, run.train
     multiple = tokens_multiple(train)
-    if data.asks_for("pad_to_multiple_of") and data.pad_to_multiple_of % multiple:
+    if data.is_non_default("pad_to_multiple_of") and data.pad_to_multiple_of % multiple:
         ring = train.ringattn_parallel_size
         factors = [
             (ring > 1, f"2 x ringattn_parallel_size {ring}"),
@@ -336,7 +336,7 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
             for size in sorted(sizes - {0, now})
         ]
     data, needed = run.data, tokens_multiple(train)
-    if data.asks_for("pad_to_multiple_of"):
+    if data.is_non_default("pad_to_multiple_of"):
         now, row = data.pad_to_multiple_of, data.row_length
         found += [
             LayoutSuggestion("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
@@ -367,7 +367,7 @@ def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
     if rows := train.global_batch_size:
         near["gradient_accumulation_steps"] |= {rows // size for size in at_once}
         units = at_once
-        if train.asks_for("gradient_accumulation_steps"):
+        if train.is_non_default("gradient_accumulation_steps"):
             units = {size * several for size in at_once}
         near["global_batch_size"] = {
             rows // unit * unit + more for unit in units for more in (0, unit)

@@ -87,7 +87,7 @@ class SharedBase:
     @property
     def trainable(self) -> list[LocalParam]:
         """The trainable parameters on this rank, in a fixed order."""
-        return self.built.engine.layout.trainable
+        return self.built.engine.model.trainable
 
     @property
     def factors(self) -> list[LocalParam]:
@@ -120,12 +120,12 @@ class SharedBase:
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
         base = replace(self.base, names=names, folder=weights)
-        load(self.built.engine.layout.params, base, weights, run, self.ranks)
+        load(self.built.engine.model.params, base, weights, run, self.ranks)
         self.reshard()
 
     def reshard(self) -> None:
         """Reshard FSDP modules after parameters were modified: gathered copies are stale."""
-        for part in self.built.engine.layout.parts:
+        for part in self.built.engine.model.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
@@ -162,7 +162,7 @@ def build_shared_base(
     """
     lora = run.lora
     for name, why in UNMET.items():
-        if lora.enable_lora and lora.asks_for(name):
+        if lora.enable_lora and lora.is_non_default(name):
             raise CapabilityError(
                 f"lora.{name} is written, and models of several clients cannot have it: {why}.\n"
                 f"  Leave {name} out."

@@ -190,7 +190,7 @@ def _project(entry: Entry) -> None:
     entry.put("train.wandb_project", entry.value)
 
 
-def _settle(draft: Draft) -> None:
+def _finalize(draft: Draft) -> None:
     packing = "multipack" if draft.get("sample_packing") else None
     pairs = draft.get("rl") in PREFERRED
     longest = draft.get("sequence_len")
@@ -198,7 +198,7 @@ def _settle(draft: Draft) -> None:
     if not draft.get("warmup_steps") and draft.get("warmup_ratio") is None:
         draft.put("train.lr_warmup_ratio", AUTO_WARMUP)
         why = f"{AUTO_WARMUP} of all steps; there at most 100"
-        draft.say("warmup_ratio", "assumed", why)
+        draft.set_line("warmup_ratio", "assumed", why)
         draft.lines["warmup_ratio"].names.append("train.lr_warmup_ratio")
     settle_precision(draft, "bfloat16")
     schedule.require_decay_steps(draft, "lr_scheduler")
@@ -386,7 +386,7 @@ AXOLOTL = Dialect(
         "logging_steps": 1,
         "rl_beta": 0.1,
     },
-    beaten={"rl_beta": ("dpo_beta", "orpo_alpha"), "bf16": ("bfloat16", "float16")},
-    settle=_settle,
+    overridden_by={"rl_beta": ("dpo_beta", "orpo_alpha"), "bf16": ("bfloat16", "float16")},
+    finalize=_finalize,
 )
 """Files with `base_model`."""

@@ -147,7 +147,7 @@ def _unified_config(entry: Entry) -> None:
         entry.put("train.ckpt_weights", "master" if words & MASTER else "compute")
     if others := sorted(words - ASYNC - MASTER - COMPUTE - IN_PARTS):
         entry.approximated(f"{', '.join(others)} is nothing that checkpoints here can be told")
-    elif not entry.is_said:
+    elif not entry.is_handled:
         entry.no_effect("every rank saves its own part of weights and states")
 
 

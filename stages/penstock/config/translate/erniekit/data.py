@@ -188,7 +188,7 @@ def data_is_there(draft: Draft) -> None:
         draft.put("data.skip_prepare_dataset", True)
         draft.put(TRAIN, [{"path": "dummy"}])
         draft.drop("data.truncation_mode", "an export reads no data")
-        draft.say(
+        draft.set_line(
             "output_dir",
             "approximated",
             "an export belongs to the file that trained: write export and push there",

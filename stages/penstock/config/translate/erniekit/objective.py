@@ -178,7 +178,7 @@ def adapters_are_whole(draft: Draft) -> None:
     if draft.value("lora.enable_qlora") and not draft.value("lora.enable_lora"):
         key = next(key for key in ("compute_type", "weight_quantize_algo") if key in draft.written)
         value: Any = draft.get(key)
-        draft.say(key, "refused", f"{value} weights stay as they are; write fine_tuning: LoRA")
+        draft.set_line(key, "refused", f"{value} weights stay as they are; write fine_tuning: LoRA")
 
 
 OBJECTIVE: Mapping[str, Rule] = {

@@ -218,7 +218,7 @@ BEATEN: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _settle(draft: Draft) -> None:
+def _finalize(draft: Draft) -> None:
     data_is_there(draft)
     adapters_are_whole(draft)
 
@@ -240,6 +240,6 @@ ERNIEKIT = Dialect(
     refused=REFUSED,
     defaults=DEFAULTS,
     inferred=infer_stage,
-    beaten=BEATEN,
-    settle=_settle,
+    overridden_by=BEATEN,
+    finalize=_finalize,
 )

@@ -225,7 +225,7 @@ def _with_sft(entry: Entry) -> None:
         entry.no_effect("this stage and loss do not read it")
 
 
-def _settle(draft: Draft) -> None:
+def _finalize(draft: Draft) -> None:
     packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
     if packs is None:
         packs = draft.get("neat_packing") or is_pt
@@ -234,7 +234,7 @@ def _settle(draft: Draft) -> None:
     rank, is_told = draft.get("lora_rank"), draft.has("lora.lora_alpha")
     if draft.value("lora.enable_lora") and not is_told and isinstance(rank, int):
         draft.put("lora.lora_alpha", 2 * rank)
-        draft.say("lora_alpha", "assumed", "twice lora_rank")
+        draft.set_line("lora_alpha", "assumed", "twice lora_rank")
         draft.lines["lora_alpha"].names.append("lora.lora_alpha")
     if draft.get("use_muon"):
         draft.put("train.optimizer", "muon")
@@ -396,9 +396,9 @@ LLAMA_FACTORY = Dialect(
         "pref_beta": 0.1,
         "pref_loss": "sigmoid",
     },
-    beaten={
+    overridden_by={
         "gradient_checkpointing": ("disable_gradient_checkpointing",),
     },
-    settle=_settle,
+    finalize=_finalize,
 )
 """Files with `model_name_or_path` and at least two of its own keys."""

@@ -100,7 +100,7 @@ def schedule(entry: Entry) -> None:
 def require_decay_steps(draft: Draft, type_key: str) -> None:
     """Refuse a stable rate whose decay has no length: transformers' trainer has no default."""
     if draft.value("train.lr_decay_style") == "wsd" and not draft.has(f"{MORE}.decay_steps"):
-        draft.say(
+        draft.set_line(
             type_key,
             "refused",
             "warmup_stable_decay needs num_decay_steps; write it in lr_scheduler_kwargs",
@@ -143,7 +143,7 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
     elif name == "warmup_type":
         if value != "linear":
             entry.refuse(f"a warmup of {value} is not computed here; linear is")
-        elif not entry.is_said:
+        elif not entry.is_handled:
             entry.no_effect("warmup is linear")
     elif name == "num_decay_steps":
         entry.put(f"{MORE}.decay_steps", value)

@@ -174,7 +174,7 @@ def _losses(entry: Entry) -> None:
         entry.put("preference.pref_loss_ratio", float(weights[chosen[0]]))
 
 
-def _settle(draft: Draft) -> None:
+def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
     packs = bool(draft.get("packing"))
     is_wrapped = draft.get("packing_strategy") == "wrapped"
@@ -189,7 +189,7 @@ def _settle(draft: Draft) -> None:
 
 def _objective(draft: Draft) -> None:
     draft.put("train.objective", "preference")
-    _settle(draft)
+    _finalize(draft)
 
 
 IDLE = {
@@ -293,8 +293,8 @@ TRL = Dialect(
     },
     refused=REFUSED,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
-    beaten={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
-    settle=_settle,
+    overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
+    finalize=_finalize,
 )
 """`trl sft`."""
 
@@ -326,7 +326,7 @@ TRL_DPO = Dialect(
     },
     refused=REFUSED,
     defaults={**DEFAULTS, "learning_rate": 1e-6, "loss_type": ["sigmoid"], "beta": 0.1},
-    beaten=BEATEN,
-    settle=_objective,
+    overridden_by=BEATEN,
+    finalize=_objective,
 )
 """`trl dpo`: a file with keys that it alone has."""

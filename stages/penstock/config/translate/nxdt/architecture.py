@@ -112,7 +112,9 @@ def put_architecture(draft: Draft) -> None:
         _fit_opt(draft, float(said(EPSILON)))
     if found.model_type == "nemotron" and draft.get("model.do_layer_norm_weight_decay"):
         key = "model.do_layer_norm_weight_decay"
-        draft.say(key, "approximated", "norms decay towards a factor of 1, and there towards 0")
+        draft.set_line(
+            key, "approximated", "norms decay towards a factor of 1, and there towards 0"
+        )
 
 
 def _put_heads(draft: Draft) -> None:
@@ -141,7 +143,7 @@ def _fit_opt(draft: Draft, epsilon: float) -> None:
     ):
         if differs:
             why = "with learned positions there is OPT's architecture, which has another"
-            draft.say(key, "refused", f"{why}: {instead}, or position_embedding_type: rope")
+            draft.set_line(key, "refused", f"{why}: {instead}, or position_embedding_type: rope")
     for theirs, ours in OPT.renamed:
         draft.rename(f"{FOUNDATION}.{theirs}", f"{FOUNDATION}.{ours}")
     # What OPT drops where its file says nothing; train.dropout says it here.
@@ -164,7 +166,7 @@ def _refuse(draft: Draft, parts: tuple[str, str, str], biased: bool, has_experts
     )
     keys = (POSITIONS,) if turned == "not" else (NORMS, ACTIVATION, BIASES, SHARE)
     key = next((k for k in keys if k in draft.written), keys[0])
-    draft.say(key, "refused", why)
+    draft.set_line(key, "refused", why)
 
 
 def _instead(turned: str, has_experts: bool) -> str:

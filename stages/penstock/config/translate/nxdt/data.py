@@ -146,7 +146,7 @@ def _share_out(draft: Draft) -> None:
         held = [{**source, "split": "validation"} for source in _unweighed(sources)]
         draft.put(TESTS, held)
         if _are_weighed(sources):
-            draft.say(PREFIX, "approximated", f"{AS_THERE}; {_held_whole(sources)}")
+            draft.set_line(PREFIX, "approximated", f"{AS_THERE}; {_held_whole(sources)}")
 
 
 def _order(entry: Entry) -> None:
@@ -201,7 +201,7 @@ def settle_data(draft: Draft) -> None:
         if number := draft.get("data.dev_choose_samples"):
             source["max_samples"] = number
     if draft.get("data.dev_choose_samples"):
-        draft.say(
+        draft.set_line(
             "data.dev_choose_samples",
             "doubtful",
             "every data set, training and validation, keeps so many of its first samples; write"
@@ -210,7 +210,7 @@ def settle_data(draft: Draft) -> None:
     if longest:
         draft.put(ROW, 2 * longest if prefers(draft) and isinstance(longest, int) else longest)
     if own and model and own != model:
-        draft.say(
+        draft.set_line(
             "model.encoder_seq_length",
             "approximated",
             f"samples and rows have data.seq_length ({own}) tokens; upstream wants both alike",
@@ -243,7 +243,7 @@ def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
     if any("max_seq_len" in source for source in sources):
         draft.put("data.truncation_mode", "drop")
     key = f"{SFT}.packing" if f"{SFT}.packing" in draft.lines else "data.packing"
-    draft.say(
+    draft.set_line(
         key,
         "approximated",
         "prompts are not trained, as documented; upstream trains them in packed rows",

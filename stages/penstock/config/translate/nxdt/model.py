@@ -223,7 +223,7 @@ def settle_model(draft: Draft) -> None:
     put_architecture(draft)
     key = "model.make_vocab_size_divisible_by"
     why = f"a vocabulary of {size}, which is the tokenizer's to say, in whole {unit}"
-    draft.say(key, "approximated" if key in draft.written else "assumed", why)
+    draft.set_line(key, "approximated" if key in draft.written else "assumed", why)
     draft.lines[key].names = [f"{FOUNDATION}.vocab_size"]
 
 

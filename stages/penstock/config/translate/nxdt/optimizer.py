@@ -279,7 +279,7 @@ def settle_states(draft: Draft) -> None:
     if draft.value("train.precision") == "bf16" and draft.get(name) == "adamw":
         draft.put("train.optimizer", "anyprecision_adamw")
         draft.put("train.optimizer_dtype", "bf16")
-        draft.say(name, "translated", "its states are in bfloat16, as the weights are")
+        draft.set_line(name, "translated", "its states are in bfloat16, as the weights are")
         draft.lines[name].names.append("train.optimizer_dtype")
 
 

@@ -17,7 +17,7 @@ from penstock.config.translate.dialect import (
     no_effect,
     unless_minus_one,
 )
-from penstock.config.translate.interpolation import resolved
+from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
 from penstock.config.translate.nxdt.data import TESTS
 from penstock.config.translate.shared import RESUMES, tracks
@@ -223,7 +223,7 @@ def _ring(entry: Entry) -> None:
         entry.no_effect("rows are split over ranks where context_parallel_size says so")
 
 
-def _settle(draft: Draft) -> None:
+def _finalize(draft: Draft) -> None:
     data.settle_data(draft)
     model.settle_model(draft)
     optimizer.settle_states(draft)
@@ -337,13 +337,15 @@ NXDT = Dialect(
     same=SAME,
     computed=COMPUTED,
     defaults=DEFAULTS,
-    beaten={
+    overridden_by={
         **optimizer.BEATEN,
         f"{MANAGER}.name": (f"{MANAGER}.explicit_log_dir",),
         f"{MANAGER}.exp_dir": (f"{MANAGER}.explicit_log_dir",),
     },
-    nulls=frozenset({"model.activations_checkpoint_granularity", "trainer.gradient_clip_val"}),
-    prepare=resolved,
-    settle=_settle,
+    meaningful_nulls=frozenset(
+        {"model.activations_checkpoint_granularity", "trainer.gradient_clip_val"}
+    ),
+    prepare=resolve_references,
+    finalize=_finalize,
 )
 """Files with `trainer`, `exp_manager` and `distributed_strategy`."""
