@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.loading.load import loads
-from penstock.costs.param_sizes import QUANT_FORMATS, _width, list_tensors
+from penstock.costs.param_sizes import QUANT_FORMATS, _bytes_per_element, list_tensors
 from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.parallel_model import build_stage_modules
@@ -53,7 +53,9 @@ def test_one_process_holds_the_model(kind):
     cut, _, config = cut_of(kind, ParallelDims())
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=True)
-    assert sum(one.num_elements for one in list_tensors(cut)) == sum(p.numel() for p in model.parameters())
+    assert sum(one.num_elements for one in list_tensors(cut)) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -119,7 +121,7 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
 @pytest.mark.parametrize("columns", [64, 128, 200, 4096])
 def test_quantized_rows_take_the_bytes_of_their_format(name, columns):
     widths = get_format(name).widths(columns)
-    assert _width(name, columns, None) * columns == pytest.approx(sum(widths.values()))
+    assert _bytes_per_element(name, columns, None) * columns == pytest.approx(sum(widths.values()))
 
 
 def test_shards_are_whole_rows():
@@ -145,4 +147,6 @@ def test_quantized_matrices_take_their_bits_and_all_else_its_own(published):
         else:
             # Vectors in fp32, matrices as they are computed with.
             want += count * (2 if rows else 4)
-    assert sum(one.local_bytes for one in list_tensors(cut) if not one.is_trainable) == pytest.approx(want)
+    assert sum(
+        one.local_bytes for one in list_tensors(cut) if not one.is_trainable
+    ) == pytest.approx(want)

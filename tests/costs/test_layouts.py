@@ -36,7 +36,9 @@ ROWS = 24
 def wanted(hf, devices, memory=80e9, **sections):
     run = loads(smallest(data={"sample_packing_sequence_len": 4096}, **sections))
     machine = replace(find_machine("H100"), memory=memory)
-    return LayoutSearch(run, build_cost_model(run, hf), ModelDims.of(hf), machine, devices, ROWS, None)
+    return LayoutSearch(
+        run, build_cost_model(run, hf), ModelDims.of(hf), machine, devices, ROWS, None
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,9 @@ def test_products_take_the_time_of_their_operations_shared_by_all_ranks():
     for recomputes in (True, False):
         train = asked.run.train.model_copy(update={"enable_gradient_checkpointing": recomputes})
         run = asked.run.model_copy(update={"train": train})
-        step = estimate_step(ShardedModel(run, asked.model, ParallelDims(shard=4), "cuda"), machine, work)
+        step = estimate_step(
+            ShardedModel(run, asked.model, ParallelDims(shard=4), "cuda"), machine, work
+        )
         again = forward_flops(config, work, parts=["attention", "network"]) if recomputes else 0
         speed = machine.speed(2)
         assert step
@@ -143,7 +147,9 @@ def test_a_reference_is_told_as_one_pass_over_all_rows_where_there_is_one():
         assert found.step
         assert found.reference_seconds
         work = estimate_work(model.config, run, data, ROWS)
-        once = estimate_forward(ShardedModel(run, model, ParallelDims(shard=4), machine.kind), machine, work)
+        once = estimate_forward(
+            ShardedModel(run, model, ParallelDims(shard=4), machine.kind), machine, work
+        )
         assert once
         assert found.reference_seconds == pytest.approx(once.total * 240 / ROWS)
         # Three passes are learnt from, and one more is made anew.

@@ -42,7 +42,9 @@ def compare(folder, name):
     most = max(one["most"] for one in found)
     config = json.loads((folder / name / "model" / "config.json").read_text())
     model = build_cost_model(job.config, config)
-    told = peak_memory(ShardedModel(job.config, model, build_parallel_dims(job.config.train, world), "cpu"))
+    told = peak_memory(
+        ShardedModel(job.config, model, build_parallel_dims(job.config.train, world), "cpu")
+    )
     return told.total, most
 
 

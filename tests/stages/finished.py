@@ -32,7 +32,8 @@ def finished(
     name: str = "",
 ) -> TokenizedSlice:
     """A slice of these samples, all of whose tokens are trained; of a pair, both sides are one
-    list with None between them, and of judged answers the first token says whether it is good."""
+    list with None between them, and before the tokens of a judged answer stands whether it is
+    good."""
     columns = {column: [] for column in PREPARED_SCHEMAS[kind].names}
     for row, tokens in enumerate(samples):
         for column, value in _record(list(tokens), kind).items():
@@ -68,8 +69,9 @@ def _record(tokens: list, kind: Kind) -> dict[str, object]:
         return {
             f"{side}_{what}": its for side, its in sides.items() for what in ("input_ids", "labels")
         }
-    found: dict[str, object] = {"input_ids": tokens, "labels": tokens}
-    return {**found, "desirable": bool(tokens[0])} if kind == "kto" else found
+    if kind == "kto":
+        return {"input_ids": tokens[1:], "labels": tokens[1:], "desirable": bool(tokens[0])}
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def _batch(columns: dict[str, list], schema: pa.Schema) -> pa.RecordBatch:

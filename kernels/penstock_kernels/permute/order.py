@@ -16,10 +16,10 @@ class Order:
     """T tokens, K experts per token, R = T * K rows, E experts."""
 
     copy_of_row: torch.Tensor
-    """int64 [R]: which copy each row is, numbered token by token: t * K + k. NOBODY in the last
+    """int64 [R]: which copy each row is, numbered token by token: t * K + k. NO_EXPERT in the last
     rows, as many as there are copies without an expert."""
     row_of_copy: torch.Tensor
-    """int64 [T, K]: which row each copy is; NOBODY where it has no expert."""
+    """int64 [T, K]: which row each copy is; NO_EXPERT where it has no expert."""
     counts: torch.Tensor
     """int64 [E]: rows of each expert."""
 

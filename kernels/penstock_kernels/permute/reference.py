@@ -25,6 +25,6 @@ def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order)
 
 
 def _taken(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The rows of those indices, zeros for NOBODY."""
+    """The rows of those indices, zeros for NO_EXPERT."""
     taken = rows.index_select(0, numbers.clamp(min=0))
     return taken.masked_fill((numbers < 0).unsqueeze(-1), 0)

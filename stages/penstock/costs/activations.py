@@ -40,49 +40,53 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     tensor = degrees.tensor
     split = tensor if sharded.run.train.sequence_parallel else 1
     stream_row = config.hidden_size * width
-    feeds = _Feeds(sharded, number)
+    saved_inputs = _SavedInputs(sharded, number)
     # Inputs of the two norms, with one fp32 statistic per row; and their outputs if a trainable
     # linear layer reads them.
     normed = tokens * stream_row
     stream = 2 * (tokens / split) * (stream_row + FP32)
-    attention = normed * feeds.copies("q_proj", "k_proj", "v_proj") + _attention(sharded, feeds)
+    attention = normed * saved_inputs.num_copies("q_proj", "k_proj", "v_proj") + _attention(
+        sharded, saved_inputs
+    )
     experts = config.layer_experts(number)
     if experts:
-        network = _experts(sharded, experts, feeds)
-        gradients = _gradients_of_experts(sharded, experts)
+        network = _experts(sharded, experts, saved_inputs)
+        gradients = _expert_gradients(sharded, experts)
     else:
         features = config.intermediate_size / tensor
-        network = normed * feeds.copies("gate_proj", "up_proj") + _network(sharded, feeds, features)
+        network = normed * saved_inputs.num_copies("gate_proj", "up_proj") + _network(
+            sharded, saved_inputs, features
+        )
         gradients = tokens * width * (2 * features + 2 * config.hidden_size)
     return Layer(stream, attention, network, gradients, tokens / split * stream_row)
 
 
-class _Feeds:
+class _SavedInputs:
     """Which linear layers save their input: those whose weight or adapter is trainable."""
 
     def __init__(self, sharded: ShardedModel, layer: int) -> None:
         self._cut = sharded
-        self._all_learn = not sharded.run.lora.enable_lora
+        self._all_trainable = not sharded.run.lora.enable_lora
         its = sharded.model.adapters
         at = f"model.layers.{layer}."
         self._adapted = {one.name.rpartition(".")[2] for one in its if one.native.startswith(at)}
 
-    def copies(self, *parts: str) -> int:
+    def num_copies(self, *parts: str) -> int:
         """Number of saved copies of an input that these linear layers share."""
         count = sum(part in self._adapted for part in parts)
-        if self._all_learn:
+        if self._all_trainable:
             return 1
         # With fp32 LoRA weights and autocast, each adapter casts and saves its own copy.
         casts = not self._cut.is_sharded and self._cut.compute_bytes < FP32
         return count if casts else min(1, count)
 
-    def low(self, *parts: str) -> float:
+    def lora_a_bytes(self, *parts: str) -> float:
         """Bytes of the outputs of LoRA A."""
         count = sum(part in self._adapted for part in parts)
         return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.compute_bytes
 
 
-def _attention(sharded: ShardedModel, feeds: _Feeds) -> float:
+def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs) -> float:
     config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
     tensor = sharded.degrees.tensor
     heads = config.num_attention_heads / tensor
@@ -102,47 +106,51 @@ def _attention(sharded: ShardedModel, feeds: _Feeds) -> float:
         kept += (0 if config.qk_norm else projected) - row * width * keys
     if sharded.kind == "cpu" and within != width:
         # o_proj reads (and saves) a cast copy of the attention output.
-        kept += row * width * heads * feeds.copies("o_proj")
-    return kept + feeds.low("q_proj", "k_proj", "v_proj", "o_proj")
+        kept += row * width * heads * saved_inputs.num_copies("o_proj")
+    return kept + saved_inputs.lora_a_bytes("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def _network(sharded: ShardedModel, feeds: _Feeds, features: float) -> float:
+def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:
     """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains."""
-    per_feature = (3 if sharded.kind == "cpu" else 2) + feeds.copies("down_proj")
+    per_feature = (3 if sharded.kind == "cpu" else 2) + saved_inputs.num_copies("down_proj")
     kept = sharded.tokens * features * sharded.compute_bytes * per_feature
-    return kept + feeds.low("gate_proj", "up_proj", "down_proj")
+    return kept + saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj")
 
 
-def _experts(sharded: ShardedModel, experts: ExpertsConfig, feeds: _Feeds) -> float:
+def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:
     """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
     gate and up outputs; their product, if down_proj trains; the expert outputs. Routers save fp32
     scores and, if trainable, their input."""
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows = tokens * experts.experts_per_token
     row = rows * width * config.hidden_size
-    kept = row * min(1, feeds.copies("gate_proj", "up_proj"))
-    per_feature = (3 if sharded.kind == "cpu" else 2) + min(1, feeds.copies("down_proj"))
+    kept = row * min(1, saved_inputs.num_copies("gate_proj", "up_proj"))
+    per_feature = (3 if sharded.kind == "cpu" else 2) + min(1, saved_inputs.num_copies("down_proj"))
     kept += (
         per_feature
         * width
         * (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size)
     )
-    kept += feeds.low("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
+    kept += (
+        saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
+    )
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
         kept += rows * (FP32 * config.hidden_size + 2 * (8 + 1))
     else:
         kept += row
     kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
-    if feeds.copies("gate") and not sharded.run.model.freeze_router:
+    if saved_inputs.num_copies("gate") and not sharded.run.model.freeze_router:
         kept += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
     if experts.shared_intermediate_size:
-        kept += tokens * width * config.hidden_size * feeds.copies("gate_proj", "up_proj")
+        kept += (
+            tokens * width * config.hidden_size * saved_inputs.num_copies("gate_proj", "up_proj")
+        )
     return kept
 
 
-def _gradients_of_experts(sharded: ShardedModel, experts: ExpertsConfig) -> float:
+def _expert_gradients(sharded: ShardedModel, experts: ExpertsConfig) -> float:
     """Gradients of the combined expert output: its own, and that of each token copy."""
     config, width = sharded.config, sharded.compute_bytes
-    copies = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
-    return sharded.tokens * config.hidden_size * (width + FP32 + copies)
+    num_copies = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
+    return sharded.tokens * config.hidden_size * (width + FP32 + num_copies)

@@ -66,20 +66,20 @@ def detect_machine(local_ranks: int) -> Machine:
     return build_cpu_machine(read_measurements().get(_cpu()), local_ranks)
 
 
-def build_cpu_machine(told: Mapping[str, Any] | None, local_ranks: int) -> Machine:
+def build_cpu_machine(measured: Mapping[str, Any] | None, local_ranks: int) -> Machine:
     """The CPUs and memory of this machine, divided among `local_ranks` ranks.
 
-    `told` are the measured speeds of the whole machine, if any.
+    `measured` are the measured speeds of the whole machine, if any.
     """
     whole = _memory()
     memory = whole and whole / local_ranks
-    if told is None:
+    if measured is None:
         return Machine(_cpu(), "cpu", {}, None, memory=memory, ranks_per_node=local_ranks)
     speeds: dict[Precision, float] = {
-        "fp32": told["fp32"] / local_ranks,
-        "bf16": told["bf16"] / local_ranks,
+        "fp32": measured["fp32"] / local_ranks,
+        "bf16": measured["bf16"] / local_ranks,
     }
-    bandwidth = told["bandwidth"] / local_ranks
+    bandwidth = measured["bandwidth"] / local_ranks
     # Communication between ranks copies data several times in memory.
     link = bandwidth / 4
     return Machine(_cpu(), "cpu", speeds, bandwidth, "measured", memory, link, local_ranks)
@@ -88,8 +88,8 @@ def build_cpu_machine(told: Mapping[str, Any] | None, local_ranks: int) -> Machi
 def find_machine(name: str, *, local: int = DEVICES_PER_NODE) -> Machine:
     """An accelerator by name. Raises ConfigError for an unknown one."""
     device = find_device(name)
-    told = read_measurements().get(name)
-    if device is None and told is None:
+    measured = read_measurements().get(name)
+    if device is None and measured is None:
         raise ConfigError(
             f"{name} is not known, so neither is how fast it is.\n"
             f"  Known are {', '.join(sorted(DEVICES))}; on a machine that has it, penstock doctor "
@@ -97,9 +97,9 @@ def find_machine(name: str, *, local: int = DEVICES_PER_NODE) -> Machine:
         )
     memory = device.memory if device else None
     link = device.link if device else 10 * GB
-    if told:
-        speeds: dict[Precision, float] = {"fp32": told["fp32"], "bf16": told["bf16"]}
-        bandwidth, memory = told["bandwidth"], memory or told.get("memory")
+    if measured:
+        speeds: dict[Precision, float] = {"fp32": measured["fp32"], "bf16": measured["bf16"]}
+        bandwidth, memory = measured["bandwidth"], memory or measured.get("memory")
         return Machine(name, "cuda", speeds, bandwidth, "measured", memory, link, local)
     assert device
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
@@ -123,11 +123,12 @@ def slow_bfloat16() -> str | None:
     """
     if gpu_names():
         return None
-    told = read_measurements().get(_cpu())
-    if told and told["bf16"] >= told["fp32"]:
+    measured = read_measurements().get(_cpu())
+    if measured and measured["bf16"] >= measured["fp32"]:
         return None
-    if told:
-        slower = f"{told['fp32'] / told['bf16']:.3g} x slower than float32 on this CPU (measured)"
+    if measured:
+        ratio = measured["fp32"] / measured["bf16"]
+        slower = f"{ratio:.3g} x slower than float32 on this CPU (measured)"
     elif _has_bfloat16_units():
         return None
     else:

@@ -35,16 +35,16 @@ def estimate_disk(
     sharded: ShardedModel, data: Data | None, steps: int | None, epochs: float
 ) -> Disk:
     """Estimate disk space, for all ranks together."""
-    whole = _whole(sharded)
+    whole = _unsharded_tensors(sharded)
     saved = [tensor for tensor in whole if tensor.is_trainable or not sharded.saves_only_adapters]
-    checkpoint = sum(_alone(tensor) for tensor in saved)
+    checkpoint = sum(_tensor_bytes(tensor) for tensor in saved)
     if sharded.run.train.save_optimizer:
         checkpoint += sum(
             saved_bytes(sharded.run.train, tensor) for tensor in whole if tensor.is_trainable
         )
     export = sharded.run.export
     width = WIDTHS.get(export.dtype, 4 if not sharded.run.model.model_path else 2)
-    adapters = sum(_alone(tensor) for tensor in whole if tensor.is_trainable)
+    adapters = sum(_tensor_bytes(tensor) for tensor in whole if tensor.is_trainable)
     exported = float(sum(tensor.num_elements * width for tensor in whole))
     if sharded.run.lora.enable_lora:
         merges = export.merge_lora and not sharded.run.lora.save_lora_only
@@ -52,20 +52,20 @@ def estimate_disk(
         exported = adapters + (base if merges else 0)
     tokens = data.tokens if data else None
     each = None if tokens is None else float(tokens * BYTES_PER_TOKEN)
-    return Disk(checkpoint, _kept(sharded, steps, epochs), exported, each, each)
+    return Disk(checkpoint, _num_checkpoints(sharded, steps, epochs), exported, each, each)
 
 
-def _whole(sharded: ShardedModel) -> list[Tensor]:
+def _unsharded_tensors(sharded: ShardedModel) -> list[Tensor]:
     """All tensors without sharding."""
     alone = replace(sharded.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
     return list_tensors(replace(sharded, degrees=replace(alone, tensor=1, expert=1)))
 
 
-def _alone(tensor: Tensor) -> float:
+def _tensor_bytes(tensor: Tensor) -> float:
     return tensor.num_elements * tensor.width
 
 
-def _kept(sharded: ShardedModel, steps: int | None, epochs: float) -> int | None:
+def _num_checkpoints(sharded: ShardedModel, steps: int | None, epochs: float) -> int | None:
     train = sharded.run.train
     if steps is None:
         return None

@@ -85,26 +85,29 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
         return None
     ranks = sharded.degrees.world_size
     flops = step_flops(sharded.config, work, learning=sharded.model.trainable)
-    products = (flops + _again(sharded, work)) / ranks / speed
+    products = (flops + _recompute_flops(sharded, work)) / ranks / speed
     if sharded.run.train.enable_fp8_training and (eight := machine.speed(1)):
         inner = step_flops(
             sharded.config, Work(work.tokens, 0, 0, 0), learning=sharded.model.trainable
         )
         products += inner / ranks * (1 / eight - 1 / speed)
-    passes = sharded.micro_batches
+    num_micro_batches = sharded.micro_batches
     layers = local_layers(sharded, 0)
     kept = sum(select_layer(sharded, number).whole for number in layers)
-    again = 1.5 if sharded.run.train.enable_gradient_checkpointing else 1.0
-    memory = ACTIVATION_PASSES * again * kept * passes / bandwidth
+    recompute_factor = 1.5 if sharded.run.train.enable_gradient_checkpointing else 1.0
+    memory = ACTIVATION_PASSES * recompute_factor * kept * num_micro_batches / bandwidth
     if sharded.kind == "cuda":
         # Small layers are bound by kernel launch overhead.
-        memory = max(memory, again * LAUNCH_OVERHEAD_SECONDS * len(layers) * passes - products)
-    computing = products + memory
-    again_too = STEP_AGAIN if sharded.run.train.enable_gradient_checkpointing else STEP
-    sending = _exposed(sharded, machine, computing)
-    sending += _in_layers(sharded, machine, len(layers), again_too) * passes
-    bubble = (computing + sending) * _bubble(sharded)
-    step = Step(products, memory, sending, bubble, _optimizer(sharded, bandwidth))
+        memory = max(
+            memory,
+            recompute_factor * LAUNCH_OVERHEAD_SECONDS * len(layers) * num_micro_batches - products,
+        )
+    compute_seconds = products + memory
+    counts = STEP_AGAIN if sharded.run.train.enable_gradient_checkpointing else STEP
+    communication = _exposed_data_parallel(sharded, machine, compute_seconds)
+    communication += _layer_communication(sharded, machine, len(layers), counts) * num_micro_batches
+    bubble = (compute_seconds + communication) * _bubble_share(sharded)
+    step = Step(products, memory, communication, bubble, _optimizer_seconds(sharded, bandwidth))
     run = sharded.run
     if run.train.objective == "preference" and run.preference.needs_baseline:
         looking = estimate_forward(sharded, machine, work)
@@ -119,20 +122,28 @@ def estimate_forward(sharded: ShardedModel, machine: Machine, work: Work) -> Ste
     speed, bandwidth = machine.speed(sharded.compute_bytes), machine.bandwidth
     if not speed or not bandwidth:
         return None
-    passes, layers = sharded.micro_batches, local_layers(sharded, 0)
+    num_micro_batches, layers = sharded.micro_batches, local_layers(sharded, 0)
     products = forward_flops(sharded.config, work) / sharded.degrees.world_size / speed
     kept = sum(select_layer(sharded, number).whole for number in layers)
-    memory = FORWARD_ACTIVATION_PASSES * kept * passes / bandwidth
+    memory = FORWARD_ACTIVATION_PASSES * kept * num_micro_batches / bandwidth
     if sharded.kind == "cuda":
-        memory = max(memory, LAUNCH_OVERHEAD_SECONDS / 3 * len(layers) * passes - products)
-    computing = products + memory
-    gathering = _gathering(sharded, machine, passes) if sharded.is_sharded else 0.0
-    sending = max(gathering - computing, EXPOSED_SHARE * gathering)
-    sending += _in_layers(sharded, machine, len(layers), FORWARD) * passes
-    return Step(products, memory, sending, (computing + sending) * _bubble(sharded))
+        memory = max(
+            memory, LAUNCH_OVERHEAD_SECONDS / 3 * len(layers) * num_micro_batches - products
+        )
+    compute_seconds = products + memory
+    gathering = (
+        _all_gather_seconds(sharded, machine, num_micro_batches) if sharded.is_sharded else 0.0
+    )
+    communication = max(gathering - compute_seconds, EXPOSED_SHARE * gathering)
+    communication += (
+        _layer_communication(sharded, machine, len(layers), FORWARD) * num_micro_batches
+    )
+    return Step(
+        products, memory, communication, (compute_seconds + communication) * _bubble_share(sharded)
+    )
 
 
-def _again(sharded: ShardedModel, work: Work) -> float:
+def _recompute_flops(sharded: ShardedModel, work: Work) -> float:
     """FLOPs of recomputation (activation checkpointing)."""
     train = sharded.run.train
     if not train.enable_gradient_checkpointing:
@@ -144,7 +155,7 @@ def _again(sharded: ShardedModel, work: Work) -> float:
     return forward_flops(sharded.config, work, parts=parts) + core
 
 
-def _between(machine: Machine, ranks: int, inner: int) -> float:
+def _link_bandwidth(machine: Machine, ranks: int, inner: int) -> float:
     """Bytes per second among `ranks` ranks with a stride of `inner` ranks."""
     return (
         machine.link
@@ -153,42 +164,50 @@ def _between(machine: Machine, ranks: int, inner: int) -> float:
     )
 
 
-def _exposed(sharded: ShardedModel, machine: Machine, computing: float) -> float:
+def _exposed_data_parallel(
+    sharded: ShardedModel, machine: Machine, compute_seconds: float
+) -> float:
     """Seconds of weight and gradient communication (FSDP, DDP) not overlapped with compute."""
-    degrees, passes = sharded.degrees, sharded.micro_batches
+    degrees, num_micro_batches = sharded.degrees, sharded.micro_batches
     tensors = list_tensors(sharded)
     inner = degrees.tensor * degrees.context
     gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
     if sharded.is_sharded:
         shards = sharded.shards
-        times = {"nothing": 2 * passes, "backward": passes, "step": 1}[sharded.reshard_after]
-        seconds = _gathering(sharded, machine, times)
-        seconds += (shards - 1) / shards * gradients / _between_shards(sharded, machine)
+        times = {"nothing": 2 * num_micro_batches, "backward": num_micro_batches, "step": 1}[
+            sharded.reshard_after
+        ]
+        seconds = _all_gather_seconds(sharded, machine, times)
+        seconds += (shards - 1) / shards * gradients / _shard_bandwidth(sharded, machine)
         copies = degrees.replicate
         mine = gradients / shards
     else:
         seconds = 0.0
         copies, mine = degrees.num_replicas * degrees.context, gradients
     if copies > 1:
-        speed = _between(machine, copies * (sharded.shards if sharded.is_sharded else 1), inner)
+        speed = _link_bandwidth(
+            machine, copies * (sharded.shards if sharded.is_sharded else 1), inner
+        )
         seconds += 2 * (copies - 1) / copies * mine / speed
-    return max(seconds - computing, EXPOSED_SHARE * seconds)
+    return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
 
 
-def _gathering(sharded: ShardedModel, machine: Machine, times: int) -> float:
+def _all_gather_seconds(sharded: ShardedModel, machine: Machine, times: int) -> float:
     """Seconds of `times` all-gathers of all weights over the FSDP shards."""
     weights = sum(tensor.gathered_bytes for tensor in list_tensors(sharded))
     return (
-        (sharded.shards - 1) / sharded.shards * weights * times / _between_shards(sharded, machine)
+        (sharded.shards - 1) / sharded.shards * weights * times / _shard_bandwidth(sharded, machine)
     )
 
 
-def _between_shards(sharded: ShardedModel, machine: Machine) -> float:
+def _shard_bandwidth(sharded: ShardedModel, machine: Machine) -> float:
     inner = sharded.degrees.tensor * sharded.degrees.context
-    return _between(machine, sharded.shards, 1 if sharded.shards > sharded.degrees.shard else inner)
+    return _link_bandwidth(
+        machine, sharded.shards, 1 if sharded.shards > sharded.degrees.shard else inner
+    )
 
 
-def _in_layers(
+def _layer_communication(
     sharded: ShardedModel, machine: Machine, layers: int, times: CollectiveCounts
 ) -> float:
     """Seconds of communication within the layers for one micro-batch (TP, Ulysses, ring, EP)."""
@@ -197,29 +216,29 @@ def _in_layers(
     seconds = 0.0
     if degrees.tensor > 1:
         share = 2 * (degrees.tensor - 1) / degrees.tensor
-        speed = _between(machine, degrees.tensor, 1)
+        speed = _link_bandwidth(machine, degrees.tensor, 1)
         seconds += layers * times.sums * share * stream / speed
     if degrees.ulysses > 1:
         heads = config.num_attention_heads + config.num_key_value_heads
         sent = sharded.tokens * 2 * heads * config.head_dim * width / degrees.tensor
         share = (degrees.ulysses - 1) / degrees.ulysses
-        speed = _between(machine, degrees.ulysses, degrees.tensor)
+        speed = _link_bandwidth(machine, degrees.ulysses, degrees.tensor)
         seconds += layers * times.exchanges * share * sent / speed
     if degrees.ring > 1:
         sent = sharded.tokens * 2 * config.num_key_value_heads * config.head_dim * width
-        speed = _between(machine, degrees.ring, degrees.tensor * degrees.ulysses)
+        speed = _link_bandwidth(machine, degrees.ring, degrees.tensor * degrees.ulysses)
         # Most of it overlaps with computing the previous block.
         seconds += 0.3 * layers * times.turns * (degrees.ring - 1) * sent / speed
     if degrees.expert > 1 and config.experts:
         sent = stream * config.experts.experts_per_token
         share = (degrees.expert - 1) / degrees.expert
         sparse = len(config.experts.layers) / config.num_hidden_layers * layers
-        speed = _between(machine, degrees.expert, 1)
+        speed = _link_bandwidth(machine, degrees.expert, 1)
         seconds += sparse * 2 * times.exchanges * share * sent / speed
     return seconds
 
 
-def _bubble(sharded: ShardedModel) -> float:
+def _bubble_share(sharded: ShardedModel) -> float:
     """Pipeline bubble as a fraction of compute and communication time."""
     size, train = sharded.degrees.pipeline, sharded.run.train
     if size == 1:
@@ -232,7 +251,7 @@ def _bubble(sharded: ShardedModel) -> float:
     return waits / 3 if schedule in SPLIT_BACKWARD else waits
 
 
-def _optimizer(sharded: ShardedModel, bandwidth: float) -> float:
+def _optimizer_seconds(sharded: ShardedModel, bandwidth: float) -> float:
     """Seconds of the optimizer step: weights and states are read and written, and gradients read
     twice (for the gradient norm and for the update)."""
     learning = [tensor for tensor in list_tensors(sharded) if tensor.is_trainable]

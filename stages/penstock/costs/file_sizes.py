@@ -22,7 +22,7 @@ from penstock.core.sources.megatron_files import DATA, INDEX
 SAMPLE_BYTES = 1 << 18
 """Bytes read from each source."""
 
-DOCUMENT = 512
+ASSUMED_SAMPLE_TOKENS = 512
 """Assumed tokens per sample if records cannot be read."""
 
 
@@ -71,8 +71,8 @@ def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | 
             longest = max(longest, max(first.texts) / per_token)
         else:
             tokens += size / per_token
-            samples += size / per_token / DOCUMENT
-            longest = max(longest, DOCUMENT)
+            samples += size / per_token / ASSUMED_SAMPLE_TOKENS
+            longest = max(longest, ASSUMED_SAMPLE_TOKENS)
     if not tokens:
         return None
     power = 1 << (math.ceil(longest) - 1).bit_length()
@@ -133,7 +133,7 @@ Texts = Iterator[tuple[int, int]]
 def _json_texts(text: str) -> Texts:
     decode, at = json.JSONDecoder().raw_decode, 0
     # Skip the opening bracket of an array and separators between records.
-    skip = partial(_after_any, text, " \t\r\n,[")
+    skip = partial(_skip_any, text, " \t\r\n,[")
     size = 0
     while (start := skip(at)) < len(text):
         try:
@@ -142,32 +142,32 @@ def _json_texts(text: str) -> Texts:
             return
         size += len(text[at:end].encode())
         at = end
-        yield size, sum(map(_bytes, _strings(value)))
+        yield size, sum(map(_num_bytes, _strings(value)))
 
 
 def _csv_texts(text: str) -> Texts:
     lines = io.StringIO(text, newline="")
     size = 0
     for number, row in enumerate(csv.reader(lines)):
-        size += sum(map(_bytes, row)) + len(row)
+        size += sum(map(_num_bytes, row)) + len(row)
         if number:
-            yield size, sum(map(_bytes, row))
+            yield size, sum(map(_num_bytes, row))
 
 
 def _line_texts(text: str) -> Texts:
     size = 0
     for line in text.splitlines(keepends=True):
-        size += _bytes(line)
-        yield size, _bytes(line.rstrip())
+        size += _num_bytes(line)
+        yield size, _num_bytes(line.rstrip())
 
 
-def _after_any(text: str, of: str, at: int) -> int:
+def _skip_any(text: str, of: str, at: int) -> int:
     while at < len(text) and text[at] in of:
         at += 1
     return at
 
 
-def _bytes(text: str) -> int:
+def _num_bytes(text: str) -> int:
     return len(text.encode("utf-8", "replace"))
 
 

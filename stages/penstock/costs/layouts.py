@@ -59,19 +59,19 @@ class _Candidate:
     memory: float
 
 
-def find_fastest_layouts(wanted: LayoutSearch, *, limit: int = 5) -> list[Proposal]:
+def find_fastest_layouts(search: LayoutSearch, *, limit: int = 5) -> list[Proposal]:
     """At most `most` layouts that fit in memory, fastest first; empty if none fits."""
     found: list[_Candidate] = []
-    for axes in _axes(wanted):
+    for axes in _parallel_sizes(search):
         # Keep the best micro-batch size, ZeRO stage and recomputation of each set of sizes.
-        if here := list(_of_axes(wanted, axes)):
+        if here := list(_candidates(search, axes)):
             found.append(min(here, key=_order))
     found.sort(key=_order)
     return [
         Proposal(
-            {name: value for name, value in one.settings.items() if _says_something(name, value)},
+            {name: value for name, value in one.settings.items() if _is_not_default(name, value)},
             predict(
-                one.sharded.run, wanted.model, one.sharded.degrees, wanted.machine, wanted.data
+                one.sharded.run, search.model, one.sharded.degrees, search.machine, search.data
             ),
         )
         for one in found[:limit]
@@ -82,12 +82,12 @@ def _order(candidate: _Candidate) -> tuple[float, float]:
     return candidate.seconds, candidate.memory
 
 
-def _says_something(name: str, value: Any) -> bool:
+def _is_not_default(name: str, value: Any) -> bool:
     """Whether to show a setting: parallel sizes of 1 and recomputation (True == 1) are defaults."""
     return value != 1 or name == "micro_batch_size"
 
 
-def _of_axes(wanted: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
+def _candidates(search: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
     """Yield the layouts with these parallel sizes that fit."""
     options = product([3, 2] if axes["pipeline_parallel_size"] == 1 else [2], [False, True])
     for stage, recomputes in options:
@@ -98,61 +98,61 @@ def _of_axes(wanted: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
                 "zero_stage": stage,
                 "enable_gradient_checkpointing": recomputes,
                 "micro_batch_size": several,
-                "global_batch_size": wanted.rows,
+                "global_batch_size": search.rows,
             }
-            sharded = _cut(wanted, settings)
+            sharded = _shard(search, settings)
             if sharded is None:
                 continue
             memory = peak_memory(sharded).total
-            if wanted.machine.memory and memory > USABLE_MEMORY * wanted.machine.memory:
+            if search.machine.memory and memory > USABLE_MEMORY * search.machine.memory:
                 # Larger micro-batches need more memory.
                 break
-            work = estimate_work(wanted.model.config, wanted.run, wanted.data, wanted.rows)
-            step = estimate_step(sharded, wanted.machine, work)
+            work = estimate_work(search.model.config, search.run, search.data, search.rows)
+            step = estimate_step(sharded, search.machine, work)
             yield _Candidate(settings, sharded, step.total if step else 0.0, memory)
 
 
-def _axes(wanted: LayoutSearch) -> Iterator[Settings]:
+def _parallel_sizes(search: LayoutSearch) -> Iterator[Settings]:
     """Yield valid parallel sizes for the devices whose state at rest fits in memory."""
-    devices, machine = wanted.devices, wanted.machine
+    devices, machine = search.devices, search.machine
     within = [size for size in SIZES if size <= min(devices, machine.ranks_per_node)]
-    long = wanted.run.data.row_length >= LONG
-    experts = [size for size in (*SIZES, 16, 32) if wanted.model.config.experts]
+    long = search.run.data.row_length >= LONG
+    experts = [size for size in (*SIZES, 16, 32) if search.model.config.experts]
     sizes = {
         "tensor_parallel_size": within,
         "pipeline_parallel_size": [size for size in SIZES if size <= devices],
         "expert_parallel_size": [size for size in experts if size <= devices] or [1],
         "ulysses_parallel_size": within if long else [1],
         "ringattn_parallel_size": [1, 2] if long else [1],
-        "data_parallel_replicate_size": _copies(devices, machine),
+        "data_parallel_replicate_size": _replicate_sizes(devices, machine),
     }
     for values in product(*sizes.values()):
         axes = dict(zip(sizes, values, strict=True))
-        least = {**axes, "zero_stage": 2, "global_batch_size": wanted.rows, "micro_batch_size": 1}
-        sharded = _cut(wanted, {**least, "data_parallel_mode": "fsdp2"})
+        least = {**axes, "zero_stage": 2, "global_batch_size": search.rows, "micro_batch_size": 1}
+        sharded = _shard(search, {**least, "data_parallel_mode": "fsdp2"})
         if sharded and (
             not machine.memory or resident_bytes(sharded) < USABLE_MEMORY * machine.memory
         ):
             yield axes
 
 
-def _copies(devices: int, machine: Machine) -> list[int]:
+def _replicate_sizes(devices: int, machine: Machine) -> list[int]:
     """Replicate sizes to try: one replica of the weights, or one per machine (HSDP)."""
     machines = devices // machine.ranks_per_node
     return [1, machines] if machines > 1 and devices % machine.ranks_per_node == 0 else [1]
 
 
-def _cut(wanted: LayoutSearch, settings: Settings) -> ShardedModel | None:
+def _shard(search: LayoutSearch, settings: Settings) -> ShardedModel | None:
     """The run with these settings; None if the layout is invalid."""
-    changed = with_train(wanted.run, settings)
-    degrees = compute_dims(changed.train, wanted.devices)
+    changed = with_train(search.run, settings)
+    degrees = compute_dims(changed.train, search.devices)
     if not isinstance(degrees, ParallelDims) or layout_errors(
-        changed, wanted.devices, wanted.counts
+        changed, search.devices, search.counts
     ):
         return None
     if any(True for _ in rule_violations(changed)):
         return None
-    return ShardedModel(changed, wanted.model, degrees, wanted.machine.kind)
+    return ShardedModel(changed, search.model, degrees, search.machine.kind)
 
 
 RESET_FIELDS = (

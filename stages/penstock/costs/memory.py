@@ -52,7 +52,7 @@ def peak_memory(sharded: ShardedModel) -> Memory:
 
 def resident_bytes(sharded: ShardedModel) -> float:
     """Bytes of weights, gradients and optimizer states, on the pipeline rank with the most."""
-    return max(_Rank(sharded, rank).at_rest() for rank in _ends(sharded))
+    return max(_Rank(sharded, rank).resident_bytes() for rank in _ends(sharded))
 
 
 def _ends(sharded: ShardedModel) -> set[int]:
@@ -69,7 +69,7 @@ class _Rank:
         self.pipeline = pipeline
         self.tensors = list_tensors(sharded, pipeline)
         self.layers = local_layers(sharded, pipeline)
-        self.keeps = {number: select_layer(sharded, number) for number in self.layers}
+        self.layer_costs = {number: select_layer(sharded, number) for number in self.layers}
         self.units: Mapping[int, list[Tensor]] = {
             unit: [tensor for tensor in self.tensors if tensor.layer == unit]
             for unit in (*self.layers, ROOT)
@@ -81,18 +81,18 @@ class _Rank:
         return max(self._moments(), key=lambda memory: memory.total)
 
     def _moments(self) -> Iterator[Memory]:
-        rest = self._rest() + Memory(programs=program_bytes(self.sharded))
+        rest = self._resident() + Memory(programs=program_bytes(self.sharded))
         flight = self._in_flight()
-        yield rest + self._forward_ends(flight)
+        yield rest + self._at_forward_end(flight)
         done = 0.0
         for at in reversed(range(len(self.layers))):
             yield from (rest + moment for moment in self._backward(at, done, flight))
             if not self.train.fuse_optimizer_step:
                 done += self._gradients(self.layers[at])
-        yield rest + self._root_ends(done)
-        yield rest + self._update()
+        yield rest + self._at_root_reduction(done)
+        yield rest + self._at_optimizer_step()
 
-    def _rest(self) -> Memory:
+    def _resident(self) -> Memory:
         if self.host:
             return Memory()
         weights = sum(tensor.local_bytes for tensor in self.tensors)
@@ -103,14 +103,14 @@ class _Rank:
             states = 0
         return Memory(weights=weights, optimizer=states)
 
-    def at_rest(self) -> float:
+    def resident_bytes(self) -> float:
         """Bytes between the backward pass and the optimizer step."""
         gradients = sum(self._gradients(unit) for unit in self.units)
-        return self._rest().total + gradients
+        return self._resident().total + gradients
 
     # Saved activations.
 
-    def _kept(self, layer: Layer) -> float:
+    def _saved_bytes(self, layer: Layer) -> float:
         train = self.train
         if not train.enable_gradient_checkpointing:
             return layer.whole
@@ -122,9 +122,9 @@ class _Rank:
         # The input of each recomputed module is saved.
         return left + layer.entry * len(train.recompute_modules)
 
-    def _again(self, layer: Layer) -> float:
+    def _recomputed_bytes(self, layer: Layer) -> float:
         """Additional bytes once the layer is recomputed."""
-        return max(0.0, layer.whole - self._kept(layer))
+        return max(0.0, layer.whole - self._saved_bytes(layer))
 
     def _in_flight(self) -> float:
         """Number of micro-batches in flight, whose activations are saved at once."""
@@ -143,9 +143,9 @@ class _Rank:
             return min(several, size)
         return min(several, size - self.pipeline)
 
-    def _saved(self, upto: int, flight: float) -> float:
+    def _saved_activations(self, upto: int, flight: float) -> float:
         """Saved activations of the first `upto` layers, and of other micro-batches in flight."""
-        kept = [self._kept(self.keeps[number]) for number in self.layers]
+        kept = [self._saved_bytes(self.layer_costs[number]) for number in self.layers]
         here = sum(kept[:upto]) + (flight - 1) * sum(kept)
         if self.train.enable_activation_offload and self.sharded.kind == "cuda":
             limit = max(self.train.activation_gpu_limit * 1e9, 2 * max(kept, default=0))
@@ -154,7 +154,7 @@ class _Rank:
 
     # Gathered or cast weights, and gradients.
 
-    def _gathered(self, unit: int) -> float:
+    def _gathered_weights(self, unit: int) -> float:
         """Bytes of a unit's gathered or cast weights, in addition to those at rest."""
         sharded = self.sharded
         tensors = self.units[unit]
@@ -169,14 +169,14 @@ class _Rank:
             if tensor.columns > 1 and tensor.width > sharded.compute_bytes
         )
 
-    def _sent(self, unit: int) -> float:
+    def _reduce_buffer_bytes(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients in the reduce dtype."""
         width = 2 if self.train.fsdp_reduce_dtype == "bf16" else FP32
         return sum(
             tensor.num_elements * width for tensor in self.units[unit] if tensor.is_trainable
         )
 
-    def _fresh(self, unit: int) -> float:
+    def _unsharded_gradients(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients as the backward pass produces them."""
         width = self.sharded.compute_bytes if self.sharded.is_sharded else self.sharded.grad_bytes
         return sum(
@@ -198,15 +198,15 @@ class _Rank:
         if self.sharded.micro_batches == 1:
             return 0
         if self.sharded.is_sharded:
-            return sum(self._sent(unit) for unit in self.units)
+            return sum(self._reduce_buffer_bytes(unit) for unit in self.units)
         return sum(self._gradients(unit) for unit in self.units)
 
-    def _whole(self, at: int) -> float:
+    def _live_weights(self, at: int) -> float:
         """Gathered weights while layer index `at` is computed: its own, those not resharded yet or
         prefetched, and the root's."""
         sharded = self.sharded
-        units = [self._gathered(number) for number in self.layers]
-        root = self._gathered(ROOT)
+        units = [self._gathered_weights(number) for number in self.layers]
+        root = self._gathered_weights(ROOT)
         if not sharded.is_sharded:
             if self.train.enable_gradient_checkpointing:
                 return root + units[at]
@@ -222,15 +222,19 @@ class _Rank:
         copies = 1 if sharded.compute_bytes == sharded.param_bytes else 2
         return root + units[at] + copies * neighbour
 
-    def _copied(self, unit: int) -> float:
+    def _gloo_copies(self, unit: int) -> float:
         """Bytes that gloo copies when it reduces gradients on CPUs."""
-        return self._sent(unit) if self.sharded.kind == "cpu" else 0
+        return self._reduce_buffer_bytes(unit) if self.sharded.kind == "cpu" else 0
 
     # The moments.
 
-    def _forward_ends(self, flight: float) -> Memory:
-        saved = self._saved(len(self.layers), flight)
-        buffers = self._whole(len(self.layers) - 1) if self.layers else self._gathered(ROOT)
+    def _at_forward_end(self, flight: float) -> Memory:
+        saved = self._saved_activations(len(self.layers), flight)
+        buffers = (
+            self._live_weights(len(self.layers) - 1)
+            if self.layers
+            else self._gathered_weights(ROOT)
+        )
         logits, gradients = self._loss()
         return Memory(
             gradients=gradients + self._accumulated(),
@@ -270,35 +274,37 @@ class _Rank:
         """Moments of the backward pass of layer index `at`: its start, with all saved activations;
         its end, with all its gradients; and the reduce-scatter of these."""
         unit = self.layers[at]
-        layer = self.keeps[unit]
+        layer = self.layer_costs[unit]
         _, head = self._loss()
         sharded = self.sharded.is_sharded
         # With gradient accumulation, gradients are added to those of earlier micro-batches.
         before = (done if self.sharded.micro_batches == 1 else self._accumulated()) + head
-        fresh = self._fresh(unit)
+        fresh = self._unsharded_gradients(unit)
         own = 0.0 if sharded or self.sharded.micro_batches > 1 else fresh
-        buffers = self._whole(at)
+        buffers = self._live_weights(at)
         if sharded and at + 1 < len(self.layers):
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
-            buffers += self._sent(self.layers[at + 1])
-        left = self._saved(at, flight) + layer.entry
+            buffers += self._reduce_buffer_bytes(self.layers[at + 1])
+        left = self._saved_activations(at, flight) + layer.entry
         yield Memory(
             gradients=before,
-            activations=self._saved(at + 1, flight) + self._again(layer) + layer.gradients,
+            activations=self._saved_activations(at + 1, flight)
+            + self._recomputed_bytes(layer)
+            + layer.gradients,
             buffers=buffers,
         )
         yield Memory(
             gradients=before + own, activations=left, buffers=buffers + (fresh if sharded else 0)
         )
         if sharded:
-            sums = max(fresh, self._copied(unit) + self._gradients(unit))
+            sums = max(fresh, self._gloo_copies(unit) + self._gradients(unit))
             yield Memory(
                 gradients=before,
                 activations=left,
-                buffers=self._gathered(ROOT) + self._sent(unit) + sums,
+                buffers=self._gathered_weights(ROOT) + self._reduce_buffer_bytes(unit) + sums,
             )
 
-    def _root_ends(self, done: float) -> Memory:
+    def _at_root_reduction(self, done: float) -> Memory:
         """The gradient reduction of the root unit: embedding and head."""
         mine = done + self._gradients(ROOT)
         if not self.sharded.is_sharded:
@@ -306,21 +312,25 @@ class _Rank:
             both = (
                 mine if self.sharded.degrees.num_replicas * self.sharded.degrees.context > 1 else 0
             )
-            return Memory(gradients=mine, buffers=both + self._gathered(ROOT))
+            return Memory(gradients=mine, buffers=both + self._gathered_weights(ROOT))
         gradients = mine
         if self.sharded.micro_batches > 1:
-            gradients += self._accumulated() - sum(self._sent(u) for u in self.layers)
+            gradients += self._accumulated() - sum(
+                self._reduce_buffer_bytes(u) for u in self.layers
+            )
         return Memory(
             gradients=gradients,
-            buffers=self._fresh(ROOT) + self._sent(ROOT) + self._copied(ROOT),
+            buffers=self._unsharded_gradients(ROOT)
+            + self._reduce_buffer_bytes(ROOT)
+            + self._gloo_copies(ROOT),
         )
 
-    def _update(self) -> Memory:
+    def _at_optimizer_step(self) -> Memory:
         if self.train.fuse_optimizer_step:
             return Memory()
         gradients = sum(self._gradients(unit) for unit in self.units)
         kept = (
-            self._gathered(ROOT)
+            self._gathered_weights(ROOT)
             if self.sharded.is_sharded and self.sharded.reshard_after == "step"
             else 0
         )

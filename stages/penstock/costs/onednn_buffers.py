@@ -7,13 +7,13 @@ from penstock.costs.activations import FP32
 from penstock.costs.sharded_model import ShardedModel
 from penstock.models.tp_roles import ParallelStyle
 
-PROGRAM = 0.57e6
+BYTES_PER_PRIMITIVE = 0.57e6
 """Bytes per cached primitive, for any shape."""
 
-MOST = 1024
+CACHE_CAPACITY = 1024
 """Capacity of the cache, in primitives."""
 
-HEIGHTS = 12
+NUM_EXPERT_ROW_COUNTS = 12
 """Number of distinct row counts in expert matmuls: four per doubling, from a quarter of the mean to
 twice the mean, as with untrained routers."""
 
@@ -23,7 +23,7 @@ def program_bytes(sharded: ShardedModel) -> float:
     if sharded.kind != "cpu" or sharded.compute_bytes == FP32:
         return 0
     model = sharded.model
-    frozen, heights = sharded.run.lora.enable_lora, {True: HEIGHTS, False: 1}
+    frozen, heights = sharded.run.lora.enable_lora, {True: NUM_EXPERT_ROW_COUNTS, False: 1}
     matrices = {
         (shape, model.roles.get(name.rpartition(".")[0]) is ParallelStyle.EXPERTS)
         for name, shape in model.shapes.items()
@@ -37,4 +37,4 @@ def program_bytes(sharded: ShardedModel) -> float:
         for side, width in (("first", one.inputs), ("second", one.outputs))
     }
     count += 3 * sum(heights[of_experts] for *_, of_experts in factors)
-    return min(MOST, count) * PROGRAM
+    return min(CACHE_CAPACITY, count) * BYTES_PER_PRIMITIVE

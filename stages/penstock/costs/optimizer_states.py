@@ -5,10 +5,10 @@ from penstock.costs.param_sizes import Tensor
 
 WIDTHS = {"fp32": 4, "bf16": 2}
 
-EIGHT_BITS, FOUR_BITS = 1 + 4 / 256, 0.5 + 4 / 128
+BYTES_8BIT, BYTES_4BIT = 1 + 4 / 256, 0.5 + 4 / 128
 """Bytes per element of torchao's quantized states, including the block scale."""
 
-COMPRESSED = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
+QUANTIZED_CHECKPOINT_BYTES = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
 """Bytes per element of a quantized moment in a checkpoint, including the block's two scales."""
 
 
@@ -18,38 +18,42 @@ def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
     if train.ckpt_quant == "none":
         return kept
     moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
-    return kept + tensor.num_local_elements * (2 * COMPRESSED[train.ckpt_quant] - moments)
+    return kept + tensor.num_local_elements * (
+        2 * QUANTIZED_CHECKPOINT_BYTES[train.ckpt_quant] - moments
+    )
 
 
 def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
     """Bytes of optimizer states of this rank's shard of a tensor."""
-    return tensor.num_local_elements * _per_number(train, tensor)
+    return tensor.num_local_elements * _bytes_per_element(train, tensor)
 
 
-def _per_number(train: TrainConfig, tensor: Tensor) -> float:
-    told = WIDTHS[train.optimizer_dtype]
+def _bytes_per_element(train: TrainConfig, tensor: Tensor) -> float:
+    state_width = WIDTHS[train.optimizer_dtype]
     arguments = train.optimizer_kwargs
     optimizer = train.optimizer
     if optimizer == "adamw":
         return 2 * WIDTHS["fp32"]
     if optimizer == "anyprecision_adamw":
         # Kahan summation stores the rounding error of weights below fp32.
-        lost = tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
-        return 2 * told + lost
+        kahan_width = (
+            tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
+        )
+        return 2 * state_width + kahan_width
     if optimizer == "muon":
-        return told if tensor.is_hidden_matrix else 2 * told
+        return state_width if tensor.is_hidden_matrix else 2 * state_width
     if optimizer == "novograd":
-        return told
-    own = tensor.width
+        return state_width
+    param_width = tensor.width
     name = optimizer.rpartition(".")[2]
     if name in ("sgd", "SGD"):
-        return own if arguments.get("momentum") else 0.0
+        return param_width if arguments.get("momentum") else 0.0
     if "8bit" in name:
-        return 2 * EIGHT_BITS
+        return 2 * BYTES_8BIT
     if "4bit" in name:
-        return 2 * FOUR_BITS
+        return 2 * BYTES_4BIT
     if name in ("RMSprop", "Adagrad"):
-        return own
+        return param_width
     if name == "Adafactor":
-        return own * (tensor.rows + tensor.columns) / tensor.num_elements
-    return 2 * own
+        return param_width * (tensor.rows + tensor.columns) / tensor.num_elements
+    return 2 * param_width

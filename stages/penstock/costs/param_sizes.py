@@ -69,16 +69,19 @@ class Tensor:
 
 def list_tensors(sharded: ShardedModel, pipeline: int = 0) -> list[Tensor]:
     """Parameters of pipeline rank `pipeline`; the largest sizes if ranks of a stage differ."""
-    layers, begins, ends = _part(sharded, pipeline)
-    return [*_base(sharded, layers, begins=begins, ends=ends), *_adapters(sharded, layers, ends)]
+    layers, begins, ends = _local_stages(sharded, pipeline)
+    return [
+        *_base_tensors(sharded, layers, begins=begins, ends=ends),
+        *_adapter_tensors(sharded, layers, ends),
+    ]
 
 
 def local_layers(sharded: ShardedModel, pipeline: int) -> list[int]:
     """Layer numbers of that pipeline rank."""
-    return _part(sharded, pipeline)[0]
+    return _local_stages(sharded, pipeline)[0]
 
 
-def _part(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool, bool]:
+def _local_stages(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool, bool]:
     train, count = sharded.run.train, sharded.config.num_hidden_layers
     if sharded.degrees.pipeline == 1:
         return list(range(count)), True, True
@@ -91,7 +94,7 @@ def _part(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool, bool]:
     )
 
 
-def _base(
+def _base_tensors(
     sharded: ShardedModel, layers: list[int], *, begins: bool, ends: bool
 ) -> Iterator[Tensor]:
     shapes = sharded.model.shapes
@@ -118,7 +121,7 @@ def parse_layer_number(name: str) -> int:
 def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
     module, _, leaf = name.rpartition(".")
     layer, of_experts = parse_layer_number(name), f".mlp.{EXPERTS}." in name
-    rows, columns = _cut(sharded, name, shape)
+    rows, columns = _local_shape(sharded, name, shape)
     learns = not sharded.run.lora.enable_lora and not (
         sharded.run.model.freeze_router and module.endswith("mlp.gate")
     )
@@ -128,15 +131,15 @@ def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
     gathered = float(sharded.compute_bytes)
     if not learns and is_matrix and sharded.saves_only_adapters:
         width = min(sharded.param_bytes, sharded.compute_bytes)
-    format = _format(sharded, name, is_matrix) if layer != ROOT else None
+    format = _quant_format(sharded, name, is_matrix) if layer != ROOT else None
     if format:
-        width = gathered = _width(format, shape[-1], _group(sharded))
+        width = gathered = _bytes_per_element(format, shape[-1], _group_size(sharded))
     shards = sharded.expert_shards if of_experts else sharded.shards
     hidden = is_matrix and layer != ROOT and leaf != "sinks"
     return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden)
 
 
-def _cut(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, elements per row) of a tensor on one rank, after tensor and expert parallelism."""
     size, config = sharded.degrees.tensor, sharded.config
     rows, columns = shape[0], 1
@@ -162,7 +165,7 @@ def _cut(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int,
     return -(-rows // size), columns
 
 
-def _format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | None:
+def _quant_format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | None:
     """Quantization format of a matrix of a layer; None if it is not quantized."""
     lora = sharded.run.lora
     module = name.rpartition(".")[0]
@@ -182,37 +185,37 @@ def _format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | None:
     return experts if role is ParallelStyle.EXPERTS else linear
 
 
-def _group(sharded: ShardedModel) -> int | None:
+def _group_size(sharded: ShardedModel) -> int | None:
     """Quantization group size, if it is set."""
     if sharded.run.lora.quant_group_size is not None:
         return sharded.run.lora.quant_group_size
     return sharded.model.quantization.group_size if sharded.model.quantization else None
 
 
-def _width(format: str, columns: int, told: int | None) -> float:
+def _bytes_per_element(format: str, columns: int, group_size: int | None) -> float:
     """Bytes per element of a quantized row, including scales."""
     each, group, scale, whole = QUANT_FORMATS[format]
     if group is None:
         return each + scale / columns
-    size = (told if format in ("nf4", "int4") else None) or group
+    size = (group_size if format in ("nf4", "int4") else None) or group
     groups = -(-columns // size)
     codes = groups * size * each if each < 1 else columns
     return (codes + groups * scale + whole) / columns
 
 
-def _adapters(sharded: ShardedModel, layers: list[int], ends: bool) -> Iterator[Tensor]:
+def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> Iterator[Tensor]:
     rank = sharded.run.lora.lora_rank
     for one in sharded.model.adapters:
         layer = parse_layer_number(one.of)
         if layer == ROOT and one.name != EMBEDDING and not ends:
             continue
         if layer == ROOT or layer in layers:
-            for rows, columns in _factors(sharded, one, rank):
+            for rows, columns in _adapter_shapes(sharded, one, rank):
                 shards = sharded.expert_shards if one.experts else sharded.shards
                 yield Tensor(layer, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
-def _factors(sharded: ShardedModel, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
+def _adapter_shapes(sharded: ShardedModel, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = sharded.degrees.tensor
     role = sharded.model.roles[one.native]

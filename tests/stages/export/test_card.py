@@ -174,8 +174,8 @@ def test_the_text_says_what_the_manifests_say(made):
     )
     line = f"| `<b>x\\|y 'z'` | training | {rows:,} | {tokens:,} | {learnt:,} | unknown |"
     assert line in text.splitlines()
-    assert f"{sum(facts['dropped'].values())} of {facts['records']} records left out" in text
-    assert "4 samples of the training sources held out." in text
+    assert f"{sum(facts['dropped'].values())} of {facts['records']} records dropped" in text
+    assert "4 samples of the training sources held out for validation." in text
     parameters = sum(p.numel() for p in Qwen3ForCausalLM.from_pretrained(made.hf).parameters())
     assert cell(text, "parameters") == f"{parameters:,}"
     assert cell(text, "architecture") == "`qwen3`"
@@ -184,7 +184,7 @@ def test_the_text_says_what_the_manifests_say(made):
     assert cell(text, "adapter parameters") == f"{sum(each.numel() for each in factors):,}"
     assert cell(text, "trained parameters") == "adapters; the base model is frozen, in `nf4`"
     assert cell(text, "learning rate") == "0.01, decaying to 1e-07 (cosine)"
-    assert cell(text, "a step").endswith(" of 256 tokens")
+    assert cell(text, "global batch size").endswith(" of 256 tokens")
     assert cell(text, "steps").startswith("2, ")
     assert cell(text, "tokens seen") == f"{trained['tokens']:,}"
     assert cell(text, "final training loss") == f"{trained['final_loss']:.4g}"

@@ -18,6 +18,7 @@ from penstock.pack.stage import Pack
 from penstock.rows.filter_rows import select_samples
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import PackedRows
+from penstock.rows.row_length import SampleSizes, fitted_row_length
 from penstock.rows.schema import IGNORED, PREPARED_SCHEMAS
 from tests.stages.prepared import prepare, run, write_lines
 
@@ -250,6 +251,31 @@ def test_the_gap_between_scores_goes_with_its_pair(tmp_path):
                 assert alone.branching.score_gaps == of.score_gaps[place : place + 1]
                 found[int((alone.labels == ord("y")).sum())] = of.score_gaps[place]
         assert found == gaps
+
+
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_a_row_of_unwritten_length_holds_any_sample_with_both_its_answers(tmp_path, kind):
+    # Of one byte in prompts, and as many as the power of two above a side's length in answers.
+    answers = [letter * 230 for letter in "abcd"]
+    if kind == "kto":
+        verdicts = [{"completion": answer, "label": True} for answer in answers]
+        records = [{"prompt": str(n), **verdict} for n, verdict in enumerate(verdicts)]
+    else:
+        records = [
+            {"prompt": str(n), "chosen": answer, "rejected": answer.upper()}
+            for n, answer in enumerate(answers)
+        ]
+    path = write_lines(tmp_path / "records.jsonl", records)
+    prepared, facts = run(prepare((path, {"type": kind})), tmp_path / "p" / "x")
+    [upper] = facts["lengths"]["train"]
+    its = {"row_length": "fitted", "sample_packing_sequence_len": 4096}
+    for shares in (True, False):
+        rows, _ = packed(prepared, tmp_path / str(shares), share_prompts=shares, **its)
+        assert len(branches(rows)) == len(answers)
+        assert int(upper) < rows.lengths().max() <= 2 * int(upper)
+    sizes = SampleSizes.of_plan(json.loads((prepared.path / PLAN).read_text()))
+    assert sizes == SampleSizes.of_facts(facts)
+    assert fitted_row_length(sizes, 4096) == 2 * int(upper)
 
 
 def test_pairs_longer_than_a_row_are_told_with_the_limit_that_makes_them_fit(tmp_path):

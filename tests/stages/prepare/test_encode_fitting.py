@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.encode.truncation_lengths import truncated_lengths
+from penstock.prepare.encode.truncate import truncated_lengths
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepare.conversations import said

@@ -155,6 +155,26 @@ def test_no_validation_sample_is_trained_on_in_another_copy(deduplicate, tmp_pat
             assert len(found[1]) == 10  # a validation source is stored as it is
 
 
+def test_a_training_sample_that_is_nearly_a_validation_sample_is_left_out_wherever_it_stands(
+    tmp_path,
+):
+    rng = random.Random(7)
+    held = [tokens(rng, 60) for _ in range(3)]
+    # Two of the held samples are nearly the same: what is held is stored as it is.
+    held.append([*held[0][:-1], 1000])
+    others = [tokens(rng, 60) for _ in range(4)]
+    test = finished(tmp_path, held, "validation")
+    for place, sample in enumerate([*held, held[1]]):
+        near = [1001, *sample[1:]]
+        mine, its = runs(near, SHINGLE), runs(sample, SHINGLE)
+        assert 0.9 < len(mine & its) / len(mine | its) < 1
+        entries = [finished(tmp_path, [*others[:place], near, *others[place:]]), test]
+        selection = select(entries, settings(deduplicate="near"))
+        assert stored(entries, selection) == [[n for n in range(5) if n != place], []]
+        assert stored(entries, selection, "validation") == [[], [0, 1, 2, 3]]
+        assert [dropped["near_duplicate"] for dropped in selection.dropped] == [1, 0]
+
+
 @given(
     st.lists(st.integers(0, 60), min_size=1, max_size=6),
     st.one_of(st.none(), st.integers(1, 80), st.floats(0.001, 0.99)),
@@ -218,10 +238,14 @@ def test_pairs_and_judged_answers_are_compared_by_all_that_they_say(tmp_path):
     entries = [finished(tmp_path, pairs, kind="preference")]
     selection = select(entries, settings(kind="preference", deduplicate="exact"))
     assert stored(entries, selection) == [[0, 1, 3]]
-    judged = [[1, 2], [0, 2], [1, 2], [0, 2]]
-    entries = [finished(tmp_path, judged, kind="kto")]
-    selection = select(entries, settings(kind="kto", deduplicate="exact"))
-    assert stored(entries, selection) == [[0, 1]]
+    # The same answer is judged good and bad: neither verdict is a copy of the other.
+    for judged, kept in (
+        ([[1, 2], [0, 2], [1, 2], [0, 2]], [0, 1]),
+        ([[0, 2], [1, 2], [1, 3], [0, 2], [0, 3]], [0, 1, 2, 4]),
+    ):
+        entries = [finished(tmp_path, judged, kind="kto")]
+        selection = select(entries, settings(kind="kto", deduplicate="exact"))
+        assert stored(entries, selection) == [kept]
     rng = random.Random(6)
     prompt, answers = tokens(rng, 30), [tokens(rng, 30) for _ in range(3)]
     near = [
@@ -236,7 +260,7 @@ def test_pairs_and_judged_answers_are_compared_by_all_that_they_say(tmp_path):
 
 def test_a_split_or_a_source_without_samples_is_refused(tmp_path):
     entries = [finished(tmp_path, [[1], [2]]), finished(tmp_path, [[1], [2]], dataset=1)]
-    with pytest.raises(StageError, match=r"takes 4 samples, and there are only 4.*\n.*val_set_size"):
+    with pytest.raises(StageError, match=r"takes 4 samples.* only 4.*\n.*val_set_size"):
         select(entries, settings(2, val_set_size=9))
     select(entries, settings(2, deduplicate="exact"))
     with pytest.raises(StageError, match=r"source-1 \(data\.datasets\.1\).*random draws from it"):

@@ -326,6 +326,29 @@ def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, mon
     assert set(read) <= {"plan.json"}
 
 
+def test_a_sealed_result_is_linked_to_where_it_holds_the_very_same_samples_alone(tmp_path):
+    write_lines(tmp_path / "a.jsonl", texts(60))
+    stage = prepare((tmp_path / "a.jsonl", TEXT), val_set_size=20)
+    found = {}
+    for name, changed in {
+        "one": {},
+        "reseeded": {"seed": 7},  # as many samples in either split, and others
+        "reordered": {"shuffle_merged_datasets": False},
+    }.items():
+        its = replace(stage, settings=stage.settings.model_copy(update=changed))
+        found[name] = get_or_build(PlannedStage(its, tmp_path / "root" / "prepare" / name)).path
+        run(its, tmp_path / name / "alone")  # with nothing beside it to link to
+        for split, count in (("train", 40), ("validation", 20)):
+            stored, alone = (
+                said(table_of(folder, split)) for folder in (found[name], tmp_path / name / "alone")
+            )
+            assert stored == alone
+            assert len(set(stored)) == count
+    files = {name: sorted((path / "data").rglob("*.arrow")) for name, path in found.items()}
+    assert all(map(os.path.samefile, files["one"], files["reordered"]))
+    assert not any(map(os.path.samefile, files["one"], files["reseeded"]))
+
+
 def test_slices_that_nothing_uses_can_be_pruned_after_a_day(tmp_path):
     write_lines(tmp_path / "a.jsonl", texts(5))
     cache = tmp_path / "root" / "slices"
