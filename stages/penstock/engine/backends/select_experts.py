@@ -64,7 +64,7 @@ def refusal(
     assert experts is not None
     if missing := group_gemm.fast[name].missing_reason:
         return missing
-    refuses = group_gemm.fast[name].unsupported_reason
+    unsupported_reason = group_gemm.fast[name].unsupported_reason
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
     for inputs, outputs in (
         (config.hidden_size, 2 * experts.intermediate_size),
