@@ -23,17 +23,19 @@ from penstock.prepare.encode.loss_mask import get_loss_masker
 from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.encode.truncate import TruncationCounts, Truncator
-from penstock.prepare.formats.conversation import PreferencePair, RatedCompletion
+from penstock.prepare.formats.conversation import (
+    PreferencePair,
+    RatedCompletion,
+    Text,
+    TokenizedSample,
+)
 from penstock.prepare.formats.registry import FORMATS
-from penstock.prepare.formats.sample import Text, TokenizedSample
+from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
 
 NEEDS_TEMPLATE = ("chat", "sharegpt", "sft_turns")
 """Formats that require a chat template."""
-
-Value = dict[str, Any] | BadRecord
-"""A record, or the reason why it cannot be read."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,13 @@
 """Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.prepare.settings import DatasetSettings
 
 Message = dict[str, Any]
 
@@ -54,3 +60,27 @@ class RatedCompletion:
 
     conversation: Conversation
     desirable: bool
+
+
+Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Text:
+    """A document; all of its tokens are trained."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class TokenizedSample:
+    """A tokenized record: `labels[t]` is `input_ids[t]` if trained, else -100."""
+
+    input_ids: Tokens
+    labels: Tokens
+
+
+Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample
+Record = Mapping[str, Any]
+Format = Callable[[DatasetSettings, Record], Parsed]
+"""Parses a record. Raises BadRecord if it cannot be used."""

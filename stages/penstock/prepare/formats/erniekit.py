@@ -18,11 +18,11 @@ from penstock.prepare.bad_records import (
 )
 from penstock.prepare.formats.completions import Messages
 from penstock.prepare.formats.conversation import Conversation, PreferencePair
-from penstock.prepare.formats.labels import parse_labels
 from penstock.prepare.formats.messages import (
     Turn,
     build_conversation,
     get_text_or_default,
+    parse_labels,
     text_turn,
 )
 from penstock.prepare.formats.preference import build_pair

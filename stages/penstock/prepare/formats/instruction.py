@@ -1,8 +1,7 @@
 """`instruction`: an instruction and its output; the output is trained."""
 
 from penstock.prepare.bad_records import BadRecord, get_optional_text, get_text
-from penstock.prepare.formats.conversation import Conversation, Message
-from penstock.prepare.formats.sample import Record
+from penstock.prepare.formats.conversation import Conversation, Message, Record
 from penstock.prepare.settings import DatasetSettings
 
 BREAK = "\n\n"

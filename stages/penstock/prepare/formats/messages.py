@@ -13,13 +13,13 @@ from typing import Any
 from penstock.prepare.bad_records import (
     BadRecord,
     check_text,
+    describe_value,
     get_column,
     get_optional_text,
     json_type_name,
 )
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.formats.json_values import check_json, parse_json_text, to_json_text
-from penstock.prepare.formats.labels import parse_labels
 from penstock.prepare.formats.tool_calls import (
     parse_inline_calls,
     parse_tool_call,
@@ -336,3 +336,21 @@ def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Me
         if name in kept:
             raise BadRecord("bad_value", f"{where} has both {name} and {spelling.role}")
     return kept
+
+
+def parse_labels(where: str, value: Any, count: int, why: str) -> list[bool]:
+    """Parse a list of `count` labels; `why` explains the count in the error.
+
+    Raises BadRecord for another length and for entries other than 0 and 1.
+    """
+    if not isinstance(value, list) or len(value) != count:
+        raise BadRecord(
+            "bad_value",
+            f"{where} is {describe_value(value)} where a list of {count} is meant, {why}",
+        )
+    for index, label in enumerate(value):
+        if not isinstance(label, int) or label not in (0, 1):
+            raise BadRecord(
+                "bad_value", f"{where}[{index}] is {describe_value(label)} where 0 or 1 is meant"
+            )
+    return [bool(label) for label in value]

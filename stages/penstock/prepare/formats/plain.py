@@ -1,7 +1,7 @@
 """`text`: documents; all tokens are trained."""
 
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
-from penstock.prepare.formats.sample import Record, Text
+from penstock.prepare.formats.conversation import Record, Text
 from penstock.prepare.settings import DatasetSettings
 
 

@@ -6,6 +6,7 @@ conversations, up to an assistant message; `alpaca` columns; the common prefix o
 texts.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.schema.dataset import SCORES
-from penstock.prepare.bad_records import BadRecord, get_column, get_number
+from penstock.prepare.bad_records import BadRecord, check_text, get_column, get_number
 from penstock.prepare.formats.alpaca import instruction_turns, system_prompt
 from penstock.prepare.formats.completions import (
     Messages,
@@ -25,8 +26,7 @@ from penstock.prepare.formats.completions import (
     read_prompt,
 )
 from penstock.prepare.formats.conversation import PreferencePair
-from penstock.prepare.formats.hh_rlhf import parse_dialogue
-from penstock.prepare.formats.messages import Turn
+from penstock.prepare.formats.messages import Turn, text_turn
 from penstock.prepare.settings import DatasetSettings
 
 REJECTED_RESPONSE = "rejected_response"
@@ -144,3 +144,25 @@ def _shared_prompt_length(chosen: Messages, rejected: Messages) -> int:
         if all(turn.is_answer for turn in sides[i]) and not chosen.turns[i - 1].is_answer
     )
     return next(starts, 0)
+
+
+SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+_TURN = re.compile(rf"(?:\A\s*|\n\n)({'|'.join(SPEAKERS)}):")
+
+
+def parse_dialogue(where: str, value: Any) -> Messages | None:
+    """Parse a dialogue in one text, as in hh-rlhf; None for any other value.
+
+    A turn starts with `Human:` or `Assistant:` at the beginning of the text or after an empty line,
+    and is stripped.
+    """
+    if not isinstance(value, str):
+        return None
+    ahead, *parts = _TURN.split(check_text(where, value))
+    if ahead or not parts:
+        return None
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return Messages(
+        where, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns]
+    )

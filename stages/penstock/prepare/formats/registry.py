@@ -2,13 +2,13 @@
 
 from penstock.config.schema.dataset import FormatName
 from penstock.prepare.formats.alpaca import alpaca
+from penstock.prepare.formats.conversation import Format
 from penstock.prepare.formats.erniekit import preference_turns, sft_turns
 from penstock.prepare.formats.instruction import instruction
 from penstock.prepare.formats.kto import kto
 from penstock.prepare.formats.messages import conversation
 from penstock.prepare.formats.plain import plain
 from penstock.prepare.formats.preference import preference
-from penstock.prepare.formats.sample import Format
 from penstock.prepare.formats.sharegpt import sharegpt
 from penstock.prepare.formats.tokenized import tokenized
 

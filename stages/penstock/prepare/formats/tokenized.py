@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.prepare.bad_records import BadRecord, get_column, json_type_name
-from penstock.prepare.formats.sample import Record, TokenizedSample, Tokens
+from penstock.prepare.formats.conversation import Record, TokenizedSample, Tokens
 from penstock.prepare.settings import DatasetSettings
 
 _INT32 = np.iinfo(np.int32)

@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetsError
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.prepare.readers.columnar import drop_nulls
-from penstock.prepare.readers.records import BATCH, Chunk, Value
+from penstock.prepare.readers.records import BATCH, Chunk, Value, unchanged
 
 Pin = Mapping[str, Any]
 """repo, commit, name, split, data_files (see `penstock.core.sources.pin`)."""
@@ -46,7 +46,7 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
             for values in zip(*columns.values(), strict=True)
         ]
         first = start - span[0] + 1
-        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
+        yield Chunk(rows, range(first, first + len(rows)), unchanged)
 
 
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
@@ -59,15 +59,11 @@ def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterat
         for row in shard:
             rows.append(_drop_padding(row, padded))
             if len(rows) == BATCH:
-                yield Chunk(rows, range(first, first + BATCH), _as_they_are)
+                yield Chunk(rows, range(first, first + BATCH), unchanged)
                 first += BATCH
                 rows = []
     if rows:
-        yield Chunk(rows, range(first, first + len(rows)), _as_they_are)
-
-
-def _as_they_are(rows: list[Value]) -> list[Value]:
-    return rows
+        yield Chunk(rows, range(first, first + len(rows)), unchanged)
 
 
 def _struct_columns(features: Mapping[str, Any] | None) -> list[str]:

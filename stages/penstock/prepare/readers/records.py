@@ -18,6 +18,7 @@ BATCH_BYTES = 1 << 20
 """Size at which a batch is closed, which bounds memory for long records."""
 
 Value = dict[str, Any] | BadRecord
+"""A record, or the reason why it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +75,11 @@ class Chunk:
     def values(self) -> list[Value]:
         """The records, parsed."""
         return self.parse(self.items)
+
+
+def unchanged(values: list[Value]) -> list[Value]:
+    """`Chunk.parse` of items that are parsed already."""
+    return values
 
 
 def as_object(value: Any) -> Value:

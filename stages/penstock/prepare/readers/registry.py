@@ -12,7 +12,7 @@ from penstock.prepare.readers.documents import csv_rows, json_document
 from penstock.prepare.readers.file_splits import FORMAT, FileSplit, require_unchanged
 from penstock.prepare.readers.lines import json_lines, text_lines
 from penstock.prepare.readers.megatron import read_documents
-from penstock.prepare.readers.records import BATCH, Chunk, Value
+from penstock.prepare.readers.records import BATCH, Chunk, unchanged
 
 
 def read_chunks(piece: FileSplit, token: bool | None = None) -> Iterator[Chunk]:
@@ -49,12 +49,8 @@ def _builtin_chunks(name: str) -> Iterator[Chunk]:
     values = iter(generate(name))
     first = 1
     while run := list(islice(values, BATCH)):
-        yield Chunk(run, range(first, first + len(run)), _as_they_are)
+        yield Chunk(run, range(first, first + len(run)), unchanged)
         first += len(run)
-
-
-def _as_they_are(values: list[Value]) -> list[Value]:
-    return values
 
 
 def count_records(piece: FileSplit, token: bool | None = None) -> int:
