@@ -123,7 +123,7 @@ class TrainingLinks:
         self._folder, self._name = folder, name
         self._shown: set[str] = set()
 
-    def show_stage_result(self) -> None:
+    def show(self) -> None:
         """Create the links that are available and were not created before."""
         for key, url, title in self._known():
             if key not in self._shown:
