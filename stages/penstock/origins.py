@@ -108,17 +108,19 @@ def with_adapter(run: RunConfig) -> RunConfig:
     path = run.lora.init_adapter_path
     if path is None:
         return run
-    said = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
+    peft_config = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
     for key, what in UNSUPPORTED_KEYS.items():
-        if said.get(key):
+        if peft_config.get(key):
             raise CapabilityError(
                 f"lora.init_adapter_path: {redact(path)} has {what} ({key}), which are not trained "
                 "on.\n"
                 "  Merge it with penstock merge, and start from the merged model."
             )
-    taken = {name: _resolve_field(run, name, said, key) for name, key in ADAPTER_FIELDS.items()}
+    taken = {
+        name: _resolve_field(run, name, peft_config, key) for name, key in ADAPTER_FIELDS.items()
+    }
     if run.lora.lora_target_modules is None:
-        taken["lora_target_modules"] = _resolve_targets(path, said)
+        taken["lora_target_modules"] = _resolve_targets(path, peft_config)
     try:
         lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
     except ValidationError as error:
@@ -148,9 +150,9 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
     return (f"lora.init_adapter_path: the adapter {path} has {', '.join(taken)}",)
 
 
-def _resolve_field(run: RunConfig, name: str, said: Mapping[str, Any], key: str) -> Any:
+def _resolve_field(run: RunConfig, name: str, peft_config: Mapping[str, Any], key: str) -> Any:
     """The adapter's value. Raises ConfigError if the config sets another one."""
-    mine, theirs = getattr(run.lora, name), said.get(key)
+    mine, theirs = getattr(run.lora, name), peft_config.get(key)
     if theirs is None:
         theirs = PEFT_DEFAULTS[name]
     if run.lora.is_non_default(name) and mine != theirs:
@@ -163,9 +165,9 @@ def _resolve_field(run: RunConfig, name: str, said: Mapping[str, Any], key: str)
     return theirs
 
 
-def _resolve_targets(path: str, said: Mapping[str, Any]) -> list[str] | str:
-    targets: Any = said.get("target_modules")
-    elsewhere = [key for key in OTHER_TARGET_KEYS if said.get(key)]
+def _resolve_targets(path: str, peft_config: Mapping[str, Any]) -> list[str] | str:
+    targets: Any = peft_config.get("target_modules")
+    elsewhere = [key for key in OTHER_TARGET_KEYS if peft_config.get(key)]
     if elsewhere or not targets or not (isinstance(targets, list) or targets == "all-linear"):
         why = elsewhere[0] if elsewhere else f"target_modules: {targets}"
         raise ConfigError(

@@ -121,7 +121,7 @@ def test_a_type_that_was_inferred_is_judged_by_the_rules_as_the_plan_judges_it(
     checked, planned = penstock("check", config), penstock("plan", config)
     assert checked.code == planned.code == 2
     for said in (checked, planned):
-        assert "data.datasets.0.type: chat holds no pairs of answers" in said.err
+        assert "data.datasets.0.type: chat has no preference pairs" in said.err
 
 
 def test_prepared_data_that_is_not_there_is_a_fault_with_its_path_and_a_remedy(

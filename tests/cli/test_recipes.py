@@ -45,7 +45,7 @@ def test_a_copied_recipe_means_the_same_and_is_not_overwritten(name, tmp_path, m
     copy.write_text("# mine\n")
     again = penstock("init", name)
     assert again.code == 2
-    assert "is there already" in again.err
+    assert "exists already" in again.err
     assert copy.read_text() == "# mine\n"
 
 
@@ -117,4 +117,4 @@ def test_init_writes_a_config_for_a_file_of_ones_own(tmp_path, monkeypatch):
     assert done.code == 0, done.err
     again = penstock("init", "my rows.jsonl")
     assert again.code == 2
-    assert "is there already" in again.err
+    assert "exists already" in again.err

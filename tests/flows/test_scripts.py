@@ -346,7 +346,7 @@ def test_a_server_that_is_not_there_is_told_of_and_stops_nobody(tmp_path):
             write_records(tmp_path / "metrics.jsonl", step(1, time.time() + 1))
         assert said.lines[0] == "INFO step 1 of 3: loss 1, lr 0.1, 100 tokens/s"
         assert "WARNING training continues, but its progress cannot be shown" in said.lines[1]
-        assert "training goes on: ConnectError" in said.lines[1]
+        assert "at present: ConnectError" in said.lines[1]
         assert len(said.lines) == 2
         prefect_artifacts.show_stage_result(done, "run", said.logger)
     assert "the table of train could not be shown" in said.lines[2]
