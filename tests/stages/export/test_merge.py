@@ -237,7 +237,7 @@ def test_another_base_model_is_refused_and_a_full_folder_left_alone(base):
     folders = base("plain")
     folders[2].mkdir()
     (folders[2] / "precious").touch()
-    with pytest.raises(ConfigError, match="there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         merge_folders(*folders)
     _model(GPT2).save_pretrained(folders[0])
     with pytest.raises(CapabilityError, match="does not have"):
