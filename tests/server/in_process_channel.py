@@ -66,7 +66,7 @@ class MemoryEnd(Generic[Sent, Heard]):
         self.drop()
 
     def _put(self, message: Any) -> None:
-        frame = self._codec.frame_of(message)
+        frame = self._codec.encode_frame(message)
         self._codec.decode(frame)
         self._arrived.put_nowait(frame)
 

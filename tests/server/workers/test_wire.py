@@ -174,8 +174,8 @@ def test_a_peer_that_is_gone_while_a_large_message_is_in_flight_is_heard_of_in_t
 ):
     """The peer stops reading, as a machine that cannot be reached does; or it is killed then."""
     dead_after = 1.0
-    monkeypatch.setattr(zmq_channel, "PING_MS", 200)
-    monkeypatch.setattr(zmq_channel, "DEAD_AFTER_MS", int(1000 * dead_after))
+    monkeypatch.setattr(zmq_channel, "HEARTBEAT_MS", 200)
+    monkeypatch.setattr(zmq_channel, "HEARTBEAT_TIMEOUT_MS", int(1000 * dead_after))
     large = "x" * (64 << 20)  # more than the system's buffers take
 
     async def scenario():

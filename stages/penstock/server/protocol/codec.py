@@ -38,7 +38,7 @@ class Codec(Generic[M]):
         _require_fits(frame)
         return frame
 
-    def frame_of(self, message: M | Encoded) -> bytes | bytearray | memoryview:
+    def encode_frame(self, message: M | Encoded) -> bytes | bytearray | memoryview:
         """The same, and the bytes of an already encoded message. Raises FrameError."""
         if isinstance(message, Encoded):
             _require_fits(message.frame)
@@ -61,23 +61,23 @@ def _require_fits(frame: bytes | bytearray | memoryview) -> None:
         )
 
 
-Sent_contra = TypeVar("Sent_contra", contravariant=True)
-Heard_co = TypeVar("Heard_co", covariant=True)
+SentT_contra = TypeVar("SentT_contra", contravariant=True)
+ReceivedT_co = TypeVar("ReceivedT_co", covariant=True)
 
 
 class PeerLostError(ConnectionError):
     """The peer process is gone. It may return: the channel stays open."""
 
 
-class Channel(Protocol[Sent_contra, Heard_co]):
+class Channel(Protocol[SentT_contra, ReceivedT_co]):
     """One end of a channel. Messages arrive in order; the loss of the peer is reported between
     them."""
 
-    async def send(self, message: Sent_contra) -> None:
+    async def send(self, message: SentT_contra) -> None:
         """Send the message; it is lost if the peer is gone."""
         ...
 
-    async def receive(self) -> Heard_co:
+    async def receive(self) -> ReceivedT_co:
         """Receive the next message. Raises PeerLostError once per loss of the peer."""
         ...
 

@@ -14,109 +14,111 @@ from typing import Any, Generic, TypeVar
 
 from penstock.server.protocol.codec import Channel, PeerLostError
 
-BEAT_SECONDS = 1.0
-LOOK_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """Seconds between checks that the I/O thread is alive."""
 CLOSE_SECONDS = 5.0
 """Seconds that a closing end waits for outgoing messages."""
 
-Sent = TypeVar("Sent")
-Heard = TypeVar("Heard")
+SentT = TypeVar("SentT")
+ReceivedT = TypeVar("ReceivedT")
 
 
-class ThreadedEnd(Generic[Sent, Heard]):
+class ThreadedEnd(Generic[SentT, ReceivedT]):
     """One end of a channel, usable from several threads. Must be closed."""
 
     def __init__(
         self,
-        begin: Callable[[], Channel[Any, Any]],
-        beat: Callable[[], Sent] | None = None,
-        seconds: float = BEAT_SECONDS,
+        open_channel: Callable[[], Channel[Any, Any]],
+        heartbeat: Callable[[], SentT] | None = None,
+        interval: float = HEARTBEAT_SECONDS,
     ) -> None:
-        """`begin` creates the channel in the I/O thread; `beat` returns the heartbeat sent every
-        `seconds`. Raises the errors of `begin`."""
-        self._begin = begin
-        self._beat = beat
-        self._seconds = seconds
-        self._arrived: queue.Queue[Heard | Exception] = queue.Queue()
+        """`open_channel` creates the channel in the I/O thread; `heartbeat` returns the message
+        that is sent every `interval` seconds. Raises the errors of `open_channel`."""
+        self._open_channel = open_channel
+        self._heartbeat = heartbeat
+        self._interval = interval
+        self._received: queue.Queue[ReceivedT | Exception] = queue.Queue()
         self._loop = asyncio.new_event_loop()
         self._channel: Channel[Any, Any] | None = None
-        self._fault: Exception | None = None
+        self._start_error: Exception | None = None
         self._ready = threading.Event()
-        self._leaving = asyncio.Event()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-channel", daemon=True)
         self._thread.start()
         self._ready.wait()
-        if self._fault is not None:
+        if self._start_error is not None:
             self._thread.join()
-            raise self._fault
+            raise self._start_error
 
-    def receive(self, timeout: float | None = None) -> Heard | None:
+    def receive(self, timeout: float | None = None) -> ReceivedT | None:
         """Receive the next message; None if there is none within `timeout` seconds.
 
         Raises PeerLostError once per loss of the peer.
         """
         try:
-            got = self._arrived.get(timeout=timeout)
+            message = self._received.get(timeout=timeout)
         except queue.Empty:
             return None
-        if isinstance(got, Exception):
-            raise got
-        return got
+        if isinstance(message, Exception):
+            raise message
+        return message
 
-    def send(self, message: Sent) -> None:
+    def send(self, message: SentT) -> None:
         """Send the message, from any thread; blocks while the peer is behind.
 
         Raises FrameError for a message that is too large.
         """
-        if self._channel is None or self._leaving.is_set() or not self._thread.is_alive():
+        if self._channel is None or self._closing.is_set() or not self._thread.is_alive():
             return
-        going = asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
-        while self._thread.is_alive() and not wait([going], LOOK_SECONDS).done:
+        sending = asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
+        while self._thread.is_alive() and not wait([sending], CHECK_SECONDS).done:
             continue
         with suppress(CancelledError):
-            if going.done():
-                going.result()
+            if sending.done():
+                sending.result()
 
     def close(self) -> None:
         """Close the channel and stop the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._leaving.set)
+            self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._live())
+            runner.run(self._serve())
 
-    async def _live(self) -> None:
+    async def _serve(self) -> None:
         try:
-            self._channel = self._begin()
+            self._channel = self._open_channel()
         except Exception as error:  # noqa: BLE001 - re-raised in the main thread
-            self._fault = error
+            self._start_error = error
             return
         finally:
             self._ready.set()
-        tasks = [asyncio.create_task(self._listen(self._channel))]
-        if self._beat is not None:
-            tasks.append(asyncio.create_task(self._tell(self._channel, self._beat)))
-        leaving = asyncio.create_task(self._leaving.wait())
-        await asyncio.wait({leaving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (leaving, *tasks):
+        tasks = [asyncio.create_task(self._receive_loop(self._channel))]
+        if self._heartbeat is not None:
+            tasks.append(asyncio.create_task(self._heartbeat_loop(self._channel, self._heartbeat)))
+        closing = asyncio.create_task(self._closing.wait())
+        await asyncio.wait({closing, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (closing, *tasks):
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
                 # Otherwise a waiting receiver would block forever.
-                self._arrived.put(outcome)
+                self._received.put(outcome)
         self._channel.close()
 
-    async def _listen(self, channel: Channel[Any, Any]) -> None:
+    async def _receive_loop(self, channel: Channel[Any, Any]) -> None:
         while True:
             try:
-                self._arrived.put(await channel.receive())
+                self._received.put(await channel.receive())
             except PeerLostError as error:
-                self._arrived.put(error)
+                self._received.put(error)
 
-    async def _tell(self, channel: Channel[Any, Any], beat: Callable[[], Sent]) -> None:
+    async def _heartbeat_loop(
+        self, channel: Channel[Any, Any], heartbeat: Callable[[], SentT]
+    ) -> None:
         while True:
-            await asyncio.sleep(self._seconds)
-            await channel.send(beat())
+            await asyncio.sleep(self._interval)
+            await channel.send(heartbeat())

@@ -24,22 +24,22 @@ from penstock.server.protocol.codec import MAX_BYTES, Codec, FrameError, PeerLos
 
 LOG = logging.getLogger(__name__)
 
-HIGH_WATER = 128
+HIGH_WATER_MARK = 128
 """High-water mark: messages queued in a socket before send blocks."""
 OVERHEAD = 1024
 """Maximum bytes that encryption adds to a frame."""
 LINGER_MS = 500
 """Milliseconds that a closed end continues to send."""
-RETRY_MS, LONGEST_RETRY_MS = 50, 1000
-PING_MS, DEAD_AFTER_MS = 2000, 10_000
+RETRY_MS, MAX_RETRY_MS = 50, 1000
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 """Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
 reports a dead process at once, but not an unreachable machine."""
-FULL_SECONDS = 0.01
+RETRY_SEND_SECONDS = 0.01
 """Seconds between tries to send to a peer that is behind."""
-LARGE = 1 << 22
+ZERO_COPY_BYTES = 1 << 22
 """Frames of at least so many bytes are sent without a copy."""
 
-WATCHED = (
+EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -47,40 +47,40 @@ WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 
-Sent = TypeVar("Sent")
-Heard = TypeVar("Heard")
+SentT = TypeVar("SentT")
+ReceivedT = TypeVar("ReceivedT")
 
 
-class ZmqChannel(Generic[Sent, Heard]):
+class ZmqChannel(Generic[SentT, ReceivedT]):
     """One end; created by `listening` and `connecting`. To be created and used in one event
     loop."""
 
-    def __init__(self, socket: "zmq.asyncio.Socket", heard: Any) -> None:
-        """`heard`: the union of the received message types."""
+    def __init__(self, socket: "zmq.asyncio.Socket", received: Any) -> None:
+        """`received`: the union of the received message types."""
         self._socket = socket
-        self._heard: Codec[Heard] = Codec(heard)
-        self._sent: Codec[Sent] = Codec(Any)
+        self._received_codec: Codec[ReceivedT] = Codec(received)
+        self._sent_codec: Codec[SentT] = Codec(Any)
         self._routes = socket.type == zmq.ROUTER
-        self._monitor = socket.get_monitor_socket(WATCHED)
+        self._monitor = socket.get_monitor_socket(EVENTS)
         self._peer: bytes | None = None
         self._descriptor = -1
-        self._left: set[int] = set()
-        self._there = asyncio.Event()
-        self._lost = 0
-        self._lost_and_heard_of = 0
-        self._news = asyncio.Event()
-        self._refusals = 0
+        self._disconnected: set[int] = set()
+        self._connected = asyncio.Event()
+        self._num_losses = 0
+        self._num_reported_losses = 0
+        self._loss_detected = asyncio.Event()
+        self._num_rejected = 0
         self._closed = False
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
         """The address that the socket is bound or connected to, with its actual port."""
         return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def begin(self, *, bind: str | None = None, connect: str | None = None) -> None:
+    def open(self, *, bind: str | None = None, connect: str | None = None) -> None:
         """Bind or connect. Raises StageError if the address cannot be bound."""
-        self._watching = asyncio.create_task(self._watch())
+        self._watch_task = asyncio.create_task(self._watch_events())
         try:
             if bind is not None:
                 self._socket.bind(bind)
@@ -89,27 +89,27 @@ class ZmqChannel(Generic[Sent, Heard]):
         except zmq.ZMQError as error:
             self.close()
             raise StageError(
-                f"{bind or connect} is no address to speak at here: {error}.\n"
+                f"{bind or connect} cannot be used as an address here: {error}.\n"
                 "  Another server may listen there; name another port or host."
             ) from error
 
-    async def send(self, message: Sent) -> None:
+    async def send(self, message: SentT) -> None:
         """Send the message; waits while the peer is behind."""
-        frame = self._sent.frame_of(message)
-        lost = self._lost
-        if lost != self._lost_and_heard_of:
+        frame = self._sent_codec.encode_frame(message)
+        losses_before = self._num_losses
+        if losses_before != self._num_reported_losses:
             return
         while not self._closed:
             if not self._routes:
-                await self._there.wait()
+                await self._connected.wait()
             peer = self._peer
-            if self._closed or self._lost != lost or (self._routes and peer is None):
+            if self._closed or self._num_losses != losses_before or (self._routes and peer is None):
                 return
             parts = [frame] if peer is None else [peer, frame]
             try:
-                await self._hand_over(parts, is_large=len(frame) >= LARGE)
+                await self._send_frames(parts, is_large=len(frame) >= ZERO_COPY_BYTES)
             except zmq.Again:
-                await asyncio.sleep(FULL_SECONDS)
+                await asyncio.sleep(RETRY_SEND_SECONDS)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -117,26 +117,31 @@ class ZmqChannel(Generic[Sent, Heard]):
             else:
                 return
 
-    async def _hand_over(self, parts: list[Any], *, is_large: bool) -> None:
+    async def _send_frames(self, parts: list[Any], *, is_large: bool) -> None:
         """Pass the frames to the socket. A large frame is not copied and is awaited, so that the
         sender does not hold many of them in memory; not beyond a loss of the peer."""
-        lost = self._lost
+        losses_before = self._num_losses
         if not is_large:
             await self._socket.send_multipart(parts, zmq.NOBLOCK)
             return
         sent = await self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False, track=True)
-        while sent is not None and not sent.done and not self._closed and self._lost == lost:
-            await asyncio.sleep(FULL_SECONDS)
+        while (
+            sent is not None
+            and not sent.done
+            and not self._closed
+            and self._num_losses == losses_before
+        ):
+            await asyncio.sleep(RETRY_SEND_SECONDS)
 
-    async def receive(self) -> Heard:
+    async def receive(self) -> ReceivedT:
         """Receive the next message. Raises PeerLostError once per loss of the peer."""
         while True:
-            parts = await self._arrived()
+            parts = await self._next_frames()
             if parts is None:
-                self._lost_and_heard_of = self._lost
+                self._num_reported_losses = self._num_losses
                 raise PeerLostError(f"the process at the other end of {self.address} is gone")
-            await self._take_notes()
-            message = self._read(parts)
+            await self._process_events()
+            message = self._decode(parts)
             if message is not None:
                 return message
 
@@ -145,111 +150,111 @@ class ZmqChannel(Generic[Sent, Heard]):
         if self._closed:
             return
         self._closed = True
-        self._there.set()
-        if self._watching is not None:
-            self._watching.cancel()
+        self._connected.set()
+        if self._watch_task is not None:
+            self._watch_task.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MS)
 
-    async def _arrived(self) -> list[zmq.Frame] | None:
+    async def _next_frames(self) -> list[zmq.Frame] | None:
         """The next frames, or None for a newly detected loss; messages that the peer sent before it
         died come first."""
         while True:
-            self._news.clear()
+            self._loss_detected.clear()
             with suppress(zmq.Again):
                 return await self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            if self._lost != self._lost_and_heard_of:
+            if self._num_losses != self._num_reported_losses:
                 return None
-            news = asyncio.ensure_future(self._news.wait())
+            loss = asyncio.ensure_future(self._loss_detected.wait())
             readable = asyncio.ensure_future(self._socket.poll())
             try:
-                await asyncio.wait({news, readable}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({loss, readable}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                news.cancel()
+                loss.cancel()
                 readable.cancel()
 
-    def _read(self, parts: list[zmq.Frame]) -> Heard | None:
+    def _decode(self, parts: list[zmq.Frame]) -> ReceivedT | None:
         body = parts[-1]
         if len(parts) != (2 if self._routes else 1):
             LOG.warning("dropped a message of %d frames; one is wanted", len(parts) - self._routes)
             return None
         try:
-            message = self._heard.decode(body.buffer)
+            message = self._received_codec.decode(body.buffer)
         except FrameError as error:
             LOG.warning("dropped a frame of %d bytes: %s", len(body.buffer), error)
             return None
         if self._routes:
             # Accept only a peer that sends valid messages; the last one is the peer.
             self._peer, self._descriptor = parts[0].bytes, int(body.get(zmq.SRCFD))
-            if self._descriptor in self._left:
-                self._lose()
+            if self._descriptor in self._disconnected:
+                self._mark_lost()
         return message
 
-    async def _watch(self) -> None:
+    async def _watch_events(self) -> None:
         while True:
             await self._monitor.poll()
-            await self._take_notes()
+            await self._process_events()
 
-    async def _take_notes(self) -> None:
+    async def _process_events(self) -> None:
         """Process all socket monitor events, so that a message is not attributed to a process that
         used the same descriptor before. Nothing else reads the events, which would change their
         order."""
         with suppress(zmq.Again):
             while True:
-                self._note(await recv_monitor_message(self._monitor, zmq.NOBLOCK))
+                self._process_event(await recv_monitor_message(self._monitor, zmq.NOBLOCK))
 
-    def _note(self, happened: Mapping[str, Any]) -> None:
-        event, value = happened["event"], happened["value"]
+    def _process_event(self, monitor_event: Mapping[str, Any]) -> None:
+        event, value = monitor_event["event"], monitor_event["value"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._there.set()
+            self._connected.set()
         elif event == zmq.EVENT_ACCEPTED:
-            self._left.discard(value)
+            self._disconnected.discard(value)
         elif event == zmq.EVENT_DISCONNECTED:
-            self._left.add(value)
-            if self._descriptor == value if self._routes else self._there.is_set():
-                self._lose()
+            self._disconnected.add(value)
+            if self._descriptor == value if self._routes else self._connected.is_set():
+                self._mark_lost()
         elif self._routes:
-            self._refusals += 1
-            if self._refusals == 1:
+            self._num_rejected += 1
+            if self._num_rejected == 1:
                 LOG.warning("refused a process that does not know the secret of %s", self.address)
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         self._peer, self._descriptor = None, -1
-        self._there.clear()
-        self._lost += 1
-        self._news.set()
+        self._connected.clear()
+        self._num_losses += 1
+        self._loss_detected.set()
 
 
-def listening(heard: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
+def listening(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
     """The listening end; `tcp://127.0.0.1:*` binds a free port.
 
-    `heard`: the union of the received message types. Raises StageError if the address is in use.
+    `received`: the union of the received message types. Raises StageError if the address is in use.
     """
     socket = _socket(zmq.ROUTER, address)
     socket.router_mandatory = True
     if secret is not None:
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = _keys(secret)
-    channel: ZmqChannel[Any, Any] = ZmqChannel(socket, heard)
-    channel.begin(bind=address)
+    channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
+    channel.open(bind=address)
     return channel
 
 
-def connecting(heard: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
+def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
     """The connecting end; the listener need not exist yet.
 
-    `heard`: the union of the received message types.
+    `received`: the union of the received message types.
     """
     socket = _socket(zmq.DEALER, address)
     socket.immediate = True
-    socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, LONGEST_RETRY_MS
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, MAX_RETRY_MS
     if secret is not None:
         # The server key is derived from the secret, so knowing it authenticates the peer.
         socket.curve_serverkey = _keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-    channel: ZmqChannel[Any, Any] = ZmqChannel(socket, heard)
-    channel.begin(connect=address)
+    channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
+    channel.open(connect=address)
     return channel
 
 
@@ -257,10 +262,10 @@ def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.ipv6 = "[" in address
     socket.maxmsgsize = MAX_BYTES + OVERHEAD
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER
-    socket.heartbeat_ivl, socket.heartbeat_timeout = PING_MS, DEAD_AFTER_MS
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
     # While a large frame is in flight no heartbeat is sent; the kernel times its bytes instead.
-    socket.tcp_maxrt = DEAD_AFTER_MS
+    socket.tcp_maxrt = HEARTBEAT_TIMEOUT_MS
     return socket
 
 
