@@ -197,7 +197,7 @@ def test_the_card_tells_what_was_merged_into_what(base):
     lines = card.text.splitlines()
     assert "| base model | `base` |" in lines
     assert "| adapter type | DoRA of rank 4, alpha 8, on `down_proj`, `q_proj` |" in lines
-    assert f"| adapted | {facts['changed']} of {facts['tensors']} tensors |" in lines
+    assert f"| merged into | {facts['changed']} of {facts['tensors']} tensors |" in lines
     assert str(folders[0].parent) not in card.content
     assert "Of the base alone" not in card.content
     assert "from_pretrained" in card.text
