@@ -1,4 +1,4 @@
-"""What decides the content of prepared data, besides the data and the tokenizer themselves."""
+"""Settings that determine the content of prepared data, besides the data and the tokenizer."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,10 +11,10 @@ MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
 
 class DatasetSettings(Settings):
-    """How the records of one source become samples: all of it is identity of a slice.
+    """How records of one source become samples; part of the cache key of its slices.
 
-    Which records those are is in the source's pin. The fields are those of the configuration, where
-    they are explained; those of the section `data` are the same for all sources.
+    The records themselves are identified by the source's pin. The fields are documented in the
+    config schema; those of the section `data` are the same for all sources.
     """
 
     type: FormatName = "tokenized"
@@ -25,7 +25,7 @@ class DatasetSettings(Settings):
     preprocess_shards: int | None = Field(default=None, gt=0)
     streaming: bool = False
     document_split: tuple[str, Literal["train", "validation", "test"]] | None = None
-    """`splits_string`, and which of its splits is read."""
+    """(`splits_string`, name of the split that is read), for Megatron files."""
 
     field_messages: str | None = None
     field_tools: str = "tools"
@@ -55,17 +55,17 @@ class DatasetSettings(Settings):
 
     @property
     def kind(self) -> Kind:
-        """What its samples are for."""
+        """Kind of its samples: SFT, preference or KTO."""
         return KIND_OF_FORMAT.get(self.type, "sft")
 
     @property
     def is_scored(self) -> bool:
-        """Whether its pairs say how much better the better answer is."""
+        """Whether its pairs have scores."""
         return self.field_chosen_score is not None
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What came later enters no key while it says what was so before."""
+        """Omit later settings that have their default, so that earlier cache keys stay valid."""
         rare = (*SCORES, "document_split")
         return {
             name: value
@@ -76,17 +76,17 @@ class DatasetSettings(Settings):
 
 
 class MixSettings(Settings):
-    """How much of one source is used. It decides no slice, so changing it tokenizes nothing."""
+    """How much of one source is used; not part of slice keys, so a change tokenizes nothing."""
 
     weight: float = Field(default=1.0, ge=0)
     """Share in the mix, relative to the other sources."""
 
     max_samples: int | None = Field(default=None, gt=0)
-    """The first so many samples only."""
+    """Use only this many samples, from the start."""
 
 
 class PrepareSettings(Settings):
-    """The identity of prepared data."""
+    """Cache identity of prepared data."""
 
     datasets: tuple[DatasetSettings, ...]
     """One for each training source, in the order of the sources."""
@@ -101,51 +101,51 @@ class PrepareSettings(Settings):
     """One for each training source; empty: all of each, equally weighted."""
 
     test_mix: tuple[MixSettings, ...] = ()
-    """One for each validation source; only `max_samples` matters there."""
+    """One for each validation source; only `max_samples` is used."""
 
     mix_strategy: MixStrategy = "concat"
-    """How training sources are put together."""
+    """How training sources are merged."""
 
     weight_unit: Literal["samples", "tokens"] = "samples"
-    """What weights are shares of."""
+    """Unit of the weights."""
 
     samples_per_epoch: int | None = Field(default=None, gt=0)
-    """`random`: samples in an epoch; unset: as many as there are."""
+    """`random`: samples per epoch; None: the number of all samples."""
 
     epochs: int = Field(default=1, gt=0)
-    """`random`: epochs that are drawn, one after another; 1 for every other strategy."""
+    """`random`: number of planned epochs; 1 for every other strategy."""
 
     deduplicate: Literal["exact", "near"] | None = None
-    """Which repeated training samples are left out."""
+    """Which duplicate training samples are dropped."""
 
     near_duplicate_threshold: float = Field(default=0.8, gt=0, le=1)
-    """`near`: the Jaccard similarity from which on samples are repeated."""
+    """`near`: minimum Jaccard similarity of duplicates."""
 
     decontaminate_ngram: int = Field(default=13, gt=0)
-    """Tokens in a row shared with `decontaminate_datasets` that leave a sample out."""
+    """Samples that share this many consecutive tokens with `decontaminate_datasets` are dropped."""
 
     select_columns: tuple[str, ...] | None = None
     """The only columns a record may use; a record that lacks one of them is unusable."""
 
     val_set_size: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Samples moved from training to validation: how many, or a share of them."""
+    """Samples moved from training to validation: a number or a share."""
 
     shuffle_merged_datasets: bool = True
-    """Shuffle the samples after the sources have been put together."""
+    """Shuffle the samples after merging the sources."""
 
     shuffle_before_merging_datasets: bool = True
-    """Shuffle each source before they are put together."""
+    """Shuffle each source before merging."""
 
     num_dataset_shards_to_save: int | None = Field(default=None, gt=0)
-    """Files of training data in all; unset: one for each slice."""
+    """Number of training data files; None: one per slice."""
 
     bad_rows_allowed: float = Field(default=0.0, ge=0, le=1)
-    """The share of a source's records that may be unusable."""
+    """Maximum share of unusable records of a source."""
 
     seed: int = 42
-    """Decides the validation samples and the order of all others."""
+    """Random seed of the validation split and of shuffling."""
 
     @property
     def kind(self) -> Kind:
-        """What the samples are for; all sources agree."""
+        """Kind of the samples, the same for all sources."""
         return self.datasets[0].kind

@@ -187,10 +187,10 @@ def _choose_own(found: Sequence[Candidate], place: Path, own_key: Callable[[], s
         if manifest["key"] == mine:
             return folder, manifest
     listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in found)
-    told = why or f" None of them is this run's ({short(mine or '')})."
+    reason = why or f" None of them is this run's ({short(mine or '')})."
     raise ConfigError(
         f"data.dataset_prepared_path {place} holds {len(found)} sets of prepared data, and "
-        f"data.skip_prepare_dataset is true.{told}\n{listed}\n"
+        f"data.skip_prepare_dataset is true.{reason}\n{listed}\n"
         "  Set data.dataset_prepared_path to one of them."
     )
 

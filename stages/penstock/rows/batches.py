@@ -154,8 +154,8 @@ class StepSampler:
         each = [
             Fraction(self._used(self.start(epoch)), size) for epoch, size in enumerate(self._blocks)
         ]
-        begun = Fraction(cursor.samples, self._size(cursor.epoch))
-        return rounds * sum(each, Fraction()) + sum(each[:rest], Fraction()) + begun
+        done = Fraction(cursor.samples, self._size(cursor.epoch))
+        return rounds * sum(each, Fraction()) + sum(each[:rest], Fraction()) + done
 
     def _size(self, epoch: int) -> int:
         return self._blocks[epoch % len(self._blocks)]

@@ -99,9 +99,9 @@ def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | 
         return None
     better, worse = (get_number(record, name) for name in named)
     if not 0 <= better - worse <= MAX_SCORE_GAP:
-        told = "the worse answer has the higher score" if better < worse else "too far apart"
+        problem = "the worse answer has the higher score" if better < worse else "too far apart"
         raise BadRecord(
-            "bad_value", f"{named[0]} is {better:g} and {named[1]} is {worse:g}: {told}"
+            "bad_value", f"{named[0]} is {better:g} and {named[1]} is {worse:g}: {problem}"
         )
     return better - worse
 

@@ -51,9 +51,9 @@ class FilterState:
         self.keep_masks[place][rows] = False
         if len(rows):
             self.dropped[place][reason] += len(rows)
-        told = rows[: EXAMPLES - self._num_examples[reason]].tolist()
-        self._num_examples[reason] += len(told)
-        return told
+        reported = rows[: EXAMPLES - self._num_examples[reason]].tolist()
+        self._num_examples[reason] += len(reported)
+        return reported
 
     def add_example(self, place: int, row: int, reason: DropReason, why: str) -> None:
         """Record a dropped sample as an example; `why` is a sentence."""
@@ -85,12 +85,12 @@ class SamplePool:
     def drop(self, samples: Indices, reason: DropReason) -> list[int]:
         """Drop samples (sorted). Returns those to report with `add_example`."""
         bounds = np.searchsorted(samples, self._starts)
-        told: list[int] = []
+        reported: list[int] = []
         for number, place in enumerate(self._slices):
             its = samples[bounds[number] : bounds[number + 1]] - self._starts[number]
             rows = self._state.drop(place, self._rows[number][its], reason)
-            told += (self._starts[number] + np.searchsorted(self._rows[number], rows)).tolist()
-        return told
+            reported += (self._starts[number] + np.searchsorted(self._rows[number], rows)).tolist()
+        return reported
 
     def add_example(self, sample: int, reason: DropReason, why: str) -> None:
         """Record a dropped sample as an example."""
