@@ -38,7 +38,7 @@ SETTINGS = {
     "two warmups": (train(lr_warmup_steps=5, lr_warmup_ratio=0.1), "leave one of the two out"),
     "a path for a list": ({"data": {"datasets": "rows.jsonl"}}, "wanted a list of mappings"),
     "a mapping for a list": ({"data": {"datasets": {"path": "x"}}}, "wanted a list of mappings"),
-    "a share above one": ({"data": {"val_set_size": 1.5}}, "a share between 0 and 1"),
+    "a share above one": ({"data": {"val_set_size": 1.5}}, "a fraction between 0 and 1"),
     "a unit in a number": ({"data": {"sample_packing_sequence_len": "4k"}}, "whole number"),
     "a word for a rank": (lora(lora_rank="big"), "wanted a whole number"),
     "a layer that is not there": (lora(lora_target_modules=["q_prj"]), "did you mean q_proj?"),
@@ -75,7 +75,7 @@ SETTINGS = {
     "true for a mapping": (train(save_best=True), "{metric: name}"),
     "half-precision of others": (train(precision="fp16"), "did you mean fp16_mixed?"),
     "DPO for an objective": (train(objective="dpo"), "did you mean preference?"),
-    "a stage of other tools": ({"pipeline": {"stages": ["sft"]}}, "write train, and what it"),
+    "a stage of other tools": ({"pipeline": {"stages": ["sft"]}}, "write train, and set"),
     "a stage for a list": ({"pipeline": {"stages": "train"}}, "write [train]"),
     "an optimizer in 8 bits": (train(optimizer="paged_adamw_8bit"), "write adamw, "),
     "a schedule of other tools": (train(lr_decay_style="cosine_with_restarts"), "mean cosine?"),
@@ -140,17 +140,17 @@ SETTINGS = {
 }
 
 FILES = {
-    "tabs": ("model:\n\tconfig_path: x\n", "a tab stands where only spaces may"),
+    "tabs": ("model:\n\tconfig_path: x\n", "tabs are not allowed here"),
     "a key twice": ("model: {config_path: x}\nmodel: {config_path: y}\n", "first in line 1"),
     "a list": ("- model\n- data\n", "write names with a colon"),
     "nothing": ("", "the file is empty"),
     "another tool's file": ("services:\n  web: {image: x}\n", "services: unknown section"),
     "no sections": (
         "config_path: x\nlr: 1\noutput_dir: o\ndatasets: [{path: x}]\n",
-        "did you mean train.lr? It stands below train:",
+        "did you mean train.lr? It belongs in train:",
     ),
     "a server's words": ("model_path: x\nlr: 1\noutput_dir: o\n", "penstock serve run.yaml"),
-    "a server's section": ("server: {model_path: x}\n", "which penstock serve takes"),
+    "a server's section": ("server: {model_path: x}\n", "a section of the files of penstock serve"),
     "a section in one word": ("model: Qwen/Qwen3-8B\n", "{model_path: Qwen/Qwen3-8B}"),
     "an open bracket": ("model: [unclosed\n", "not valid YAML"),
 }

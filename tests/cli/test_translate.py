@@ -113,7 +113,7 @@ def test_a_dialect_can_be_named(tmp_path: Path) -> None:
     assert penstock("translate", theirs).code == 2
     said = penstock("translate", theirs, "--dialect", "erniekit", "--json")
     assert said.last["config"]["model"]["model_path"] == "x"
-    assert "is no dialect" in penstock("translate", theirs, "--dialect", "erniekid").err
+    assert "is not a dialect" in penstock("translate", theirs, "--dialect", "erniekid").err
 
 
 def test_check_says_that_a_file_is_foreign_and_reads_it(tmp_path: Path, monkeypatch) -> None:

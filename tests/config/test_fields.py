@@ -104,7 +104,7 @@ ROOTS = [
     [
         ("https://host/x", "cannot be written to https://"),
         ("ftp://host/x", "cannot be written to ftp://"),
-        ("s3://", "names no bucket"),
+        ("s3://", "has no bucket"),
         ("s3://user:hunter2@bucket/x", "set the credentials in the environment"),
     ],
 )

@@ -39,10 +39,10 @@ def test_references_within_lists_are_followed() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"c": "${a.b}"}, r"c: \$\{a.b\} refers to a.b, which is not there"),
-        ({"a": 1, "c": "${a.b}"}, "which is not there"),
+        ({"c": "${a.b}"}, r"c: \$\{a.b\} refers to a.b, which does not exist"),
+        ({"a": 1, "c": "${a.b}"}, "which does not exist"),
         ({"a": "${c}", "c": "${a}"}, "refers to itself"),
-        ({"c": "${oc.env:HOME}"}, "is not computed here, only multiply"),
+        ({"c": "${oc.env:HOME}"}, "is not supported, only multiply"),
         ({"c": "${multiply:2}"}, "of two numbers"),
         ({"c": "${multiply:a,2}"}, "of two numbers"),
     ],
@@ -59,6 +59,6 @@ def test_a_file_that_doubles_itself_is_refused_at_once(kind: type) -> None:
         last = f"${{v{level - 1}}}"
         values[f"v{level}"] = last * 2 if kind is str else [last, last]
     begun = time.perf_counter()
-    with pytest.raises(ConfigError, match="come to too much"):
+    with pytest.raises(ConfigError, match="expand to too much"):
         resolve_references(values)
     assert time.perf_counter() - begun < 5

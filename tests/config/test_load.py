@@ -219,8 +219,8 @@ def test_section_without_content_is_an_empty_one(tmp_path: Path) -> None:
     [
         (b"", None, "the file is empty"),
         (b"# only a comment\n", None, "the file is empty"),
-        (b"\n\n- a\n", 3, "the top level is no mapping"),
-        (b"text", 1, "the top level is no mapping"),
+        (b"\n\n- a\n", 3, "the top level is not a mapping"),
+        (b"text", 1, "the top level is not a mapping"),
         (b"a: 1\nb: \xff\n", 2, "byte 0xff is not UTF-8"),
         (b"a: [1\nb: 2\n", 2, "not valid YAML"),
         (b"train: !!python/name:os.system {}\n", 1, "is not supported"),
@@ -242,7 +242,7 @@ def test_path_that_is_no_file_is_refused_with_what_is_near(tmp_path: Path) -> No
         ConfigError, match=r"quickstrt\.yaml does not exist; did you mean .*/quickst"
     ):
         load(tmp_path / "quickstrt.yaml")
-    with pytest.raises(ConfigError, match=r"is a folder and holds quickstart\.yaml"):
+    with pytest.raises(ConfigError, match=r"is a folder with quickstart\.yaml"):
         load(tmp_path)
     with pytest.raises(ConfigError, match=r"neither does the folder .*/nowhere"):
         load(tmp_path / "nowhere" / "a.yaml")
@@ -280,7 +280,7 @@ def test_name_from_another_tool_leads_to_a_setting_of_ours(name: str, meant: str
         ({"enable_reentrant": 1}, "train.enable_reentrant: is 1; wanted true or false"),
         ({"lr_warmup_ratio": 2}, "train.lr_warmup_ratio: is 2; it must be at most 1"),
         ({"data_parallel_shard_size": 0}, "train.data_parallel_shard_size: is 0; write a number"),
-        ({3: 4}, "train.3: 3 is no name of a setting"),
+        ({3: 4}, "train.3: 3 is not a name of a setting"),
     ],
 )
 def test_value_of_a_neighbouring_type_is_refused_with_what_to_write(
@@ -362,5 +362,5 @@ def test_a_file_without_sections_is_told_below_which_each_key_stands(tmp_path: P
         load(file)
     for line, name in enumerate(["model.model_path", "data.datasets", "train.output_dir"], 1):
         section, _, bare = name.partition(".")
-        meant = f"flat.yaml:{line}: {bare}: unknown field; did you mean {name}? It stands below"
+        meant = f"flat.yaml:{line}: {bare}: unknown field; did you mean {name}? It belongs in"
         assert f"{meant} {section}:" in str(caught.value)

@@ -82,7 +82,7 @@ def test_override_leaves_the_settings_it_was_given_alone() -> None:
         ("--data.datasets.path=x", "--data.datasets.path: data.datasets is a list"),
         ("--data.datasets.2.path=x", "--data.datasets.2.path: data.datasets has 1 entries"),
         ("--data.datasets=[{path: 3}]", "--data.datasets: data.datasets.0.path: is 3"),
-        ("--train.seed=[1", "--train.seed: '[1' is no YAML value"),
+        ("--train.seed=[1", "--train.seed: '[1' is not a YAML value"),
         ("--trian.seed=1", "--trian.seed: trian: unknown section; did you mean train?"),
     ],
 )

@@ -130,10 +130,10 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
         " true is used",
         "lora.quant_group_size: 16 is the documented default, and block_fp8 has groups of 128,"
         " which is used",
-        "train.init_device: cuda is the documented default, and data_parallel_mode: fsdp2 starts"
-        " from meta, which is used",
+        "train.init_device: cuda is the documented default, and data_parallel_mode: fsdp2"
+        " initializes on meta, which is used",
         "data.pad_to_multiple_of: 128 is the documented default, and does not divide"
-        " sample_packing_sequence_len (1000): a full row is padded beyond it",
+        " sample_packing_sequence_len (1000): full sequences are padded beyond it",
     ]
     assert run.lora.enable_lora
     assert run.lora.quant_group_size is None

@@ -118,7 +118,7 @@ def test_a_wish_that_cannot_be_met_is_refused_and_mended(sections, where, reason
     [
         ("num_train_epochs", 0, "is 0; write a number above 0"),
         ("num_train_epochs", -0.5, "is -0.5; write a number above 0"),
-        ("eval_max_batches", 1.5, "is 1.5; write a whole number of batches (10), or a share"),
+        ("eval_max_batches", 1.5, "is 1.5; write a whole number of batches (10), or a fraction"),
         ("eval_max_batches", -1, "is -1; write a whole number of batches"),
     ],
 )

@@ -57,7 +57,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"train": {**ON, "fp8": {"exclude_modules": ["re:(mlp"]}}},
         "train.fp8.exclude_modules",
-        "re:(mlp is no regular expression",
+        "re:(mlp is not a valid regular expression",
         {"train": {"fp8": {"exclude_modules": ["re:mlp"]}}},
     ),
     (

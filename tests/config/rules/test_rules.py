@@ -376,7 +376,7 @@ def test_combination_with_a_faulty_value_is_not_told() -> None:
     ("env", "reason"),
     [
         ({"RANK": "0"}, "set for each process by the launcher"),
-        ({"1A": "x"}, "no name of an environment variable"),
+        ({"1A": "x"}, "not a valid name of an environment variable"),
         ({"WANDB_API_KEY": "x"}, "looks like a secret"),
     ],
 )

@@ -101,7 +101,7 @@ def parse_value(text: str) -> tuple[Any, str | None]:
     try:
         document = yaml12.parse(text)
     except yaml12.YamlError as fault:
-        return None, f"{text!r} is no YAML value: {fault}; put text in quotes"
+        return None, f"{text!r} is not a YAML value: {fault}; put text in quotes"
     if document.faults:
         return None, _first(document.faults)
     return document.value, None

@@ -59,7 +59,7 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
     ):
         yield "train.enable_full_shard", f"zero_stage: {train.zero_stage} decides"
     if train.data_parallel_mode == "fsdp2" and train.init_device == DOCUMENTED_INIT_DEVICE:
-        yield "train.init_device", "data_parallel_mode: fsdp2 starts from meta, which is used"
+        yield "train.init_device", "data_parallel_mode: fsdp2 initializes on meta, which is used"
     length, multiple = data.row_length, data.pad_to_multiple_of
     if (
         is_explicitly_set(run, "data.pad_to_multiple_of")
@@ -68,8 +68,8 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
     ):
         yield (
             "data.pad_to_multiple_of",
-            f"does not divide sample_packing_sequence_len ({length}): a full row is padded beyond"
-            " it",
+            f"does not divide sample_packing_sequence_len ({length}): full sequences are padded"
+            " beyond it",
         )
 
 

@@ -52,7 +52,7 @@ def expand(text: str) -> str:
         name = match["bare"] or match["name"]
         if is_secret(name):
             raise ExpansionError(
-                f"${{{name}}} looks like a secret, and a run's configuration is kept beside its "
+                f"${{{name}}} looks like a secret, and the config of a run is stored with its "
                 "results; leave it out: credentials are read from the environment"
             )
         # As in a shell, an empty variable counts as unset where there is a default.

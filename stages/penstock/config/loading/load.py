@@ -75,8 +75,8 @@ def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
     if not isinstance(value, dict | None):
         line = document.places[()].line
         raise ConfigError(
-            f"{path}:{line}: the top level is no mapping; write names with a colon, such as model:,"
-            " each on a line of its own"
+            f"{path}:{line}: the top level is not a mapping; write names with a colon, such as"
+            " model:, each on a line of its own"
         )
     document.value = document.value or {}
     return document
@@ -97,8 +97,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
-        there = f" and holds {', '.join(inside[:5])}" if inside else ""
-        raise ConfigError(f"{path} is a folder{there}; name a YAML file") from None
+        there = f" with {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{path} is a folder{there}; write a YAML file") from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist{_near_files(path)}") from None
     except UnicodeDecodeError as error:

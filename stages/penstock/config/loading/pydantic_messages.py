@@ -97,7 +97,7 @@ def error_message(
     if kind == "extra_forbidden":
         return _unknown(path, first["input"], root)
     if kind == "invalid_key":
-        return f"{first['input']!r} is no name of a setting; names are text"
+        return f"{first['input']!r} is not a name of a setting; names are text"
     place = _place(path, root)
     if kind == "missing":
         return f"required; for example {place.name}: {place.example}"
@@ -134,17 +134,17 @@ def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
     sectioned = any(is_section(field.annotation) for field in root.model_fields.values())
     top = sectioned and len(path) == 1
     if top and path[0] == "server":
-        return "is a section of servers' files, which penstock serve takes; a run has none"
+        return "is a section of the files of penstock serve; a run has none"
     what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
     near = suggest(path, root)
     if near:
         section, _, name = near.rpartition(".")
-        below = f" It stands below {section}:" if top and section and name == path[-1] else ""
+        below = f" It belongs in {section}:" if top and section and name == path[-1] else ""
         return f"{what}; did you mean {near}?{below}"
     if top:
         names = [name for name in sections() if "." not in name]
         return f"{what}; the sections are {', '.join(names)}"
-    return f"{what}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists those there are"
+    return f"{what}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists all fields"
 
 
 def _limit(place: _Place, detail: Detail) -> str:
@@ -167,7 +167,7 @@ def _wrong_type(place: _Place, value: Any) -> str:
         near = [meant] if meant in place.choices else []
         near = near or get_close_matches(value, map(str, place.choices), 1)
         if value.lower() in FOREIGN_STAGES and "train" in place.choices:
-            return f"{found}; write train, and what it learns as train.objective"
+            return f"{found}; write train, and set train.objective"
         if near:
             return f"{found}; did you mean {near[0]}? It takes {place.type_text}"
         return f"{found}; write {place.type_text}"

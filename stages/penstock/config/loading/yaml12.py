@@ -133,7 +133,7 @@ _Dumper.add_representer(str, _text)
 def _problem(error: yaml.MarkedYAMLError) -> str:
     problem = error.problem or "it cannot be read"
     if "'\\t'" in problem:
-        return "a tab stands where only spaces may; indent with spaces"
+        return "tabs are not allowed here; indent with spaces"
     if error.context and error.context_mark:
         return f"{problem}, {error.context} that begins in line {error.context_mark.line + 1}"
     return problem
@@ -175,7 +175,7 @@ class _Builder:
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
-            raise YamlError(_mark(node)[0], "an alias stands within what it names")
+            raise YamlError(_mark(node)[0], "an alias refers to a value that contains it")
         self._open.add(id(node))
         try:
             return self._collection(node, path)
@@ -225,10 +225,10 @@ class _Builder:
             sources = value.value if isinstance(value, SequenceNode) else [value]
             for source in sources:
                 if not isinstance(source, MappingNode):
-                    self._fault(path, f"line {_mark(key)[0]} merges something that is no mapping")
+                    self._fault(path, f"line {_mark(key)[0]} merges a value that is not a mapping")
                     continue
                 if id(source) in self._open:
-                    raise YamlError(_mark(key)[0], "an alias stands within what it names")
+                    raise YamlError(_mark(key)[0], "an alias refers to a value that contains it")
                 for inner, entry in source.value:
                     if isinstance(inner, ScalarNode) and not _is_merge(inner):
                         yield entry, inner
@@ -253,7 +253,7 @@ class _Builder:
         if wanted == PLAIN:
             return text
         if wanted in {kind for kind, _, _ in CORE}:
-            self._fault(path, f"{text!r} is tagged {_spelled(node.tag)} and is none")
+            self._fault(path, f"{text!r} is tagged {_spelled(node.tag)} but is not one")
         else:
             self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
         return None

@@ -47,7 +47,7 @@ def cache_key(section: type[ConfigSection], name: str) -> CacheKey:
     """The cache-key declaration of a field. Raises KeyError where it has none."""
     found = [part for part in section.model_fields[name].metadata if isinstance(part, CacheKey)]
     if not found:
-        raise KeyError(f"{section.__name__}.{name} says nothing of the cache key")
+        raise KeyError(f"{section.__name__}.{name} has no cache-key declaration")
     return found[0]
 
 

@@ -22,12 +22,12 @@ _FIELDS = ("step", "consumed_samples")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", re.ASCII)
 
 
-def _names_a_folder(template: str) -> str:
+def _check_ckpt_name(template: str) -> str:
     """Raises ValueError for a template that does not give every step a folder name of its own."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(f"is no template: {error}; write {GLOBAL_STEP}") from None
+        raise ValueError(f"is not a valid template: {error}; write {GLOBAL_STEP}") from None
     fields = [field for _, field, _, _ in parts if field is not None]
     is_plain = all(not spec and not conversion for _, _, spec, conversion in parts)
     if (
@@ -36,23 +36,23 @@ def _names_a_folder(template: str) -> str:
         or sorted(fields) != sorted({*fields} & {*_FIELDS})
     ):
         raise ValueError(
-            "has to hold {step} once, and may hold {consumed_samples} once, and no other; write"
+            "must have {step} once, may have {consumed_samples} once, and no other field; write"
             f" {GLOBAL_STEP}"
         )
     if len(fields) > 1 and not re.search(r"\D", parts[1][0]):
-        raise ValueError("lets two numbers run together; write something between them")
+        raise ValueError("has two numbers without a separator; write one between them")
     name = template.format(step=1, consumed_samples=1)
     if not _FOLDER.fullmatch(name) or name.endswith(".part"):
         raise ValueError(
-            "is to be the name of a folder: letters, digits and . _ = + - alone, with a letter or a"
-            " digit first, and not .part at the end"
+            "must be a folder name: letters, digits and . _ = + - only, with a letter or digit"
+            " first, and not .part at the end"
         )
     if template != GLOBAL_STEP and step_in(GLOBAL_STEP, name) is not None:
         raise ValueError(f"looks like {GLOBAL_STEP}, and another number follows; write that")
     return template
 
 
-CheckpointName = Annotated[str, AfterValidator(_names_a_folder)]
+CheckpointName = Annotated[str, AfterValidator(_check_ckpt_name)]
 
 
 def step_in(template: str, name: str) -> int | None:
@@ -65,7 +65,7 @@ def step_in(template: str, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _empty_is_unset(value: str | None) -> str | None:
+def _empty_to_none(value: str | None) -> str | None:
     return value or None
 
 
@@ -137,7 +137,7 @@ class CheckpointConfig(ConfigSection):
     save_hf_weights: Unkeyed[bool] = True
     """Also save the final weights in Hugging Face's format."""
 
-    load_checkpoint_path: KeyedByContent[Annotated[str | None, AfterValidator(_empty_is_unset)]] = (
+    load_checkpoint_path: KeyedByContent[Annotated[str | None, AfterValidator(_empty_to_none)]] = (
         None
     )
     """Checkpoint to start from; `auto`: the newest one in `output_dir`. Unset or empty: a new run

@@ -18,13 +18,14 @@ WORKERS, PREFETCH = 8, 2
 """DataLoader workers and prefetch factor where only the other one of the two is set."""
 
 
-def _size_or_share(value: int | float | None) -> int | float | None:
+def _check_val_set_size(value: int | float | None) -> int | float | None:
     """None when nothing is held out; otherwise a number of samples or a fraction below 1."""
     if value is None or value == 0:
         return None
     if value < 0 or (isinstance(value, float) and value >= 1):
         raise ValueError(
-            f"is {value}; write a whole number of samples (500) or a share between 0 and 1 (0.05)"
+            f"is {value}; write a whole number of samples (500) or a fraction between 0 and 1"
+            " (0.05)"
         )
     return value
 
@@ -166,7 +167,7 @@ class DataConfig(ConfigSection):
     pad_to_multiple_of: int = Field(default=128, gt=0)
     """Pad packed sequences to a multiple of this many tokens when they are loaded."""
 
-    val_set_size: Annotated[int | float | None, AfterValidator(_size_or_share)] = None
+    val_set_size: Annotated[int | float | None, AfterValidator(_check_val_set_size)] = None
     """Validation split: samples to hold out for evaluation, as a number or as a fraction between 0
     and 1."""
 

@@ -35,7 +35,7 @@ SCORES = ("field_chosen_score", "field_rejected_score")
 """Columns with the scores of the completions of a pair."""
 
 
-def _no_loading_scripts(value: bool) -> bool:
+def _check_trust_remote_code(value: bool) -> bool:
     if value:
         raise ValueError(
             "loading scripts are not run; convert the dataset to parquet or jsonl, "
@@ -44,7 +44,7 @@ def _no_loading_scripts(value: bool) -> bool:
     return value
 
 
-def _shares(value: str | None) -> str | None:
+def _check_splits(value: str | None) -> str | None:
     if value is not None:
         parse_splits(value)
     return value
@@ -78,7 +78,7 @@ class DatasetConfig(ConfigSection):
     streaming: bool = False
     """Stream a hub dataset: read it while it is downloaded, without keeping a copy of its files."""
 
-    trust_remote_code: Annotated[bool, AfterValidator(_no_loading_scripts)] = False
+    trust_remote_code: Annotated[bool, AfterValidator(_check_trust_remote_code)] = False
     """Must be false: loading scripts of datasets are not run."""
 
     data_files: str | list[str] | None = None
@@ -89,7 +89,7 @@ class DatasetConfig(ConfigSection):
     (Megatron-LM's `<prefix>.idx` and `.bin`; `path` may be the prefix). Unset: from the file
     extension. Compression (`.gz`, `.bz2`, `.xz`, `.zst`) is detected from the name."""
 
-    splits_string: Annotated[str | None, AfterValidator(_shares)] = None
+    splits_string: Annotated[str | None, AfterValidator(_check_splits)] = None
     """`megatron`: fractions of the documents, in order, for train, validation and test, such as
     `980,10,10`; `split` selects the one that is read (unset: `train`). Unset: all documents."""
 

@@ -8,7 +8,7 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnlessDefault
 
 
-def _some_epochs(value: float) -> int | float:
+def _check_epochs(value: float) -> int | float:
     """A whole number becomes an int, so that `3` and `3.0` have the same cache key."""
     if value <= 0:
         raise ValueError(f"is {value:g}; write a number above 0, for example 3 or 0.5")
@@ -34,7 +34,7 @@ class BudgetConfig(ConfigSection):
     """The length of a run. `max_steps` and `max_tokens` replace `num_train_epochs`; with both, the
     first that is reached ends the run. `max_hours` and `early_stopping` may end it earlier."""
 
-    num_train_epochs: Keyed[Annotated[int | float, AfterValidator(_some_epochs)]] = 1
+    num_train_epochs: Keyed[Annotated[int | float, AfterValidator(_check_epochs)]] = 1
     """Epochs: passes over the data. Fractions are allowed (0.5: the first half of the order of one
     epoch). Ignored where `max_steps` or `max_tokens` is set."""
 

@@ -8,12 +8,12 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedIfEvaluated, KeyedUnlessDefault, Unkeyed
 
 
-def _batches_or_share(value: int | float | None) -> int | float | None:
+def _check_max_batches(value: int | float | None) -> int | float | None:
     if value is None:
         return None
     if value < 0 or (isinstance(value, float) and value > 1):
         raise ValueError(
-            f"is {value}; write a whole number of batches (10), or a share up to 1.0 (0.25)"
+            f"is {value}; write a whole number of batches (10), or a fraction up to 1.0 (0.25)"
         )
     return value
 
@@ -49,7 +49,7 @@ class EvaluationConfig(ConfigSection):
     check."""
 
     eval_max_batches: KeyedIfEvaluated[
-        Annotated[int | float | None, AfterValidator(_batches_or_share)]
+        Annotated[int | float | None, AfterValidator(_check_max_batches)]
     ] = None
     """How much of the held-out data to evaluate on: a number of batches (`eval_rows_per_batch`), or
     a fraction of all sequences, up to 1.0; always the same sequences. 0: no evaluation. Unset:

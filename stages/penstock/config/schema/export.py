@@ -16,7 +16,7 @@ UNITS = {
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 
 
-def _full_name(value: Any) -> Any:
+def _expand_dtype(value: Any) -> Any:
     return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
 
 
@@ -31,40 +31,40 @@ def parse_size(size: int | str) -> int:
     return count
 
 
-def _size(value: int | str) -> int | str:
+def _check_size(value: int | str) -> int | str:
     parse_size(value)
     return value
 
 
-def _no_credentials(value: str | None) -> str | None:
+def _check_url(value: str | None) -> str | None:
     if value is None:
         return None
     scheme, separator, rest = value.partition("://")
     if not separator or not scheme:
-        raise ValueError("is no URL; write one such as s3://bucket/folder or file:///folder")
+        raise ValueError("is not a URL; write one such as s3://bucket/folder or file:///folder")
     if "@" in rest.split("/", 1)[0]:
         raise ValueError(
-            f"bears credentials; write {scheme}:// without them and give them in the environment"
+            f"has credentials; write {scheme}:// without them and set them in the environment"
         )
     return value
 
 
-def _repository(value: str | None) -> str | None:
+def _check_repo_id(value: str | None) -> str | None:
     if value is None or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
         return value
-    raise ValueError(f"{value!r} is no repository of the hub; write one such as your-name/my-model")
+    raise ValueError(f"{value!r} is not a hub repository; write one such as your-name/my-model")
 
 
 ELSEWHERE = {
-    "gguf": "is made of the exported folder by llama.cpp: leave quantise out, and run its "
+    "gguf": "is created from the exported folder by llama.cpp: leave quantise out, and run its "
     "convert_hf_to_gguf.py on hf/",
-    "nf4": "is no format of compressed-tensors; servers make it themselves of a model that is "
-    "loaded with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
+    "nf4": "is not a compressed-tensors format; servers quantize to it when they load a model "
+    "with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
 }
 """Formats that users ask for and other programs make."""
 
 
-def _made_here(value: Any) -> Any:
+def _check_quantization(value: Any) -> Any:
     if isinstance(value, str) and value in ELSEWHERE:
         raise ValueError(f"{value} {ELSEWHERE[value]}")
     return value
@@ -78,13 +78,13 @@ class ExportConfig(ConfigSection):
 
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        BeforeValidator(_full_name),
+        BeforeValidator(_expand_dtype),
         WithJsonSchema({"enum": [*PRECISIONS, *SHORT_NAMES], "type": "string"}),
     ] = "auto"
     """Dtype of the weights: `auto` is that of the base model; `float32`, `bfloat16` and `float16`
     may be written `fp32`, `bf16` and `fp16`."""
 
-    max_shard_size: Annotated[str | int, AfterValidator(_size)] = "5GB"
+    max_shard_size: Annotated[str | int, AfterValidator(_check_size)] = "5GB"
     """Maximum size of a weight file: `5GB`, `500MB`, `4GiB` or a number of bytes."""
 
     merge_lora: bool = True
@@ -96,7 +96,7 @@ class ExportConfig(ConfigSection):
 
     quantise: Annotated[
         Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"] | None,
-        BeforeValidator(_made_here),
+        BeforeValidator(_check_quantization),
     ] = None
     """Quantize the linear layers of `hf/`, in the compressed-tensors format that vLLM, SGLang and
     `transformers` load: `fp8` (a scale for each row), `block_fp8` (FP8, a scale for each 128 x
@@ -112,10 +112,10 @@ class ExportConfig(ConfigSection):
 class PushConfig(ConfigSection):
     """Upload of the exported model to a hub repository or to a folder at a URL."""
 
-    repo_id: Annotated[str | None, AfterValidator(_repository)] = None
+    repo_id: Annotated[str | None, AfterValidator(_check_repo_id)] = None
     """Hugging Face hub repository, `org/name`. Not together with `url`."""
 
-    url: Annotated[str | None, AfterValidator(_no_credentials)] = None
+    url: Annotated[str | None, AfterValidator(_check_url)] = None
     """Folder to upload to, as a URL that fsspec supports. Not together with `repo_id`."""
 
     private: bool = True

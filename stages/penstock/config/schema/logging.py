@@ -9,11 +9,11 @@ from penstock.config.schema.cache_key import Unkeyed
 from penstock.core.remote.urls import redact
 
 
-def _without_password(uri: str | None) -> str | None:
+def _check_tracking_uri(uri: str | None) -> str | None:
     if uri is not None and uri != redact(uri):
         raise ValueError(
-            "holds what is secret, and a run's configuration is kept beside its results; write the "
-            "address alone, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
+            "contains a secret, and the config of a run is stored with its results; write only the "
+            "address, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
             "environment"
         )
     return uri
@@ -95,8 +95,8 @@ class LoggingConfig(ConfigSection):
     wandb_log_interval: Unkeyed[int] = Field(default=1, gt=0)
     """Weights & Biases: log every `wandb_log_interval` steps."""
 
-    mlflow_tracking_uri: Unkeyed[Annotated[str | None, AfterValidator(_without_password)]] = Field(
-        default=None, min_length=1
+    mlflow_tracking_uri: Unkeyed[Annotated[str | None, AfterValidator(_check_tracking_uri)]] = (
+        Field(default=None, min_length=1)
     )
     """MLflow: URI of the tracking server or store. Unset: MLFLOW_TRACKING_URI, else the file
     mlflow.db in `output_dir`."""

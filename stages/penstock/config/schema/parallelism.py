@@ -9,13 +9,13 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 
 
-def _ranks_or_rest(value: int) -> int:
+def _check_ranks(value: int) -> int:
     if value == -1 or value > 0:
         return value
-    raise ValueError(f"is {value}; write a number of ranks, 1 or more, or -1 to have it filled in")
+    raise ValueError(f"is {value}; write a number of ranks, 1 or more, or -1 for all that are left")
 
 
-def _rising_from_0(value: Literal["uniform"] | list[int]) -> Literal["uniform"] | list[int]:
+def _check_split(value: Literal["uniform"] | list[int]) -> Literal["uniform"] | list[int]:
     if value == "uniform" or (value[:1] == [0] and value == sorted(value)):
         return value
     raise ValueError(f"is {value}; write the first layer of each stage, rising from 0, or uniform")
@@ -37,7 +37,7 @@ weights that are not freed in between (with `reshard_after_forward: true` the gr
 wrong), and non-reentrant activation checkpointing."""
 
 Ranks = Annotated[int, Field(gt=0)]
-RanksOrRest = Annotated[int, AfterValidator(_ranks_or_rest)]
+RanksOrRest = Annotated[int, AfterValidator(_check_ranks)]
 
 
 class ParallelConfig(ConfigSection):
@@ -92,7 +92,7 @@ class ParallelConfig(ConfigSection):
     schedules, 2 for `ZBVZeroBubble` and `DualPipeV`. Unset: the minimum of the schedule."""
 
     pipeline_parallel_split: Unkeyed[
-        Annotated[Literal["uniform"] | list[int], AfterValidator(_rising_from_0)]
+        Annotated[Literal["uniform"] | list[int], AfterValidator(_check_split)]
     ] = "uniform"
     """Layers of each pipeline stage: `uniform`, or the index of each stage's first layer, for
     example `[0, 5, 11, 17]`."""

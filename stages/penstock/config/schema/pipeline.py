@@ -10,7 +10,7 @@ from penstock.core.process.rendezvous import parse_endpoint
 from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, redact
 
 
-def _writable(value: str) -> str:
+def _check_result_path(value: str) -> str:
     if not is_url(value):
         return value
     scheme, _, below = value.partition("://")
@@ -20,16 +20,16 @@ def _writable(value: str) -> str:
             "store (s3://bucket/folder)"
         )
     if not below.strip("/"):
-        raise ValueError(f"{value} names no bucket; write {scheme}://bucket/folder")
+        raise ValueError(f"{value} has no bucket; write {scheme}://bucket/folder")
     if redact(value) != value:
         raise ValueError(
-            f"{redact(value)} is written with a user, a password or a query; leave them out, and "
+            f"{redact(value)} has a user, a password or a query; leave them out, and "
             "set the credentials in the environment"
         )
     return value.rstrip("/")
 
 
-Root = Annotated[str, AfterValidator(_writable)]
+Root = Annotated[str, AfterValidator(_check_result_path)]
 """A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
@@ -48,15 +48,15 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", re.IGNORECASE)
 
 
-def _variables(value: dict[str, str]) -> dict[str, str]:
+def _check_env(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{name!r} is not a valid name of an environment variable")
         if name in SET_BY_THE_LAUNCHER:
             raise ValueError(f"{name} is set for each process by the launcher; leave it out")
         if SECRET.search(name):
             raise ValueError(
-                f"{name} looks like a secret, and a run's configuration is kept beside its results;"
+                f"{name} looks like a secret, and the config of a run is stored with its results;"
                 " set it in the environment that penstock is started from"
             )
         if "\0" in text:
@@ -69,19 +69,19 @@ def variable_names(value: list[str]) -> list[str]:
     be passed on."""
     for name in value:
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{name!r} is not a valid name of an environment variable")
         if name in SET_BY_THE_LAUNCHER:
             raise ValueError(f"{name} is set for each process by the launcher; leave it out")
     return value
 
 
-def _endpoint(value: str) -> str:
+def _check_endpoint(value: str) -> str:
     try:
         parse_endpoint(value)
     except ValueError:
         raise ValueError(
-            f"{value!r} is no HOST:PORT; write the first machine's name and a free port of it, such"
-            " as node0:29500"
+            f"{value!r} is not HOST:PORT; write the first node's host name and a free port, such as"
+            " node0:29500"
         ) from None
     return value
 
@@ -148,7 +148,7 @@ class LaunchConfig(ConfigSection):
     node_rank: int = Field(default=0, ge=0)
     """Rank of this node, from 0."""
 
-    rdzv_endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
+    rdzv_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = None
     """Rendezvous endpoint: `host:port` of the first node. Required with several nodes."""
 
     max_restarts: int = Field(default=0, ge=0)
@@ -166,7 +166,7 @@ class LaunchConfig(ConfigSection):
     Prefect kills a cancelled flow after 30 seconds; its training may continue for at most this
     long."""
 
-    env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(
+    env: Annotated[dict[str, str], AfterValidator(_check_env)] = Field(
         default_factory=dict[str, str]
     )
     """Environment variables of the training processes. Not for secrets."""

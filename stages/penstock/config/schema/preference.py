@@ -60,11 +60,11 @@ USED_BY: Mapping[str, frozenset[LossType]] = {
 """The losses that use a field, for every field that some do not use."""
 
 
-def _computed_before(value: bool) -> bool:
+def _check_precompute(value: bool) -> bool:
     if not value:
         raise ValueError(
-            "what the reference model says is always computed before training, and kept for other"
-            " runs; leave precompute_ref_logps out"
+            "reference log-probs are always computed before training and reused by other runs;"
+            " leave precompute_ref_logps out"
         )
     return value
 
@@ -137,7 +137,7 @@ class PreferenceConfig(ConfigSection):
     Evaluations always use the initial model as the reference. Not with adapters, whose reference is
     the base model."""
 
-    precompute_ref_logps: Annotated[bool, AfterValidator(_computed_before)] = True
+    precompute_ref_logps: Annotated[bool, AfterValidator(_check_precompute)] = True
     """Must be true: the stage `reference` computes reference log-probs before training, once for
     all runs that start from the same model."""
 

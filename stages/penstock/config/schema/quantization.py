@@ -41,7 +41,7 @@ def readable(entries: list[str] | None) -> list[str] | None:
         try:
             re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
         except re.error as error:
-            raise ValueError(f"{entry} is no regular expression: {error}") from None
+            raise ValueError(f"{entry} is not a valid regular expression: {error}") from None
     return entries
 
 

@@ -10,11 +10,11 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.evaluation import metric_sign
 
 
-def _name(value: str | None) -> str | None:
+def _check_name(value: str | None) -> str | None:
     if value is None or re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII):
         return value
     raise ValueError(
-        f"{value!r} is no name of a folder; write letters, digits, and - _ . between them"
+        f"{value!r} is not a valid folder name; write letters, digits, and - _ . between them"
     )
 
 
@@ -22,7 +22,7 @@ class ReleaseConfig(ConfigSection):
     """Continuous training, for `penstock recur` and the flow `recurring` only: retrain when the
     sources have new data, and release the model if it is better than the released one."""
 
-    name: Annotated[str | None, AfterValidator(_name)] = None
+    name: Annotated[str | None, AfterValidator(_check_name)] = None
     """Name of the model: releases are `releases/<name>/0001` and so on, in
     `pipeline.artifacts_path`. Unset: nothing is released."""
 

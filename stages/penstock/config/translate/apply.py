@@ -50,7 +50,7 @@ def find_dialect(name: str) -> Dialect | None:
         near = get_close_matches(name, found, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"{name} is no dialect{meant}\n  There are {', '.join([*found, NATIVE])}."
+            f"{name} is not a dialect{meant}\n  There are {', '.join([*found, NATIVE])}."
         )
     return found[name]
 
@@ -106,15 +106,15 @@ def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> No
     if key not in dialect.keys:
         near = get_close_matches(key, dialect.keys, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        line.kind, line.why = "unknown", f"no key of {dialect.title} that is known here{meant}"
+        line.kind, line.why = "unknown", f"is not a known key of {dialect.title}{meant}"
     elif is_null:
-        line.kind, line.why = "no effect", "null: as if it were left out"
+        line.kind, line.why = "no effect", "null, the same as leaving it out"
     elif stronger:
-        line.kind, line.why = "no effect", f"{stronger[0]} is written, and decides it"
+        line.kind, line.why = "no effect", f"{stronger[0]} is written, and overrides it"
     elif key in dialect.refused:
         asks = line.value not in (False, 0, "", [], {})
         line.kind = "refused" if asks else "no effect"
-        line.why = dialect.refused[key] if asks else "asks for nothing"
+        line.why = dialect.refused[key] if asks else "is off"
     elif key in dialect.same:
         line.kind = "maps"
         Entry(draft, line).put(dialect.same[key], line.value)
@@ -132,7 +132,7 @@ def _apply(rule: Rule, entry: Entry) -> None:
     try:
         rule(entry)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
-        entry.refuse(f"{shown(entry.value)} is no value that it takes")
+        entry.refuse(f"{shown(entry.value)} is not a valid value")
 
 
 def _is_taken_over(draft: Draft, line: Line) -> bool:

@@ -170,7 +170,7 @@ def only(*allowed: Any) -> Rule:
         if isinstance(entry.value, list | dict) or entry.value not in allowed:
             entry.refuse(f"it takes {', '.join(map(str, allowed))}")
         else:
-            entry.no_effect("the only way there is here")
+            entry.no_effect("this is always the behavior here")
 
     return rule
 

@@ -33,12 +33,12 @@ def _texts_keep_their_ends(draft: Draft) -> None:
     for name in SOURCES:
         sources = cast("list[dict[str, Any]]", draft.value(name) or [])
         limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
-        # The keys that name data sets are told once, however many they name.
+        # Keys that name data sets are marked once, however many they name.
         for limit in sorted(limit for limit in limits if isinstance(limit, int)):
             draft.mark_doubtful(
                 name,
-                f"a document of more than {limit} tokens loses what is beyond them; tools that"
-                " join documents and cut them into rows train on it too. Split long documents",
+                f"a document of more than {limit} tokens is truncated; tools that concatenate and"
+                " split documents train on the rest too. Split long documents",
             )
 
 
@@ -50,5 +50,5 @@ def _experts_compute_in_fp8(draft: Draft) -> None:
         every = "experts" if is_mixture else "if the model has experts, they"
         draft.mark_doubtful(
             "train.enable_fp8_training",
-            f"{every} are computed in bfloat16 here: fp8 is for the other linear layers",
+            f"{every} compute in bfloat16 here: FP8 is for the other linear layers",
         )

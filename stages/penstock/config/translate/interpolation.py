@@ -54,7 +54,7 @@ class _References:
         while found := INNERMOST.search(text):
             self._followed += 1
             if self._followed > MOST_REFERENCES or len(text) > LONGEST_TEXT:
-                raise ConfigError(f"{dotted(at)}: its references come to too much; write a value")
+                raise ConfigError(f"{dotted(at)}: its references expand to too much; write a value")
             value = self._meant(found[1], at)
             if found[0] == text:
                 return value
@@ -69,7 +69,7 @@ class _References:
         are_numbers = all(isinstance(one, int | float) for one in given)
         if function not in FUNCTIONS or len(given) != 2 or not are_numbers:
             raise ConfigError(
-                f"{dotted(at)}: ${{{inside}}} is not computed here, only"
+                f"{dotted(at)}: ${{{inside}}} is not supported, only"
                 f" {', '.join(FUNCTIONS)} of two numbers; write its value"
             )
         return FUNCTIONS[function](*given)
@@ -84,7 +84,7 @@ class _References:
                 value = value[step if isinstance(value, dict) else int(step)]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise ConfigError(
-                    f"{dotted(at)}: ${{{name}}} refers to {dotted(steps)}, which is not there;"
+                    f"{dotted(at)}: ${{{name}}} refers to {dotted(steps)}, which does not exist;"
                     " write a value"
                 ) from None
         return self.resolve(value, steps)

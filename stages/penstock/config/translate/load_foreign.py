@@ -27,7 +27,7 @@ __all__ = ["detect_dialect", "load", "load_translation"]
 
 OF_A_SERVER = (
     "Without sections, {path} is read as a server's file: penstock serve {path} serves it. A run's "
-    "settings stand in sections, such as train: {{lr: 1e-5}}."
+    "settings are in sections, such as train: {{lr: 1e-5}}."
 )
 
 
@@ -81,7 +81,7 @@ def _summary(path: Path, translation: Translation) -> str:
         f"{path} is written for {translation.title}: {near} of its keys are approximated, {idle}"
         f" have no effect here, and {assumed} of its defaults are assumed;"
         f" penstock translate {path} lists them"
-        + (f". Doubtful, look at each: {doubtful}" if doubtful else "")
+        + (f". Doubtful, check each: {doubtful}" if doubtful else "")
     )
 
 

@@ -22,7 +22,7 @@ FLASH = (
 )
 PLAIN = {"sdpa": "sdpa", "eager": "eager", "disabled": "eager"}
 
-BEST_HERE = "the best attention there is here is taken, a flash kernel where there are"
+BEST_HERE = "the best attention backend on this machine is used, FlashAttention if installed"
 
 
 def attention(entry: Entry) -> None:
@@ -104,7 +104,7 @@ LOSSES: Mapping[str, str] = {
 PRECOMPUTES = if_true(
     "preference.precompute_ref_logps",
     value=True,
-    otherwise="they are always computed before training, and kept for other runs",
+    otherwise="they are always computed before training, and reused by other runs",
 )
 """Rule of a boolean that asks for reference log-probs before training."""
 
@@ -153,7 +153,7 @@ def reports(entry: Entry) -> None:
             if name == "tensorboard" and entry.get("logging_dir") and entry.draft.value(EVENTS):
                 entry.put("train.log_dir", entry.get("logging_dir"))
         else:
-            entry.approximated(f"{name} is not told; there are {', '.join(TRACKERS)}")
+            entry.approximated(f"{name} is not supported; there are {', '.join(TRACKERS)}")
 
 
 def events_folder(entry: Entry) -> None:

@@ -78,7 +78,7 @@ def _source(entry: Entry, part: Mapping[str, Any], told: list[str]) -> dict[str,
         if key in SAME_NAMES or key == "type" or value is None:
             continue
         if key in IDLE:
-            told.append("the tokenizer's own chat template is taken")
+            told.append("the tokenizer's own chat template is used")
         elif key not in USUAL or value not in USUAL[key]:
             told.append(f"{key} of a data set is left out")
     return found
@@ -102,7 +102,7 @@ def _columns(entry: Entry, part: Mapping[str, Any], told: list[str]) -> Mapping[
     if rl in ("dpo", "ipo", "simpo", "orpo") and found["type"] == "chat":
         return {"type": "preference"}
     if found["type"] == "alpaca":
-        told.append("questions are put through the tokenizer's chat template where there is one")
+        told.append("the tokenizer's chat template, if any, renders questions")
     return found
 
 
@@ -114,7 +114,7 @@ def _own(entry: Entry, kind: Mapping[str, Any], told: list[str]) -> dict[str, st
         names = ("field_prompt", "field_chosen", "field_rejected", "field_system")
     found = {name: str(kind[name]) for name in names if kind.get(name)}
     if any(name.endswith("format") or name == "system_prompt" for name in kind):
-        told.append("texts are put together by the tokenizer's chat template, not by a format")
+        told.append("the tokenizer's chat template renders texts, not a format")
     return {"type": "preference" if prefers else "instruction", **found}
 
 

@@ -76,7 +76,7 @@ def _precision(entry: Entry) -> None:
         kind = "bf16" if entry.key == "bfloat16" else "fp16_mixed"
         entry.put("train.precision", kind)
     elif entry.key in ("bfloat16", "float16"):
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
     else:
         training_arguments.in_bits(entry)
 
@@ -100,7 +100,7 @@ def _in_steps(entry: Entry) -> None:
     """Rows of a step on one device."""
     rows, unit = entry.value, entry.get("micro_batch_size", 1)
     if "gradient_accumulation_steps" in entry.draft.written:
-        entry.no_effect("gradient_accumulation_steps is written, and decides it")
+        entry.no_effect("gradient_accumulation_steps is written, and overrides it")
     else:
         entry.put("train.gradient_accumulation_steps", max(1, rows // unit))
 
@@ -124,7 +124,7 @@ def _a_share_of_epochs(kind: str) -> Rule:
 
 def _saves(entry: Entry) -> None:
     if "saves_per_epoch" in entry.draft.written:
-        entry.no_effect("saves_per_epoch is written, and decides it")
+        entry.no_effect("saves_per_epoch is written, and overrides it")
     elif entry.get("save_steps") and entry.is_assumed:
         entry.put("train.save_epochs", 0.0)
     else:
@@ -241,7 +241,7 @@ IDLE: Mapping[str, str] = {
     "lora_fan_in_fan_out": "a form of layers that no family here has",
     "dataset_processes": "how samples are prepared, which changes none",
     **dict.fromkeys(("flash_attention", "flex_attention", "xformers_attention"), shared.BEST_HERE),
-    "wandb_watch": "gradients are told by train.log_grad_norm",
+    "wandb_watch": "gradients are logged by train.log_grad_norm",
     "wandb_entity": "a login says it: set WANDB_ENTITY in the environment",
     "load_best_model_at_end": "write train.save_best in a native file",
 }

@@ -146,14 +146,14 @@ def _unified_config(entry: Entry) -> None:
     if words & (MASTER | COMPUTE):
         entry.put("train.ckpt_weights", "master" if words & MASTER else "compute")
     if others := sorted(words - ASYNC - MASTER - COMPUTE - IN_PARTS):
-        entry.approximated(f"{', '.join(others)} is nothing that checkpoints here can be told")
+        entry.approximated(f"{', '.join(others)} cannot be set for checkpoints here")
     elif not entry.is_handled:
         entry.no_effect("every rank saves its own part of weights and states")
 
 
 def _load_states(entry: Entry) -> None:
     if entry.value and entry.get("overwrite_output_dir"):
-        entry.no_effect("overwrite_output_dir is true, so the run starts anew")
+        entry.no_effect("overwrite_output_dir is true, so the run starts from scratch")
     else:
         entry.put("train.load_optimizer", not entry.value)
 

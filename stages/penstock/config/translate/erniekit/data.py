@@ -1,4 +1,4 @@
-"""ERNIEKit's data: which sources are read, how they are mixed and laid into rows."""
+"""ERNIEKit's data: sources, mixing and packing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -92,7 +92,7 @@ def _part_of(kind: str, name: str) -> Rule:
         elif kind == "eval":
             entry.explain("every record is evaluated once; sources of share 0 are left out")
         elif entry.get("mix_strategy") not in WEIGHTED:
-            entry.no_effect("mix_strategy takes every sample once, whatever its share")
+            entry.no_effect("mix_strategy uses every sample once, whatever its weight")
 
     return rule
 
@@ -137,7 +137,7 @@ def _packing(entry: Entry) -> None:
     else:
         entry.put(METHOD, "multipack")
         entry.put(GROUP, 1)
-        entry.explain("each sample has a row of its own")
+        entry.explain("each sample has a sequence of its own")
 
 
 def _greedy(entry: Entry) -> None:
@@ -178,7 +178,7 @@ def _loader(entry: Entry) -> None:
 
 def data_is_there(draft: Draft) -> None:
     """A run needs sources: what only evaluates names those it evaluates, and what only exports
-    takes what lies there."""
+    uses the data there."""
     if draft.has(TRAIN):
         return
     if draft.has(TEST):

@@ -1,4 +1,4 @@
-"""ERNIEKit's recipes: what is learnt, and by which weights."""
+"""ERNIEKit's recipes: objective and trained weights."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -84,7 +84,7 @@ def _offset(entry: Entry) -> None:
             " field_rejected_score of the data"
         )
     else:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
 
 
 def _sft_ratio(entry: Entry) -> None:
@@ -115,7 +115,7 @@ def _without_reference(entry: Entry) -> None:
     elif loss in USED_BY["reference_free"]:
         entry.put("preference.reference_free", bool(entry.value))
     else:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
 
 
 def _update_reference(entry: Entry) -> None:
@@ -166,7 +166,7 @@ def _alpha(entry: Entry) -> None:
 
 def _plus(entry: Entry) -> None:
     if not (entry.value and _is_lora(entry.draft)):
-        entry.no_effect("asks for nothing" if not entry.value else "no adapters are trained")
+        entry.no_effect("is off" if not entry.value else "no adapters are trained")
         return
     entry.put("lora.use_rslora", True)
     entry.put("lora.lora_plus_ratio", 4.0)

@@ -50,7 +50,7 @@ def _virtual(entry: Entry) -> None:
 
 def _tail(entry: Entry) -> None:
     if not entry.value or entry.get("pipeline_parallel_degree", 1) <= 1:
-        entry.no_effect("asks for nothing" if not entry.value else "there is one pipeline stage")
+        entry.no_effect("is off" if not entry.value else "there is one pipeline stage")
     elif str(entry.get("pp_seg_method", "")).strip().startswith("["):
         entry.no_effect("pp_seg_method lists the layers of each stage")
     else:

@@ -81,7 +81,7 @@ IDLE: Mapping[str, str] = {
 """Keys that change nothing here."""
 
 REFUSED: Mapping[str, str] = {
-    "multimodal": "the families that are trained here read text alone; take a text model",
+    "multimodal": "all supported model families are text-only; use a text model",
     "num_nextn_predict_layers": "layers that predict several tokens are not trained here; write 0",
 }
 

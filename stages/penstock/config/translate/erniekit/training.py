@@ -130,7 +130,7 @@ def _offload(entry: Entry) -> None:
         if entry.key == "tensorwise_offload_optimizer":
             entry.explain("states lie in host memory, where the CPU steps the optimizer")
     else:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
 
 
 STYLES = {
@@ -157,7 +157,7 @@ def _warmup(entry: Entry) -> None:
     if entry.get("lr_scheduler_type") == "constant":
         entry.no_effect("lr_scheduler_type constant has no warmup")
     elif entry.key == "warmup_ratio" and entry.get("warmup_steps"):
-        entry.no_effect("warmup_steps is written, and decides it")
+        entry.no_effect("warmup_steps is written, and overrides it")
     elif entry.key == "warmup_ratio":
         entry.put("train.lr_warmup_ratio", entry.value)
     elif not entry.value and entry.get("warmup_ratio"):
@@ -216,7 +216,7 @@ def _recompute_experts(entry: Entry) -> None:
         attention = "self_attn" if modules == "full_attn" else "core_attn"
         entry.put("train.recompute_modules", [attention, "mlp"])
     else:
-        entry.no_effect("whole layers are recomputed" if entry.value else "asks for nothing")
+        entry.no_effect("whole layers are recomputed" if entry.value else "is off")
 
 
 def _of_fp8(name: str) -> Rule:
@@ -224,7 +224,7 @@ def _of_fp8(name: str) -> Rule:
         if _is_fp8(entry):
             entry.put(name, entry.value)
         else:
-            entry.no_effect("nothing is rounded to 8 bits")
+            entry.no_effect("there is no FP8 training")
 
     return rule
 
@@ -236,7 +236,7 @@ OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
 def _old_scales(entry: Entry) -> None:
     default = OLD_SCALES[entry.key]
     if not _is_fp8(entry):
-        entry.no_effect("nothing is rounded to 8 bits")
+        entry.no_effect("there is no FP8 training")
     elif entry.value == default:
         entry.no_effect("the default; scales are computed from the current numbers in every step")
     else:

@@ -89,7 +89,7 @@ def _weights(entry: Entry) -> list[Any]:
 
 
 def _template(entry: Entry) -> None:
-    entry.approximated("the tokenizer's own chat template is taken")
+    entry.approximated("the tokenizer's own chat template is used")
 
 
 def _tuned(entry: Entry) -> None:
@@ -267,7 +267,7 @@ IDLE = {
     "enable_liger_kernel": "fused kernels are taken wherever they serve",
     "use_unsloth": "fused kernels are taken wherever they serve",
     "use_v1_kernels": "fused kernels are taken wherever they serve",
-    "fp8_backend": "products of 8 bits are computed in the one way there is",
+    "fp8_backend": "there is one implementation of FP8 matmuls",
     "use_distributed_optimizer": "states are sharded",
     "freeze_vision_tower": OF_PICTURES,
     "freeze_multi_modal_projector": OF_PICTURES,
@@ -276,8 +276,8 @@ IDLE = {
     "double_quantization": "scales are kept as they are, a little larger",
     "low_cpu_mem_usage": "weights are read shard by shard",
     "dataset_dir": "dataset and eval_dataset are looked for in it",
-    "buffer_size": "sources are read piece by piece in any case",
-    "streaming": "sources are read piece by piece in any case",
+    "buffer_size": "sources are always read in parts",
+    "streaming": "sources are always read in parts",
     "data_shared_file_system": "machines meet by what they share",
     "media_dir": OF_PICTURES,
     "image_max_pixels": OF_PICTURES,
@@ -286,7 +286,7 @@ IDLE = {
     "ignore_pad_token_for_loss": "padding is never trained",
     "use_fast_tokenizer": "the tokenizer is read by transformers, whatever this says",
     "split_special_tokens": "special tokens are whole",
-    "include_num_input_tokens_seen": "tokens are always told",
+    "include_num_input_tokens_seen": "token counts are always logged",
     "ray_run_name": "torchrun starts the processes",
     "predict_with_generate": "read by do_predict alone",
 }
@@ -301,7 +301,7 @@ REFUSED = {
     "use_galore": "optimizers that project gradients are not here",
     "use_apollo": "optimizers that project gradients are not here",
     "use_badam": "all layers are trained in every step",
-    "pissa_init": "adapters start at zero; name one to go on from as adapter_name_or_path",
+    "pissa_init": "adapters start at zero; write adapter_name_or_path to start from another",
     "additional_target": "whole layers beside adapters are not trained",
     "resize_vocab": "the vocabulary is that of the checkpoint",
     "add_tokens": "the vocabulary is that of the checkpoint",

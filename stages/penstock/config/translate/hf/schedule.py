@@ -119,7 +119,7 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
             entry.refuse(f"{style} takes no {', '.join(foreign)} here")
             return
         if not given:
-            entry.no_effect("asks for nothing")
+            entry.no_effect("is off")
         waves = style != "warmup_stable_decay" or given.get("decay_type", "cosine") == "cosine"
         if not waves and given.pop("num_cycles", None) and not given:
             entry.no_effect("num_cycles is read with decay_type: cosine alone")
@@ -175,7 +175,7 @@ def warmup_ratio(entry: Entry) -> None:
     if _ignores_warmup(entry):
         return
     if entry.get("warmup_steps"):
-        entry.no_effect("warmup_steps is written, and decides it")
+        entry.no_effect("warmup_steps is written, and overrides it")
     elif entry.value:
         _share(entry)
     else:

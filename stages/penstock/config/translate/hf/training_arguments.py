@@ -27,7 +27,7 @@ STAGE_IN_NAME = re.compile(r"(?:zero|z)[-_]?([0-3])")
 
 
 def epochs(entry: Entry) -> None:
-    """`num_train_epochs`, which `max_steps` stands before."""
+    """`num_train_epochs`, which `max_steps` overrides."""
     steps = entry.get("max_steps")
     if isinstance(steps, int) and steps > 0:
         entry.no_effect("max_steps is written, and ends the run")
@@ -45,7 +45,7 @@ def decay(entry: Entry) -> None:
 def log_steps(entry: Entry) -> None:
     """`logging_steps`: a number, or below 1 a share of all steps."""
     if isinstance(entry.value, float) and entry.value < 1:
-        entry.approximated("every step is told; metrics.jsonl has them all in any case")
+        entry.approximated("every step is logged; metrics.jsonl always has all steps")
     else:
         entry.put("train.log_interval", int(entry.value))
 
@@ -175,7 +175,7 @@ def repository(entry: Entry) -> None:
 
 
 def deepspeed(entry: Entry) -> None:
-    """`deepspeed`: a file of DeepSpeed's, or what stands in it."""
+    """`deepspeed`: a DeepSpeed config file, or its content."""
     value = entry.value
     if isinstance(value, dict):
         zero: Any = cast("dict[str, Any]", value).get("zero_optimization") or {}
@@ -186,7 +186,7 @@ def deepspeed(entry: Entry) -> None:
         found = STAGE_IN_NAME.search(str(value))
         stage = int(found[1]) if found else 3
     _shard(entry, stage)
-    entry.approximated("of its file the stage of ZeRO is taken, told from the name or the mapping")
+    entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 
 
 def _shard(entry: Entry, stage: int) -> None:
@@ -200,7 +200,7 @@ def fsdp(entry: Entry) -> None:
     """`fsdp`: words, or a truth."""
     words = " ".join(map(str, listed(entry.value)))
     if words in ("", "False"):
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
         return
     entry.put("train.data_parallel_mode", "fsdp2")
     entry.put("train.zero_stage", 2 if "shard_grad_op" in words else 3)
@@ -284,7 +284,7 @@ IDLE: Mapping[str, str] = {
     "fsdp_config": "every decoder layer is a unit of FSDP, and checkpoints are whole",
     "trust_remote_code": "no code of a model is run",
     "liger_kernel_config": "fused kernels are taken wherever they serve",
-    "group_by_length": "rows are padded to whole 128 tokens, whatever stands beside them",
+    "group_by_length": "sequences are padded to a multiple of 128 tokens in any case",
     "do_train": "a run trains; train.eval_only evaluates alone",
     "do_eval": "eval_strategy says when",
 }  # fmt: skip

@@ -35,7 +35,7 @@ OF_PAIRS = (
 """Keys that `trl dpo` alone has."""
 
 OF_OTHERS = ("stage", "finetuning_type", "template", "base_model", "train_dataset_path")
-"""Keys by which other flat files are told apart."""
+"""Keys by which other flat files are recognized."""
 
 ON = "use_peft"
 
@@ -132,7 +132,7 @@ def _dtype(entry: Entry) -> None:
 
 
 def _template(entry: Entry) -> None:
-    entry.approximated("the tokenizer's own chat template is taken; put this one into its files")
+    entry.approximated("the tokenizer's own chat template is used; put this one into its files")
 
 
 def _padding(entry: Entry) -> None:
@@ -148,7 +148,7 @@ def _packing_strategy(entry: Entry) -> None:
         return
     entry.decides(shared.METHOD, "data.isolate_samples")
     if entry.value == "wrapped":
-        entry.explain("samples are one stream, cut where a row is full")
+        entry.explain("samples are one stream, split where a packed sequence is full")
 
 
 def _targets(entry: Entry) -> None:
@@ -203,7 +203,7 @@ IDLE = {
     "disable_dropout": "nothing is dropped unless train.dropout says so",
     "precompute_ref_batch_size": "micro_batch_size is taken",
     "dataset_test_split": "read where evaluations are asked for",
-    "dataset_streaming": "sources are read piece by piece in any case",
+    "dataset_streaming": "sources are always read in parts",
 }
 
 REFUSED = {

@@ -34,7 +34,9 @@ def _prefer(name: str, loss: str) -> Rule:
         entry.put("preference.loss_type", loss)
         entry.put(name, entry.value)
         if loss == "orpo":
-            entry.approximated("chosen answers are learnt as a mean over tokens, not over answers")
+            entry.approximated(
+                "the SFT loss of chosen completions is a mean over tokens, not over completions"
+            )
 
     return rule
 
@@ -86,7 +88,7 @@ def _adapter_to_go_on_from(entry: Entry) -> None:
         entry.put("lora.init_adapter_path", path)
         entry.approximated("name a folder with adapter_config.json, as peft writes it")
     else:
-        entry.no_effect("adapters start anew")
+        entry.no_effect("adapters are initialized from scratch")
 
 
 OF_ADAPTER_FILES = "how adapters lie in NxD's own files; here they lie as peft writes them"

@@ -101,12 +101,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_weighed(sources: Sequence[dict[str, Any]]) -> bool:
-    """Whether weights decide how much is drawn of each."""
+    """Whether weights decide how much of each is sampled."""
     return len(sources) > 1 and any("weight" in source for source in sources)
 
 
 def _held_whole(held: Sequence[dict[str, Any]]) -> str:
-    """What is told of weights of validation data, which a test set does not have here."""
+    """The report on weights of validation data, which a test set does not have here."""
     weights = ", ".join(f"{source['weight']:g}" for source in held)
     return (
         f"validation reads every prefix whole, and not in shares of {weights}; one of weight 0 is "
@@ -228,7 +228,7 @@ def settle_data(draft: Draft) -> None:
 
 
 def _wrap(draft: Draft) -> None:
-    """Documents are shuffled, laid end to end and cut; they see what is before them in a row."""
+    """Documents are shuffled, concatenated and split; tokens attend to all before them."""
     draft.put("data.sample_packing_method", "wrapped")
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
@@ -259,10 +259,10 @@ def _in_file_order(draft: Draft) -> None:
 
 def _counts_within(entry: Entry) -> None:
     if bool(entry.value) == bool(entry.get("data.reset_attention_mask", entry.value)):
-        entry.no_effect("positions begin anew where attention does; reset_attention_mask says it")
+        entry.no_effect("positions restart where attention does; reset_attention_mask decides it")
     else:
         entry.approximated(
-            "positions begin anew where attention does, as reset_attention_mask says"
+            "positions restart where attention does, as reset_attention_mask decides"
         )
 
 
@@ -272,10 +272,10 @@ def _boundaries(entry: Entry) -> None:
     if entry.get(PREFIX) is None:
         entry.no_effect("read with data_prefix alone")
     elif entry.value:
-        entry.no_effect("the first token of a document is never foretold from another document")
+        entry.no_effect("the first token of a document is never predicted from another document")
     else:
         entry.approximated(
-            "the first token of a document is not foretold from the one before, as with true"
+            "the first token of a document is not predicted from the one before, as with true"
         )
 
 

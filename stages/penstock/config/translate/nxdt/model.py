@@ -149,7 +149,9 @@ def _vocabulary_multiple(entry: Entry) -> None:
 
 def _attention(entry: Entry) -> None:
     if entry.value:
-        entry.no_effect("the best attention there is here is taken, a flash kernel where there are")
+        entry.no_effect(
+            "the best attention backend on this machine is used, FlashAttention if installed"
+        )
     else:
         entry.put("model.attn_implementation", "sdpa")
 
@@ -201,7 +203,7 @@ def _capacity(entry: Entry) -> None:
 
 def _balance(entry: Entry) -> None:
     if entry.value in NONE:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
     else:
         entry.put("train.moe_aux_loss_coef", float(entry.value))
 

@@ -107,14 +107,14 @@ def _amsgrad(entry: Entry) -> None:
             "AdamW has no such variant here: write false, or torch.optim.Adam's name, adam"
         )
     else:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
 
 
 def _clipped_updates(entry: Entry) -> None:
     if entry.value and entry.get("model.optim.name") == NOVOGRAD:
         entry.refuse("updates are not clipped by norms of weights here: write false")
     else:
-        entry.no_effect("asks for nothing")
+        entry.no_effect("is off")
 
 
 def _decay_of_norms(entry: Entry) -> None:
@@ -302,7 +302,7 @@ COMPUTED: Mapping[str, Rule] = {
     "model.optim.capturable": no_effect("concerns CUDA graphs of the optimizer"),
     "model.do_layer_norm_weight_decay": _decay_of_norms,
     f"{SCHEDULE}.name": _schedule,
-    f"{SCHEDULE}.max_steps": no_effect("trainer.max_steps stands in its place, there too"),
+    f"{SCHEDULE}.max_steps": no_effect("trainer.max_steps overrides it, there too"),
     f"{SCHEDULE}.warmup_ratio": _warmup_ratio,
     f"{SCHEDULE}.min_lr": _least_rate,
     f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),

@@ -55,7 +55,7 @@ def _evaluations(entry: Entry) -> None:
         return
     entry.put("train.eval_steps", entry.value)
     if every:
-        entry.approximated("steps are counted over the whole run, and not anew in each epoch")
+        entry.approximated("steps are counted over the whole run, not within each epoch")
 
 
 def _every_epochs(entry: Entry) -> None:
@@ -66,7 +66,7 @@ def _every_epochs(entry: Entry) -> None:
 
 
 def _folder(entry: Entry) -> None:
-    """`explicit_log_dir`, else `exp_dir`/`name`, and in it a version for each start anew."""
+    """`explicit_log_dir`, else `exp_dir`/`name`, and in it a version for each new start."""
     explicit = entry.get(f"{MANAGER}.explicit_log_dir")
     above = entry.get(f"{MANAGER}.exp_dir") or "nemo_experiments"
     folder = explicit or f"{above}/{entry.get(f'{MANAGER}.name') or 'default'}"
@@ -94,7 +94,8 @@ def _start(entry: Entry) -> None:
     elif entry.get(f"{MANAGER}.resume_if_exists"):
         entry.put("train.init_checkpoint_path", entry.value)
         entry.approximated(
-            f"{AS_HUGGING_FACES} refused before any work, so the optimizer's states start anew"
+            f"{AS_HUGGING_FACES} refused before any work, so the optimizer states start from"
+            " scratch"
         )
     else:
         entry.put("train.load_checkpoint_path", entry.value)
@@ -170,10 +171,10 @@ def _buckets(entry: Entry) -> None:
 
 def _copies_of_keys(entry: Entry) -> None:
     if entry.value in (None, 1):
-        entry.no_effect("each head of keys lies on one rank")
+        entry.no_effect("each key head is on one rank")
     else:
         entry.decides("train.tensor_parallel_size")
-        entry.explain("a head of keys lies on as many ranks as there are for each")
+        entry.explain("a key head is replicated on as many ranks as there are for each")
 
 
 def _chunks(entry: Entry) -> None:
