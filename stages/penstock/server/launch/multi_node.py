@@ -62,8 +62,8 @@ class FirstNode:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = ""
-        self._looked = 0.0
+        self._start_id = ""
+        self._last_poll = 0.0
 
     def may_start(self) -> bool:
         """True once its own workers have stopped."""
@@ -74,19 +74,19 @@ class FirstNode:
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob(f"{ENDED}*"):
             old.unlink(missing_ok=True)
-        self._name = uuid.uuid4().hex
+        self._start_id = uuid.uuid4().hex
         with atomic_write(self._folder / START) as part:
-            part.write_text(self._name, encoding="ascii")
+            part.write_text(self._start_id, encoding="ascii")
 
     def died(self) -> None:
         """The next start implies it."""
 
     def must_end(self) -> bool:
         """Whether another node recorded that this start died there."""
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        if time.monotonic() - self._last_poll < LOOK_SECONDS:
             return False
-        self._looked = time.monotonic()
-        return (self._folder / f"{ENDED}{self._name}").exists()
+        self._last_poll = time.monotonic()
+        return (self._folder / f"{ENDED}{self._start_id}").exists()
 
 
 class OtherNode:
@@ -94,29 +94,29 @@ class OtherNode:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._joined = ""
-        self._looked = 0.0
+        self._joined_id = ""
+        self._last_poll = 0.0
 
     def may_start(self) -> bool:
         """Whether there is a start that this node has not joined."""
-        return self._named() not in ("", self._joined)
+        return self._read_start_id() not in ("", self._joined_id)
 
     def started(self) -> None:
         """Join the current start."""
-        self._joined = self._named()
+        self._joined_id = self._read_start_id()
 
     def died(self) -> None:
         """Record that it died here."""
-        (self._folder / f"{ENDED}{self._joined}").touch()
+        (self._folder / f"{ENDED}{self._joined_id}").touch()
 
     def must_end(self) -> bool:
         """Whether the first node has restarted."""
-        if time.monotonic() - self._looked < LOOK_SECONDS:
+        if time.monotonic() - self._last_poll < LOOK_SECONDS:
             return False
-        self._looked = time.monotonic()
-        return self._named() not in ("", self._joined)
+        self._last_poll = time.monotonic()
+        return self._read_start_id() not in ("", self._joined_id)
 
-    def _named(self) -> str:
+    def _read_start_id(self) -> str:
         try:
             return (self._folder / START).read_text(encoding="ascii")
         except OSError:

@@ -67,13 +67,13 @@ def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[
                 most_deaths=config.max_restarts,
                 stop_seconds=config.stop_timeout + MARGIN_SECONDS,
                 pass_env=config.pass_env,
-                together=_together(prepared),
+                together=_build_multi_node(prepared),
             )
         )
     return found
 
 
-def _together(prepared: LaunchPlan) -> MultiNode:
+def _build_multi_node(prepared: LaunchPlan) -> MultiNode:
     config, folder = prepared.job.config, prepared.job.folder / MACHINES
     if config.nnodes == 1:
         return SingleNode()
@@ -88,7 +88,7 @@ def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
     """
     job = prepared.job
     api = (job.api_host, job.api_port) if prepared.serves else None
-    with _alone(prepared):
+    with _lock_folder(prepared):
         prepared.publish()
         given_up = job.folder / GIVEN_UP
         given_up.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _alone(prepared: LaunchPlan) -> Generator[None]:
+def _lock_folder(prepared: LaunchPlan) -> Generator[None]:
     """Lock the folder: two servers would overwrite each other's state."""
     lock = FileLock(prepared.lock)
     try:
@@ -123,43 +123,43 @@ class Launcher:
     given_up: Path | None = None
     """File whose existence means that workers are no longer restarted."""
     is_ready: bool = False
-    _asked: list[int] = field(default_factory=list[int])
-    _looked: float = 0.0
+    _signals: list[int] = field(default_factory=list[int])
+    _last_health_check: float = 0.0
 
     def run(self) -> None:
         """Start all processes, monitor them, and stop them on SIGINT or SIGTERM; a second signal
         kills them."""
-        with self._hearing():
+        with self._handle_signals():
             try:
-                while not self._asked:
+                while not self._signals:
                     for child in self.children:
                         child.look()
-                    self._require_some()
-                    self._look_at_health()
+                    self._check_given_up()
+                    self._poll_health()
                     time.sleep(LOOK_SECONDS)
-                # Workers that have just started are also told to exit.
-                self._looked = 0.0
-                self._look_at_health()
-                self.say(f"stopping ({signal.Signals(self._asked[0]).name})")
+                # Workers that have just started also get the shutdown message.
+                self._last_health_check = 0.0
+                self._poll_health()
+                self.say(f"stopping ({signal.Signals(self._signals[0]).name})")
             finally:
-                self._end()
+                self._stop_all()
 
-    def _end(self) -> None:
+    def _stop_all(self) -> None:
         """The API stops first, so that no new requests arrive; workers last, because the scheduler
         still saves."""
         serving = [child for child in self.children if child.name != "workers"]
         workers = [child for child in self.children if child.name == "workers"]
-        self._end_together(serving)
-        self._let_leave(serving, workers)
-        self._end_together(workers)
+        self._stop(serving)
+        self._wait_for_workers_to_exit(serving, workers)
+        self._stop(workers)
 
-    def _end_together(self, group: Sequence[ManagedProcess]) -> None:
+    def _stop(self, group: Sequence[ManagedProcess]) -> None:
         for child in group:
             child.ask_to_end()
         for child in group:
-            child.end(at_once=lambda: len(self._asked) > 1)
+            child.end(at_once=lambda: len(self._signals) > 1)
 
-    def _let_leave(
+    def _wait_for_workers_to_exit(
         self, serving: Sequence[ManagedProcess], workers: Sequence[ManagedProcess]
     ) -> None:
         """After a clean exit of the scheduler, the workers exit themselves, and torchrun would
@@ -170,12 +170,12 @@ class Launcher:
         elif any(isinstance(child.together, OtherNode) for child in workers):
             seconds = max(child.stop_seconds for child in workers)
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and len(self._asked) < 2:
+        while time.monotonic() < deadline and len(self._signals) < 2:
             if not any(child.is_alive for child in workers):
                 return
             time.sleep(LOOK_SECONDS)
 
-    def _require_some(self) -> None:
+    def _check_given_up(self) -> None:
         """Workers that die before they have ever served have a permanent error."""
         for child in self.children:
             if child.is_given_up and self.is_ready and self.api is not None:
@@ -188,20 +188,20 @@ class Launcher:
                     "  Their messages are above."
                 )
 
-    def _look_at_health(self) -> None:
+    def _poll_health(self) -> None:
         now = time.monotonic()
-        if self.api is None or self.is_ready or now - self._looked < HEALTH_SECONDS:
+        if self.api is None or self.is_ready or now - self._last_health_check < HEALTH_SECONDS:
             return
-        self._looked = now
+        self._last_health_check = now
         host, port = self.api
-        if answers(near(host), port):
+        if is_server_ready(near(host), port):
             self.is_ready = True
             self.say(f"serving at http://{in_url(near(host))}:{port}")
 
     @contextmanager
-    def _hearing(self) -> Generator[None]:
+    def _handle_signals(self) -> Generator[None]:
         def note(signum: int, _frame: FrameType | None) -> None:
-            self._asked.append(signum)
+            self._signals.append(signum)
 
         before = [(number, signal.signal(number, note)) for number in STOPPING]
         try:
@@ -211,15 +211,15 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def answers(host: str, port: int) -> bool:
+def is_server_ready(host: str, port: int) -> bool:
     """Whether the server is ready, including its workers."""
     connection = http.client.HTTPConnection(host, port, timeout=1.0)
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
-        told = json.loads(response.read()) if response.status == 200 else None
+        health = json.loads(response.read()) if response.status == 200 else None
     except (OSError, http.client.HTTPException, ValueError):
         return False
     finally:
         connection.close()
-    return isinstance(told, dict) and told.get("workers", "ready") == "ready"
+    return isinstance(health, dict) and health.get("workers", "ready") == "ready"

@@ -17,22 +17,22 @@ from penstock.server.weight_sync.errors import Step, SyncError, named, refused
 
 LOG = logging.getLogger(__name__)
 
-ALIVE = ("/model_info", "/v1/models", "/health")
+HEALTH_ROUTES = ("/model_info", "/v1/models", "/health")
 """Any of these routes shows that the server is up; they are tried in order."""
 
-SIZES = ("/server_info", "/get_server_info")
+PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
 """Routes that report the parallelism; the second one is its older name."""
 
-MAX_ANSWER = 4 << 20
+MAX_RESPONSE_BYTES = 4 << 20
 """Maximum bytes of a response."""
 MAX_MESSAGE = 500
 """Maximum characters of a response in the log. Clients never see it, because the endpoint may be a
 server that reveals something to us alone."""
 
-UNANSWERED = (OSError, http.client.HTTPException, UnicodeError)
+NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
 """Errors of a request without response; the last one is for an invalid host name."""
 
-SHUT_OUT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+UNAUTHORIZED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
 
 
@@ -64,8 +64,8 @@ class Limits:
 class HttpStatusError(Exception):
     """An unsuccessful response."""
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
         self.status = status
 
 
@@ -111,15 +111,15 @@ class InferenceServer:
 
     def require_alive(self, seconds: float) -> None:
         """Raises SyncError unless it is healthy."""
-        faults: list[str] = []
-        for path in ALIVE:
+        errors: list[str] = []
+        for path in HEALTH_ROUTES:
             try:
-                self._asked("GET", path, None, seconds)
-            except (*UNANSWERED, HttpStatusError) as error:
-                faults.append(f"{path}: {_told(error)}")
+                self._request("GET", path, None, seconds)
+            except (*NO_RESPONSE, HttpStatusError) as error:
+                errors.append(f"{path}: {_describe_error(error)}")
                 continue
             return
-        fault = f"it does not answer ({'; '.join(faults)})"
+        fault = f"it does not answer ({'; '.join(errors)})"
         raise SyncError(fault, step="health", endpoint=self.endpoint)
 
     def require_size(self, seconds: float) -> None:
@@ -135,14 +135,14 @@ class InferenceServer:
         Raises SyncError if it requires a key and none is set. A key that is rejected here may be
         valid for weight updates: a server may have two keys.
         """
-        for path in SIZES:
+        for path in PARALLELISM_ROUTES:
             try:
-                found = _sizes_in(self._asked("GET", path, None, seconds))
+                found = _parse_parallelism(self._request("GET", path, None, seconds))
             except HttpStatusError as error:
-                if error.status in SHUT_OUT and self.key is None:
-                    raise self._unsaid("health", path, error) from error
+                if error.status in UNAUTHORIZED and self.key is None:
+                    raise self._to_sync_error("health", path, error) from error
                 continue
-            except UNANSWERED:
+            except NO_RESPONSE:
                 return None
             if found is not None:
                 return found
@@ -154,16 +154,18 @@ class InferenceServer:
         """Raises SyncError unless the request succeeds."""
         for left in reversed(range(tries)):
             try:
-                self._asked("POST", path, body, seconds)
-            except (*UNANSWERED, HttpStatusError) as error:
+                self._request("POST", path, body, seconds)
+            except (*NO_RESPONSE, HttpStatusError) as error:
                 # A timeout is not a "not yet" response.
                 if not left or is_absent(error) or isinstance(error, TimeoutError):
-                    raise self._unsaid(step, path, error) from error
+                    raise self._to_sync_error(step, path, error) from error
                 time.sleep(0.2)
             else:
                 return
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> Any:
         """The JSON response; None for anything else."""
         connection = http.client.HTTPConnection(
             self.endpoint.host, self.endpoint.port, timeout=seconds
@@ -175,35 +177,35 @@ class InferenceServer:
         try:
             connection.request(method, path, text, headers)
             with connection.getresponse() as answer:
-                said = answer.read(MAX_ANSWER)
+                body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:
             connection.close()
-        read = _read(said)
+        read = _parse_json(body_bytes)
         if answer.status != HTTPStatus.OK:
-            self._log(path, said, read)
+            self._log(path, body_bytes, read)
             raise HttpStatusError(answer.status, f"HTTP {answer.status}")
         if isinstance(read, dict) and read.get("success") is False:
-            self._log(path, said, read)
+            self._log(path, body_bytes, read)
             raise HttpStatusError(
                 answer.status, "it says that it has failed; the server's log has why"
             )
         return read
 
-    def _log(self, path: str, said: bytes, read: Any) -> None:
+    def _log(self, path: str, body_bytes: bytes, read: Any) -> None:
         """Log a response for the server's operator."""
-        LOG.warning("%s%s: %r", named(self.endpoint), path, self._message_of(said, read))
+        LOG.warning("%s%s: %r", named(self.endpoint), path, self._extract_message(body_bytes, read))
 
-    def _message_of(self, said: bytes, read: Any) -> str:
-        told = read.get("message") if isinstance(read, dict) else None
-        text = told if isinstance(told, str) else said.decode(errors="replace")
+    def _extract_message(self, body_bytes: bytes, read: Any) -> str:
+        message = read.get("message") if isinstance(read, dict) else None
+        text = message if isinstance(message, str) else body_bytes.decode(errors="replace")
         if self.key:
             text = text.replace(self.key.text, "...")
         return text[:MAX_MESSAGE]
 
-    def _unsaid(self, step: Step, path: str, error: Exception) -> SyncError:
+    def _to_sync_error(self, step: Step, path: str, error: Exception) -> SyncError:
         """The error for a failed request."""
-        fault = f"{path}: {_told(error)}"
-        if not isinstance(error, HttpStatusError) or error.status not in SHUT_OUT:
+        fault = f"{path}: {_describe_error(error)}"
+        if not isinstance(error, HttpStatusError) or error.status not in UNAUTHORIZED:
             return SyncError(fault, step=step, endpoint=self.endpoint)
         return SyncError(
             f"{fault}.\n  Add it with the api_key that it was started with, and of two with the"
@@ -228,14 +230,14 @@ def is_absent(error: BaseException | None) -> bool:
     return isinstance(error, HttpStatusError) and error.status in ABSENT
 
 
-def _read(said: bytes) -> Any:
+def _parse_json(body_bytes: bytes) -> Any:
     try:
-        return json.loads(said)
+        return json.loads(body_bytes)
     except (ValueError, RecursionError):
         return None
 
 
-def _sizes_in(read: Any) -> EngineParallelism | None:
+def _parse_parallelism(read: Any) -> EngineParallelism | None:
     """Read only these fields: the response contains the server's own keys."""
     if not isinstance(read, dict):
         return None
@@ -245,5 +247,5 @@ def _sizes_in(read: Any) -> EngineParallelism | None:
     return EngineParallelism(*sizes, shares_attention=read.get("enable_dp_attention") is True)
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
