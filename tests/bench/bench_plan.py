@@ -13,11 +13,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.costs.device_speed import processors
+from penstock.costs.device_speed import build_cpu_machine
 from penstock.costs.durations import estimate_step
 from penstock.costs.estimate import build_cost_model
 from penstock.costs.measure_machine import measure
-from penstock.costs.sharded_model import Cut
+from penstock.costs.sharded_model import ShardedModel
 from penstock.models.flops import Work
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import Job
@@ -59,11 +59,11 @@ def seconds(job: Job) -> tuple[float, float]:
     names = ("fp32", "bf16", "bandwidth")
     here = {name: statistics.median(speed[name] for speed in speeds) for name in names}
     config = json.loads((Path(str(job.config.model.config_path)) / "config.json").read_text())
-    cut = Cut(job.config, build_cost_model(job.config, config), loop.built.degrees, "cpu")
+    cut = ShardedModel(job.config, build_cost_model(job.config, config), loop.built.dims, "cpu")
     row = PackedRows(job.packed_dir / "data" / "train").row(0)
     logits = int((row.labels >= 0).sum())
     work = Work.from_lengths(cut.config, row.lengths.tolist(), logits=logits)
-    told = estimate_step(cut, processors(here, 1), work)
+    told = estimate_step(cut, build_cpu_machine(here, 1), work)
     assert told
     return told.total, statistics.median(taken)
 

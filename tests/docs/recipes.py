@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
-from penstock.costs.device_speed import Machine, machine_called
+from penstock.costs.device_speed import Machine, find_machine
 from penstock.costs.estimate import Prediction, build_cost_model, predict
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.machine import world_size
@@ -29,7 +29,7 @@ class Hardware:
     @property
     def machine(self) -> Machine:
         if self.has_gpus:
-            return replace(machine_called("H100"), memory=self.memory)
+            return replace(find_machine("H100"), memory=self.memory)
         return Machine("cpu", "cpu", {}, None, memory=self.memory)
 
 

@@ -64,7 +64,7 @@ def test_dropout_by_a_key_that_is_data(backend):
     opcheck(operator(f"dropout_{backend}"), (drawn(3, 6), places, *on_host(0.3, 2**63 + 5), 2))
 
 
-def numbered(module: OpModule):
+def module_by_id(module: OpModule):
     module.register_op()
     return module.op_id
 
@@ -74,7 +74,7 @@ def test_what_programs_ask_of_modules_by_number():
     for leaf, raw in quantize(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
         matrix.get_parameter(leaf).data = raw
     tensors = [matrix.get_parameter(leaf) for leaf in LEAVES]
-    number, kind = numbered(matrix), (24, torch.bfloat16)
+    number, kind = module_by_id(matrix), (24, torch.bfloat16)
     weight, told = operator("quantized_weight")(number, *tensors, *kind)
     assert torch.equal(operator("quantized_weight_again")(number, told, *tensors, *kind), weight)
     again = (number, told, *tensors, *kind)
@@ -82,10 +82,10 @@ def test_what_programs_ask_of_modules_by_number():
     opcheck(operator("quantized_weight_again"), again, test_utils=PLAIN)
     site = Dropout(0.5, "site")
     with dropout_rng(DropoutRNG(1, 2, torch.arange(3, device=DEVICE))):
-        given = drawn(3, 6, learns=False), numbered(site)
+        given = drawn(3, 6, learns=False), module_by_id(site)
         opcheck(operator("dropout_draws"), given, test_utils=PLAIN)
     config = ExpertsConfig(layers=(0,), num_experts=4, experts_per_token=2, intermediate_size=8)
     router = Router(config, 8, precision="fp32")
     scores = drawn(3, 2, learns=False), drawn(3, 4, learns=False), drawn(3, learns=False)
     choice = torch.tensor([[0, 1], [2, 3], [1, 0]], device=DEVICE)
-    opcheck(operator("router_told"), (*scores, choice, numbered(router)), test_utils=PLAIN)
+    opcheck(operator("router_told"), (*scores, choice, module_by_id(router)), test_utils=PLAIN)

@@ -334,7 +334,7 @@ def goes_on(folder, url):
     story = Story(config)
     story.meanwhile["train"] = lambda: write_chats(folder / "data/b.jsonl", 16, salt=" twice")
     first = story.tick()
-    files = set(RemotePath.of(f"{url}/releases/bot").files())
+    files = set(RemotePath.from_url(f"{url}/releases/bot").files())
     return first, files, story.tick(), story.origin
 
 

@@ -12,7 +12,7 @@ from penstock.costs.token_counts import Data, Length, estimate_length, estimate_
 from penstock.engine.distributed.parallel_dims import ParallelDims, rows_per_step
 from penstock.models.flops import step_flops
 from penstock.models.hf_config import HfConfig
-from penstock.models.quantization_config import declared_in
+from penstock.models.quantization_config import parse_quantization_config
 from penstock.models.registry import get_family
 
 
@@ -56,7 +56,7 @@ USABLE_MEMORY = 0.92
 def build_cost_model(run: RunConfig, hf_config: HfConfig) -> UnshardedModel:
     """Build the unsharded model. Raises CapabilityError for an unsupported model."""
     family = get_family(hf_config)
-    published = declared_in(hf_config) if run.model.model_path else None
+    published = parse_quantization_config(hf_config) if run.model.model_path else None
     return UnshardedModel.from_run(run, family, family.read(hf_config), published)
 
 

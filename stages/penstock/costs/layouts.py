@@ -22,7 +22,7 @@ from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 Settings = Mapping[str, Any]
 """Fields of the config section `train`."""
 
-SIZES = (1, 2, 4, 8)
+AXIS_FIELDS = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG = 16_384
 """Row length in tokens from which context parallelism is tried."""
@@ -115,12 +115,12 @@ def _candidates(search: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
 def _parallel_sizes(search: LayoutSearch) -> Iterator[Settings]:
     """Yield valid parallel sizes for the devices whose state at rest fits in memory."""
     devices, machine = search.devices, search.machine
-    within = [size for size in SIZES if size <= min(devices, machine.ranks_per_node)]
+    within = [size for size in AXIS_FIELDS if size <= min(devices, machine.ranks_per_node)]
     long = search.run.data.row_length >= LONG
-    experts = [size for size in (*SIZES, 16, 32) if search.model.config.experts]
+    experts = [size for size in (*AXIS_FIELDS, 16, 32) if search.model.config.experts]
     sizes = {
         "tensor_parallel_size": within,
-        "pipeline_parallel_size": [size for size in SIZES if size <= devices],
+        "pipeline_parallel_size": [size for size in AXIS_FIELDS if size <= devices],
         "expert_parallel_size": [size for size in experts if size <= devices] or [1],
         "ulysses_parallel_size": within if long else [1],
         "ringattn_parallel_size": [1, 2] if long else [1],

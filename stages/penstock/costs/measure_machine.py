@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-SIZES = {"cpu": 1024, "cuda": 8192}
+AXIS_FIELDS = {"cpu": 1024, "cuda": 8192}
 COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}
 ROUNDS = 5
 
@@ -18,7 +18,7 @@ ROUNDS = 5
 def measure() -> dict[str, float | str | None]:
     """Median FLOP/s of square matmuls, and bytes per second read and written by a copy."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = SIZES[device.type]
+    size = AXIS_FIELDS[device.type]
     found: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

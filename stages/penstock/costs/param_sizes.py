@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.adapters.match_targets import Linear
+from penstock.adapters.match_targets import TargetLayer
 from penstock.adapters.names import EMBEDDING, EXPERTS
 from penstock.config.schema.quantization import PAIRS, is_among
 from penstock.costs.sharded_model import ShardedModel
@@ -154,7 +154,7 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
         return rows, columns
     if layer != ROOT and ".mlp." in name and config.layer_experts(layer):
         return rows, columns
-    if role is ParallelStyle.NARROW:
+    if role is ParallelStyle.ROWWISE:
         return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
     if ".self_attn." in name and role is not ParallelStyle.PER_HEAD:
         keys = config.num_key_value_heads * config.head_dim
@@ -215,7 +215,7 @@ def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> It
                 yield Tensor(layer, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
-def _adapter_shapes(sharded: ShardedModel, one: Linear, rank: int) -> Iterator[tuple[int, int]]:
+def _adapter_shapes(sharded: ShardedModel, one: TargetLayer, rank: int) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = sharded.degrees.tensor
     role = sharded.model.roles[one.native]
@@ -231,7 +231,7 @@ def _adapter_shapes(sharded: ShardedModel, one: Linear, rank: int) -> Iterator[t
         yield (first, rank * inputs) if first > 1 else (rank, inputs)
         yield (second, outputs * rank) if second > 1 else (outputs, rank)
         return
-    if role is ParallelStyle.NARROW:
+    if role is ParallelStyle.ROWWISE:
         inputs = -(-inputs // size)
     elif role is not None:
         outputs = -(-outputs // size)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.adapters.match_targets import Linear
+from penstock.adapters.match_targets import TargetLayer
 from penstock.config.schema.run import RunConfig
 from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation_steps
 from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
@@ -12,7 +12,7 @@ from penstock.engine.distributed.validate_layout import micro_batch_padding
 from penstock.engine.trainable import adapted, trainable_params
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.flops import Learning
+from penstock.models.flops import TrainableParams
 from penstock.models.quantization_config import QuantizationConfig
 from penstock.models.tp_roles import ParallelStyle, find_parallel_style
 
@@ -31,9 +31,9 @@ class UnshardedModel:
     """Parameter shapes by name."""
     roles: Mapping[str, ParallelStyle | None]
     """Parallel style of each module with parameters."""
-    adapters: tuple[Linear, ...]
+    adapters: tuple[TargetLayer, ...]
     """Layers with an adapter."""
-    trainable: Learning
+    trainable: TrainableParams
     quantization: QuantizationConfig | None = None
     """Quantization of a pre-quantized checkpoint, if the run uses it."""
 

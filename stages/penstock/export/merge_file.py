@@ -156,7 +156,7 @@ def _merge_block(
             f"{columns}.\n  Name the base model that it was trained on."
         )
     first = start * (rows // shape[0])
-    return change.made_of(block.reshape(-1, columns), first).view(block.shape)
+    return change.apply_to(block.reshape(-1, columns), first).view(block.shape)
 
 
 def merged_shape(name: str, weights: SafetensorsFolder, changes: AdapterMerge) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, StepTensors, adamw_, adamw_foreach_
 from penstock_kernels.stochastic_rounding import stochastic_round
 
 Rounding = Callable[[nn.Parameter, int], tuple[Sequence[RowKeys], int]]
@@ -21,7 +21,7 @@ column), for stochastic rounding. Each element of a vector is a row."""
 State = MutableMapping[Any, dict[str, torch.Tensor]]
 
 
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def identity(tensor: torch.Tensor) -> torch.Tensor:
     """Identity, for parameters that are not sharded."""
     return tensor
 
@@ -35,12 +35,12 @@ class StatePrecision:
     """Whether the rounding error of bfloat16 weights is stored (Kahan summation)."""
     rounding: Rounding | None = None
     """Stochastic rounding; None: round to nearest."""
-    local: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    local: Callable[[torch.Tensor], torch.Tensor] = identity
     """Returns the local shard of a parameter, gradient or state."""
 
 
 class AnyPrecisionAdamW(torch.optim.Optimizer):
-    """AdamW in the precisions of `keeping`; see `step_adamw`."""
+    """AdamW in the precisions of `precision`; see `step_adamw`."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        keeping: StatePrecision,
+        precision: StatePrecision,
         weight_decay: float = 0.0,
     ) -> None:
-        self.keeping = keeping
+        self.precision = precision
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
@@ -62,69 +62,69 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            step_adamw(self.state, group, self.keeping)
+            step_adamw(self.state, group, self.precision)
 
 
-def step_adamw(state: State, group: dict[str, Any], keeping: StatePrecision) -> None:
+def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -> None:
     """AdamW update of a parameter group (Loshchilov and Hutter 2019, algorithm 2, with weight decay
     multiplied by the learning rate).
 
     `state` of each parameter has the same names as torch's AdamW (`step`, `exp_avg`,
     `exp_avg_sq`), and `lost` with Kahan summation.
     """
-    at_step: dict[int, list[tuple[nn.Parameter, Stepped]]] = {}
+    params_by_step: dict[int, list[tuple[nn.Parameter, StepTensors]]] = {}
     for parameter in group["params"]:
         if parameter.grad is None:
             continue
         its = state[parameter]
         if not its:
-            its.update(_beginning(parameter, keeping))
+            its.update(_initial_state(parameter, precision))
         its["step"] += 1
         lost = its.get("lost")
-        stepped = Stepped(
-            keeping.local(parameter.detach()),
-            keeping.local(parameter.grad).contiguous(),
-            keeping.local(its["exp_avg"]),
-            keeping.local(its["exp_avg_sq"]),
-            None if lost is None else keeping.local(lost),
+        update = StepTensors(
+            precision.local(parameter.detach()),
+            precision.local(parameter.grad).contiguous(),
+            precision.local(its["exp_avg"]),
+            precision.local(its["exp_avg_sq"]),
+            None if lost is None else precision.local(lost),
         )
-        at_step.setdefault(int(its["step"].item()), []).append((parameter, stepped))
-    for number, pairs in at_step.items():
+        params_by_step.setdefault(int(its["step"].item()), []).append((parameter, update))
+    for number, pairs in params_by_step.items():
         beta1, beta2 = group["betas"]
         now = Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
-        if keeping.rounding is None:
-            adamw_each_([stepped for _, stepped in pairs], now, adamw_)
+        if precision.rounding is None:
+            adamw_foreach_([update for _, update in pairs], now, adamw_)
             continue
-        for parameter, stepped in pairs:
-            if not stepped.weight.numel():
+        for parameter, update in pairs:
+            if not update.weight.numel():
                 continue
-            runs, first_column = keeping.rounding(parameter, number)
-            weight, gradient, first, second = (view_2d(part) for part in stepped[:4])
+            runs, first_column = precision.rounding(parameter, number)
+            weight, gradient, first, second = (view_2d(part) for part in update[:4])
             adamw_(weight, gradient, first, second, now, runs, first_column)
 
 
-def move_along(
+def apply_update(
     parameter: nn.Parameter,
     direction: torch.Tensor,
     lr: float,
-    keeping: StatePrecision,
+    precision: StatePrecision,
     step: int,
     *,
-    kept: float = 1.0,
+    decay: float = 1.0,
 ) -> None:
     """Update the local shard of a parameter in place: weight * kept - lr * direction, in fp32.
 
     `step`, from 1, selects the random numbers of stochastic rounding.
     """
-    weight = keeping.local(parameter.detach())
+    weight = precision.local(parameter.detach())
     if not weight.numel():
         return
     if weight.dtype == torch.float32:
-        weight.mul_(kept).add_(direction, alpha=-lr)
+        weight.mul_(decay).add_(direction, alpha=-lr)
         return
-    moved = weight.float().mul_(kept).add_(direction, alpha=-lr)
-    if keeping.rounding is not None:
-        runs, first_column = keeping.rounding(parameter, step)
+    moved = weight.float().mul_(decay).add_(direction, alpha=-lr)
+    if precision.rounding is not None:
+        runs, first_column = precision.rounding(parameter, step)
         moved = stochastic_round(view_2d(moved), runs, first_column).view_as(weight)
     weight.copy_(moved)
 
@@ -134,13 +134,13 @@ def view_2d(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor.view(-1, 1)
 
 
-def _beginning(parameter: nn.Parameter, keeping: StatePrecision) -> dict[str, torch.Tensor]:
+def _initial_state(parameter: nn.Parameter, precision: StatePrecision) -> dict[str, torch.Tensor]:
     """Initial optimizer state of a parameter."""
     found = {
         "step": torch.zeros(()),
-        "exp_avg": torch.zeros_like(parameter, dtype=keeping.states),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=keeping.states),
+        "exp_avg": torch.zeros_like(parameter, dtype=precision.states),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=precision.states),
     }
-    if keeping.lost == "kept" and parameter.dtype == torch.bfloat16:
+    if precision.lost == "kept" and parameter.dtype == torch.bfloat16:
         found["lost"] = torch.zeros_like(parameter)
     return found

@@ -94,7 +94,7 @@ def main() -> None:
         for where in ("page cache", "disk"):
             times: dict[str, list[float]] = {"read": [], "verified": []}
             for _ in range(REPEATS):
-                for name, act in (("read", read), ("verified", digests.faults)):
+                for name, act in (("read", read), ("verified", digests.find_damage)):
                     if where == "disk":
                         evict(folder)
                     times[name].append(seconds(lambda act=act: act(folder)))

@@ -68,7 +68,7 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
     refusals: dict[str, list[str]] = {}
     for name in ("eager", *attention.fast):
         fast = attention.fast.get(name)
-        if fast and (reason := fast.refuses(q, k, v, documents, SCALE) or fast.missing):
+        if fast and (reason := fast.unsupported_reason(q, k, v, documents, SCALE) or fast.missing_reason):
             refusals.setdefault(reason, []).append(name)
             continue
         attend = attention.backend(name)

@@ -13,7 +13,7 @@ import torch
 from tests.bench.timing import CUDA, DEVICE, Work, copying, machine, medians, show, verdict
 from torch.optim import _muon
 
-from penstock_kernels.adamw import RowKeys, Settings, Stepped, adamw_, adamw_each_
+from penstock_kernels.adamw import RowKeys, Settings, StepTensors, adamw_, adamw_foreach_
 from penstock_kernels.newton_schulz import COEFFICIENTS, EPS, STEPS, newton_schulz
 
 SHAPE = (16384, 8192) if CUDA else (1024, 2048)
@@ -51,15 +51,15 @@ def adamw(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 def many(dtype: torch.dtype, count: int) -> None:
     """Of vectors such as norms have, side by side and one by one."""
     ours = [
-        Stepped(*(torch.randn(NORM, device=DEVICE).abs().to(dtype) for _ in range(4)))
+        StepTensors(*(torch.randn(NORM, device=DEVICE).abs().to(dtype) for _ in range(4)))
         for _ in range(count)
     ]
     theirs = [torch.nn.Parameter(one.weight.clone()) for one in ours]
     for parameter, one in zip(theirs, ours, strict=True):
         parameter.grad = one.gradient
     works: dict[str, Work] = {
-        "ours": lambda: adamw_each_(ours, NOW, adamw_),
-        "one by one": lambda: adamw_each_(ours, NOW, adamw_, 0),
+        "ours": lambda: adamw_foreach_(ours, NOW, adamw_),
+        "one by one": lambda: adamw_foreach_(ours, NOW, adamw_, 0),
         "torch": torch.optim.AdamW(theirs, fused=True).step,
         "torch foreach": torch.optim.AdamW(theirs, foreach=True).step,
     }

@@ -176,9 +176,9 @@ def compare(
             lambda _, given: seen.append(bool(given[0].isfinite().all()))
         )
     pulse, told = Heartbeat(), []
-    pulse.listen(lambda beat: told.append(beat.phase[0].upper()))
+    pulse.set_listener(lambda beat: told.append(beat.phase[0].upper()))
     device = torch.device("cpu")
-    pipeline = Pipeline(parts, mesh, train, device=device, casting=casting, pulse=pulse)
+    pipeline = Pipeline(parts, mesh, train, device=device, autocast=casting, heartbeat=pulse)
     count = 2 * degrees.pipeline
     for step, longest in enumerate((9, 14)):
         batches = [batches_of((step, row), count, longest) for row in range(degrees.num_replicas)]

@@ -146,7 +146,9 @@ def ours(models, out, samples, loss, preference):
         preference={"loss_type": loss, **preference},
     )
     has_reference = job.config.preference.has_reference
-    job = replace(job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None)
+    job = replace(
+        job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None
+    )
     [trace] = on_ranks(1, trace_here, job)
     return trace.losses[0], trace.gradients[0]
 
@@ -273,7 +275,9 @@ def ten_steps(models, out, kind, samples, packs, preference):
         preference=preference,
     )
     has_reference = job.config.preference.has_reference
-    job = replace(job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None)
+    job = replace(
+        job, packed_dir=out / "packed", ref_logprobs=out / "scores" if has_reference else None
+    )
     [found] = on_ranks(1, ten_steps_here, job)
     return found
 

@@ -8,8 +8,8 @@ import torch
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.engine.backends.compile import compile_layers
-from penstock.engine.distributed.param_shards import whole_piece
-from penstock.engine.moe.load_balancing import RouterStatsCollector, RowsHere
+from penstock.engine.distributed.param_shards import full_shard
+from penstock.engine.moe.load_balancing import LocalRows, RouterStatsCollector
 from penstock.engine.quantization.noise import QuantNoise
 from penstock.losses.load_balancing import aux_loss_grad
 from penstock.models.decoder import Decoder
@@ -18,7 +18,7 @@ from penstock.models.layers.dropout import DropoutRates, DropoutRNG, dropout_rng
 from penstock.models.layers.quantized_linear import QuantizedMatrix, keep_quantized
 from penstock.models.layers.router_observer import observe_routers
 from penstock_kernels.attention import VarlenMetadata
-from penstock_kernels.quant import format_named, quantize
+from penstock_kernels.quant import get_format, quantize
 from tests.engine.holdings import CONFIG
 
 SHAPE = replace(
@@ -46,7 +46,7 @@ def everything() -> Decoder:
     model = Decoder(SHAPE, dropout=DropoutRates(0.6, warmup_steps=2, depth="rising"))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    nvfp4 = format_named("nvfp4")
+    nvfp4 = get_format("nvfp4")
     for name in [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in QUANTIZED]:
         weight = model.get_parameter(name).detach()
         keep_quantized(model, name, nvfp4)
@@ -55,7 +55,7 @@ def everything() -> Decoder:
         for leaf, raw in quantize(weight, nvfp4).as_bytes().items():
             matrix.get_parameter(leaf).data = raw
         shape = (weight.numel() // weight.shape[-1], weight.shape[-1])
-        matrix.transform = QuantNoise(1.0, [whole_piece(name, shape)], 0)
+        matrix.transform = QuantNoise(1.0, [full_shard(name, shape)], 0)
     targets = ("q_proj", "o_proj")
     inject(model, LoraSpec(rank=3, alpha=6.0, dropout=0.3, targets=targets))
     for name, parameter in model.named_parameters():
@@ -76,7 +76,7 @@ def steps(model):
         ids = torch.randint(0, SHAPE.vocab_size, (tokens,), generator=generator)
         positions = torch.cat([torch.arange(length) for length in lengths])
         whole = torch.tensor([tokens])
-        rows = RowsHere(torch.ones(tokens, dtype=torch.int64), whole)
+        rows = LocalRows(torch.ones(tokens, dtype=torch.int64), whole)
         watch = RouterStatsCollector(
             rows, lambda _, counts, whole=whole: aux_loss_grad(counts, whole), 0.5, 0.1
         )
@@ -84,7 +84,7 @@ def steps(model):
             logits = model(ids, positions, VarlenMetadata.of(lengths))
         logits.square().mean().backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append((logits.detach(), gradients, [*watch.noted.values()]))
+        found.append((logits.detach(), gradients, [*watch.statistics.values()]))
         model.zero_grad(set_to_none=True)
     return found
 

@@ -130,14 +130,14 @@ def test_what_the_drivers_tool_says_of_gpus_is_understood():
     assert highest_capability("Field is not valid") is None
 
 
-HOPPERS = Gpus(8, (9, 0), linked=True)
+HOPPERS = Gpus(8, (9, 0), has_nvlink=True)
 
 # GPUs, whether the package is there, and words of the refusal.
 REFUSED = {
     "no gpus": (Gpus(0), True, "needs CUDA devices, and there is none"),
     "no package": (HOPPERS, False, "the package deep_ep is not installed"),
-    "too old": (Gpus(8, (8, 0), linked=True), True, "9.0 or later, and these have 8.0"),
-    "not linked": (Gpus(8, (9, 0), linked=False), True, "NVLink joins no two of these GPUs"),
+    "too old": (Gpus(8, (8, 0), has_nvlink=True), True, "9.0 or later, and these have 8.0"),
+    "not linked": (Gpus(8, (9, 0), has_nvlink=False), True, "NVLink joins no two of these GPUs"),
 }
 
 

@@ -13,7 +13,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.origins import resolve_model_source
-from penstock_kernels.quant import FORMATS, dequantize, format_named, quantize
+from penstock_kernels.quant import FORMATS, dequantize, get_format, quantize
 from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, save, step
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.dist
 QUANTIZED = (".self_attn.", ".mlp.")
 FORMS = {
     "nf4": FORMATS["nf4"],
-    "nf4 of groups": format_named("nf4", 16),
+    "nf4 of groups": get_format("nf4", 16),
     "nvfp4": FORMATS["nvfp4"],
     "block_fp8": FORMATS["block_fp8"],
     "int8": FORMATS["int8"],
@@ -157,7 +157,7 @@ def test_modules_that_are_excluded_stay_as_they_are(folder):
     }
     [found] = on_ranks(1, each, trained, jobs)
     layers = {
-        name: {held.rpartition(".weight.")[0].removeprefix("model.layers.") for held in result[2]}
+        name: {held.rpartition(".weight.")[0].removeprefix("model.layers.") for local_param in result[2]}
         for name, result in found.items()
     }
     network = {f"{n}.mlp.{part}_proj" for n in range(2) for part in ("gate", "up", "down")}

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.process.rank_heartbeat import beats
-from penstock.train.launch.hang_watchdog import pulse_folder
+from penstock.core.process.rank_heartbeat import read_heartbeats
+from penstock.train.launch.hang_watchdog import heartbeat_folder
 from penstock.train.launch.job import CHECKPOINTS, LOGS, Job
-from penstock.train.launch.torchrun import build_ending, start_ranks
+from penstock.train.launch.torchrun import build_facts, start_ranks
 from tests.engine import runs
 from tests.ranks import on_ranks
 
@@ -46,7 +46,7 @@ def kill_rank_1(job: Job, step: int, times: int) -> list[str]:
         killed: set[int] = set()
         deadline = time.monotonic() + DEADLINE
         while len(killed) < times and time.monotonic() < deadline:
-            for beat in beats(pulse_folder(job)):
+            for beat in read_heartbeats(heartbeat_folder(job)):
                 if beat.rank == 1 and beat.step >= step and beat.pid not in killed:
                     os.kill(beat.pid, signal.SIGKILL)
                     killed.add(beat.pid)
@@ -90,7 +90,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     ended = start_ranks(disturbed, disturbed.output_dir / "job.json")
     assert len(killed) == 2
     with pytest.raises(StageError) as told:
-        build_ending(disturbed, ended, "there")
+        build_facts(disturbed, ended, "there")
     assert f"rank 1 on {platform.node()} ({killed[1]}) was ended by SIGKILL" in str(told.value)
     assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
 
@@ -110,7 +110,7 @@ def test_what_every_rank_refuses_is_told_once_and_without_a_traceback(tmp_path, 
     refused.write()
     ended = start_ranks(refused, refused.output_dir / "job.json")
     with pytest.raises(StageError) as told:
-        build_ending(refused, ended, "there")
+        build_facts(refused, ended, "there")
     assert str(told.value).startswith("the packed rows hold token id 1000000, and the model's")
     assert told.value.exit_code == ConfigError.exit_code
     printed = capfdbinary.readouterr().err.decode()

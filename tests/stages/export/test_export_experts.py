@@ -8,7 +8,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import native_name, parse_factor
+from penstock.adapters.names import native_name, parse_lora_name
 from penstock.core.errors import ArtifactError
 from penstock.engine.model_source import LoraArgs
 from tests.models.twins import documents, hf_model, ours_with, packed_logits, their_logits
@@ -56,7 +56,7 @@ def trained_twins(family, folder):
     saved = {}
     with torch.no_grad():
         for name, factor in pair.ours.named_parameters():
-            if found := parse_factor(name):
+            if found := parse_lora_name(name):
                 if found.side == "lora_B":
                     factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
                 saved[native_name(found.hf_module, found.side)] = factor

@@ -97,7 +97,7 @@ def checkpoint_faults(
         _, digests = _verified_state(folder)
     except DamagedError as error:
         return [str(error)]
-    return digests.faults(folder, share=share, of=of, progress=progress) if digests else []
+    return digests.find_damage(folder, share=share, of=of, progress=progress) if digests else []
 
 
 def damaged_error(folder: Path, faults: Sequence[str]) -> ArtifactError:

@@ -12,7 +12,7 @@ from penstock.core.errors import CapabilityError
 from penstock.core.machine.gpus import Gpus
 
 PACKAGE = "deep_ep"
-OLDEST = (9, 0)
+MIN_CAPABILITY = (9, 0)
 """The lowest CUDA compute capability supported here."""
 
 
@@ -22,7 +22,7 @@ def require_nvlink(run: RunConfig, gpus: Gpus) -> None:
     Raises CapabilityError.
     """
     if run.model.ep_dispatch == "deepep":
-        _refuse(_lacking(gpus))
+        _refuse(_missing_requirement(gpus))
 
 
 def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> None:
@@ -31,7 +31,7 @@ def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> N
     `world` processes fit the layout. Raises CapabilityError.
     """
     if run.model.ep_dispatch == "deepep":
-        _refuse(_apart(run, world, ranks_per_machine))
+        _refuse(_spans_machines(run, world, ranks_per_machine))
 
 
 def _refuse(reason: str | None) -> None:
@@ -42,7 +42,7 @@ def _refuse(reason: str | None) -> None:
         )
 
 
-def _lacking(gpus: Gpus) -> str | None:
+def _missing_requirement(gpus: Gpus) -> str | None:
     if not gpus.count:
         return "which needs CUDA devices, and there is none"
     if find_spec(PACKAGE) is None:
@@ -50,15 +50,15 @@ def _lacking(gpus: Gpus) -> str | None:
             f"and the package {PACKAGE} is not installed; it is built from "
             "https://github.com/deepseek-ai/DeepEP"
         )
-    if gpus.capability and gpus.capability < OLDEST:
-        needs, has = (".".join(map(str, version)) for version in (OLDEST, gpus.capability))
+    if gpus.capability and gpus.capability < MIN_CAPABILITY:
+        needs, has = (".".join(map(str, version)) for version in (MIN_CAPABILITY, gpus.capability))
         return f"which needs GPUs of capability {needs} or later, and these have {has}"
-    if gpus.linked is False:
-        return "which goes over NVLink, and NVLink joins no two of these GPUs"
+    if gpus.has_nvlink is False:
+        return "which goes over NVLink, and no two of these GPUs are connected by NVLink"
     return None
 
 
-def _apart(run: RunConfig, world: int, ranks_per_machine: int) -> str | None:
+def _spans_machines(run: RunConfig, world: int, ranks_per_machine: int) -> str | None:
     for sharing in _ranks_that_share(run.train, world):
         machines = {rank // ranks_per_machine for rank in sharing}
         if len(machines) > 1:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.core.cache.folder_digests import ALGORITHM, DIGESTS, FolderDigests, digest_of_file
 from penstock.core.errors import ArtifactError, PenstockError, StageError
 from penstock.core.files import PART, fsync, regular_files, remove, write_json
@@ -257,7 +257,7 @@ class ModelStore:
     def _trained(self, resident: TenantModel, *, states: Any) -> TrainState:
         substrate = self.residents.substrate
         trained = replace(
-            substrate.built.trained,
+            substrate.built.train_state,
             optimizer=resident.optimizer,
             states=states,
             compressed_to=None,
@@ -265,7 +265,7 @@ class ModelStore:
         if resident.adapter is None or substrate.sharing == "alone":
             return trained
         cut = partial(trim_lora_rank, resident.adapter.rank)
-        return replace(trained, held=resident.trained, cut=cut)
+        return replace(trained, params=resident.trained, cut=cut)
 
     def _described(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter
@@ -404,7 +404,7 @@ def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
         digests = FolderDigests.read(folder)
     except ArtifactError as error:
         raise _damaged(folder, [str(error)]) from error
-    if digests and (faults := digests.faults(folder, share=share, of=of)):
+    if digests and (faults := digests.find_damage(folder, share=share, of=of)):
         raise _damaged(folder, faults)
 
 
@@ -426,7 +426,7 @@ def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, 
 def _rank_in(folder: Path) -> int | None:
     """The rank of the adapters in a checkpoint; None for a full model."""
     for name, (shape, _) in CheckpointReader(folder).shapes().items():
-        factor = parse_factor(name)
+        factor = parse_lora_name(name)
         if factor and factor.side == "lora_A":
             return shape[rank_dim(factor, len(shape))]
     return None
@@ -434,7 +434,7 @@ def _rank_in(folder: Path) -> int | None:
 
 def _layers_in(folder: Path) -> set[str]:
     """The layers with adapters in a checkpoint."""
-    factors = map(parse_factor, CheckpointReader(folder).shapes())
+    factors = map(parse_lora_name, CheckpointReader(folder).shapes())
     return {factor.hf_module for factor in factors if factor}
 
 

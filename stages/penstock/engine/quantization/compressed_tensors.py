@@ -14,7 +14,7 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_writer import Kind
 from penstock.engine.model_source import SchemeName
-from penstock_kernels.quant import FORMATS, Format, QuantizedTensor, format_named
+from penstock_kernels.quant import FORMATS, Format, QuantizedTensor, get_format
 from penstock_kernels.quant.prequantized import tile_scales
 
 INT4_GROUPS = (128, 64, 32)
@@ -81,7 +81,7 @@ def format_for(scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]]) -> For
     if scheme == "int4":
         for group in INT4_GROUPS:
             if not any(shape[-1] % group for shape in shapes.values()):
-                return format_named("int4", group)
+                return get_format("int4", group)
         _refuse(scheme, shapes, (1, INT4_GROUPS[-1]))
     kept = FORMATS[scheme]
     if kept.group is not None:

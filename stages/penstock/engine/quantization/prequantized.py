@@ -18,14 +18,14 @@ from penstock.core.files import read_json
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
 from penstock.models.quantization_config import (
-    INSTEAD,
-    TILE,
-    Publisher,
+    FP8_BLOCK_SHAPE,
+    UNQUANTIZED_HINT,
     QuantizationConfig,
-    declared_in,
+    QuantMethod,
     malformed,
+    parse_quantization_config,
 )
-from penstock_kernels.quant import Format, QuantizedTensor, format_named
+from penstock_kernels.quant import Format, QuantizedTensor, get_format
 from penstock_kernels.quant.prequantized import nvfp4_of_modelopt, of_fp8_tiles
 
 CODES = {
@@ -50,7 +50,7 @@ class Names:
     whole_is: Literal["multiplied", "divided by"] = "multiplied"
 
 
-NAMES: Mapping[Publisher, Names] = {
+NAMES: Mapping[QuantMethod, Names] = {
     "fp8": Names("_scale_inv", ""),
     "modelopt": Names("_scale", "_scale_2"),
     "compressed-tensors": Names("_scale", "_global_scale", "divided by"),
@@ -65,7 +65,7 @@ class RowwiseFormat:
     """Reads one format of one publisher."""
 
     format: Format
-    publisher: Publisher
+    publisher: QuantMethod
 
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized."""
@@ -110,7 +110,7 @@ class RowwiseFormat:
         width = folder.stored(codes_name).shape[1]
         codes = folder.box(codes_name, (first, 0), (len(wanted), width)).view(torch.uint8)
         if kept.tile_rows > 1:
-            tall, wide = TILE
+            tall, wide = FP8_BLOCK_SHAPE
             tiles = range(first // tall, -(-end // tall))
             grid = (-(-whole[0] // tall), -(-whole[1] // wide))
             return of_fp8_tiles(codes, _rows(folder, name + names.scales, grid, tiles), first)
@@ -178,7 +178,7 @@ class PrequantizedFormat:
     format: Format
 
     @property
-    def publisher(self) -> Publisher:
+    def publisher(self) -> QuantMethod:
         """The library whose tensor layout it uses."""
         return self.declared.quant_method
 
@@ -230,14 +230,16 @@ def published_in(
         CapabilityError: the quantization format is not supported.
     """
     beside = folder / MODELOPT if folder else None
-    declared = declared_in(hf_config, read_json(beside) if beside and beside.is_file() else None)
+    declared = parse_quantization_config(
+        hf_config, read_json(beside) if beside and beside.is_file() else None
+    )
     if declared is None:
         return None
     if folder and declared.quant_method == "bitsandbytes":
         with SafetensorsFolder(folder) as tensors:
             declared = replace(declared, group_size=group_in(tensors))
     try:
-        format = format_named(declared.format, declared.group_size)
+        format = get_format(declared.format, declared.group_size)
     except ValueError as error:
-        raise CapabilityError(f"quantization_config: {error}.\n  {INSTEAD}.") from error
+        raise CapabilityError(f"quantization_config: {error}.\n  {UNQUANTIZED_HINT}.") from error
     return PrequantizedFormat(replace(declared, group_size=format.group), format)

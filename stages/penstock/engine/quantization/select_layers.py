@@ -14,14 +14,14 @@ from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Format, format_named
+from penstock_kernels.quant import Format, get_format
 
 Formats = Mapping[str, Format]
 """By the name of a matrix in a checkpoint."""
 
 FIELD = "lora.exclude_modules"
 
-QUANTIZED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
+QUANTIZED = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS)
 
 
 def select_formats(
@@ -80,11 +80,11 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
     """The formats of linear layers and of experts."""
     try:
         if name not in PAIRS:
-            both = format_named(name, group)
+            both = get_format(name, group)
             return both, both
         # The group size applies to the one of the two formats that has groups.
         linear, of_experts = PAIRS[name]
-        return format_named(linear), format_named(of_experts, group)
+        return get_format(linear), get_format(of_experts, group)
     except ValueError as error:
         raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
 

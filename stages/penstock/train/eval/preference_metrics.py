@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.engine.losses.preference import CompletionLogProbs, Preferences
-from penstock.losses.preference_metrics import MARGINS, NAMES, RIGHT
+from penstock.losses.preference_metrics import MARGINS, NAMES, ACCURACY
 from penstock.rows.collate import MicroBatch
 from penstock.train.eval.reference_model import RefModel
 
@@ -21,7 +21,7 @@ class PreferenceMetrics:
     def names(self) -> list[str]:
         """The keys of `record`."""
         # KTO has unpaired completions, so there is no preference accuracy.
-        left_out = {RIGHT} if self._preferences.how.loss_type == "kto" else set[str]()
+        left_out = {ACCURACY} if self._preferences.config.loss_type == "kto" else set[str]()
         names = ("loss", *NAMES, MARGINS)
         return [f"{PREFIX}{name}" for name in names if name not in left_out]
 

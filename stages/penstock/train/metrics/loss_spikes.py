@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.non_finite import named, packed_row_numbers
+from penstock.engine.non_finite import format_rows, packed_row_numbers
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
 
@@ -137,6 +137,6 @@ class LossSpikeMonitor:
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
             f"{spike.median:.4g}, the median of the steps before it; highest on rank(s) "
             f"{', '.join(map(str, ranks))}, {times:.2f} times the mean, with packed row(s) "
-            f"{named(rows)}"
+            f"{format_rows(rows)}"
         )
         return SpikeWarning(spike, text)
