@@ -215,7 +215,9 @@ def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> It
                 yield Tensor(layer, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
-def _adapter_shapes(sharded: ShardedModel, one: TargetLayer, rank: int) -> Iterator[tuple[int, int]]:
+def _adapter_shapes(
+    sharded: ShardedModel, one: TargetLayer, rank: int
+) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = sharded.degrees.tensor
     role = sharded.model.roles[one.native]

@@ -70,7 +70,8 @@ def _require_unchanged(place: RemotePath, info: Info, pinned: Mapping[str, Any])
     if not same_size or any(now[name] != known[name] for name in known):
         raise StageError(
             f"{place.redacted_url} has changed since this run was planned: it had "
-            f"{pinned['bytes']} bytes and has {info['size']}.\n  Run again; what has not changed is reused."
+            f"{pinned['bytes']} bytes and has {info['size']}.\n"
+            "  Run again; what has not changed is reused."
         )
 
 

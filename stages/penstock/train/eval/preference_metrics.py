@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.engine.losses.preference import CompletionLogProbs, Preferences
-from penstock.losses.preference_metrics import MARGINS, NAMES, ACCURACY
+from penstock.losses.preference_metrics import ACCURACY, MARGINS, NAMES
 from penstock.rows.collate import MicroBatch
 from penstock.train.eval.reference_model import RefModel
 
