@@ -276,6 +276,22 @@ def test_an_export_that_a_run_leads_to_is_not_pruned_until_the_run_leads_elsewhe
     assert not list((tmp_path / "artifacts/export").glob(".links/*"))
 
 
+def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(tmp_path):
+    run = RunConfig.model_validate(
+        {"data": {"datasets": [{"path": "x"}]}, "train": {"output_dir": str(tmp_path / "out")}}
+    )
+    (tmp_path / "out").mkdir()
+    parts = {"x": ("hf", "adapter"), "y": ("adapter",), "z": ("hf",)}
+    for letters, folders in parts.items():
+        step = step_of(Export(LettersSettings(letters=letters)), tmp_path / "artifacts")
+        outcome = get_or_build(step)
+        for folder in folders:
+            (step.path / folder).mkdir()
+        link_exported(outcome, run)
+        links = {link.name: link.resolve() for link in (tmp_path / "out").iterdir()}
+        assert links == {folder: (step.path / folder).resolve() for folder in folders}
+
+
 def hold(step, folder):
     with pin_artifacts([step]):
         (folder / "held").touch()

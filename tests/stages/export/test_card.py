@@ -22,7 +22,7 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.stage import Artifact, identity, stage_key
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_model
-from penstock.export.license import detect_license
+from penstock.export.license import copy_license_files, detect_license
 from penstock.export.stage import Export
 from penstock.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.push.contents import list_contents
@@ -251,6 +251,21 @@ def test_one_of_several_licences_is_not_taken_for_all(tmp_path, said, name):
     (tmp_path / "README.md").write_text(f"---\nlicense: {said}\n---\n")
     found = detect_license(tmp_path)
     assert (found.id if found else None) == name
+
+
+def test_every_text_that_a_licence_asks_to_pass_on_is_passed_on_and_none_is_overwritten(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    texts = {"LICENSE", "LICENSE.txt", "LICENCE.md", "NOTICE", "NOTICE.txt"}
+    (base / "LICENSES").mkdir(parents=True)
+    out.mkdir()
+    for name in {*texts, "README.md", "config.json"}:
+        (base / name).write_text(f"{name} of the base")
+    (out / "NOTICE").write_text("Of another.")
+    copy_license_files(base, out)
+    assert {path.name for path in out.iterdir()} == texts
+    for name in texts - {"NOTICE"}:
+        assert (out / name).read_text() == f"{name} of the base"
+    assert (out / "NOTICE").read_text() == "Of another."
 
 
 @pytest.mark.parametrize("kind", ["known text", "other text", "no text"])

@@ -293,6 +293,41 @@ def test_the_adapter_loads_in_peft_and_the_merged_model_equals_base_plus_adapter
     assert ("base" in facts["folders"]) == (stage().origin.model_path is None)
 
 
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_that_were_trained_with_the_adapter_are_exported_with_it(tmp_path, bias):
+    model = random_model(CONFIGS["qwen2 tied"])
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    before = {name: tensor.clone() for name, tensor in parameters_of(model).items()}
+    how = {"r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "down_proj"]}
+    adapted = get_peft_model(model, LoraConfig(bias=bias, **how)).eval()
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    want = logits(adapted)
+    biases = {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter
+        for name, parameter in adapted.named_parameters()
+        if name.endswith(".bias") and parameter.requires_grad
+    }
+    assert len(biases) == 2 * (1 if bias == "lora_only" else 3)
+    tensors = {**saved_factors(adapted), **biases}
+    trained = trained_artifact(tmp_path / "train", tensors, adapter_only=True)
+    stage = export_of(trained, base, model_path=base, alpha=ALPHA)
+    origin = replace(stage.origin, adapting=LoraArgs(ALPHA, bias=bias))
+    replace(stage, origin=origin).run(tmp_path / "out")
+    merged = loaded(tmp_path / "out/hf")
+    torch.testing.assert_close(logits(merged), want, atol=1e-4, rtol=1e-5)
+    for name, tensor in parameters_of(merged).items():
+        if name.endswith(".bias"):
+            assert torch.equal(tensor, biases.get(name, before[name])), name
+            assert torch.equal(tensor, before[name]) == (name not in biases), name
+    with_peft = PeftModel.from_pretrained(loaded(base), tmp_path / "out/adapter")
+    torch.testing.assert_close(logits(with_peft), want, atol=1e-6, rtol=1e-5)
+
+
 def test_of_adapters_that_were_merged_while_training_the_whole_model_alone_is_exported(tmp_path):
     config = CONFIGS["qwen3"]
     start, learnt = random_model(config), random_model(config)

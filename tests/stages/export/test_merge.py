@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.export import merge_file
 from penstock.export.merge import merge_folders
 
 SMALL: dict[str, Any] = {
@@ -126,6 +127,30 @@ def test_adapters_of_all_experts_at_once_merge_into_the_files_of_each(kind, tmp_
     ids = torch.arange(12).view(1, -1)
     ours = kind.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     torch.testing.assert_close(ours(ids).logits, adapted.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stack_of_experts_merged_an_expert_at_a_time_gets_the_adapter_of_each(
+    tmp_path, monkeypatch
+):
+    torch.manual_seed(1)
+    model = GptOssForCausalLM(EXPERTS[GptOssForCausalLM])
+    model.save_pretrained(tmp_path / "base")
+    # Not square, so that no matrix can pass for its transpose.
+    name = "mlp.experts.gate_up_proj"
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_parameters=[name]))
+    _moved(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    # A row of the stack is a whole expert.
+    monkeypatch.setattr(merge_file, "BLOCK_BYTES", 1)
+    merge_folders(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    before, after = _tensors(tmp_path / "base"), _tensors(tmp_path / "out")
+    theirs = adapted.merge_and_unload().state_dict()
+    for layer in range(2):
+        stack = f"model.layers.{layer}.{name}"
+        torch.testing.assert_close(after[stack], theirs[stack], rtol=1e-5, atol=1e-6)
+        changes = after[stack] - before[stack]
+        assert all((change - changes[0]).abs().max() > 0.01 for change in changes[1:])
 
 
 @pytest.fixture

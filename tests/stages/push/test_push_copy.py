@@ -92,6 +92,23 @@ def test_files_of_a_folder_reach_the_disk_before_they_bear_their_names(
         assert folder in ("target", "sub")
 
 
+@pytest.mark.parametrize("left", [None, MODEL["hf/model.safetensors"][:-1]], ids=["gone", "cut"])
+def test_a_file_that_is_not_whole_at_the_target_any_more_is_sent_again(
+    exported, url, tmp_path, left
+):
+    push(exported, url).run(tmp_path / "first")
+    system, root = fsspec.core.url_to_fs(url)
+    if left is None:
+        system.rm_file(f"{root}/model.safetensors")
+    else:
+        system.pipe_file(f"{root}/model.safetensors", left)
+    facts = push(exported, url).run(tmp_path / "second")
+    assert facts["sent"] == ["model.safetensors"]
+    there = files_at(url)
+    del there[INDEX]
+    assert there == {name.removeprefix("hf/"): content for name, content in MODEL.items()}
+
+
 def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):
     push(exported, url).run(tmp_path / "first")
     system, root = fsspec.core.url_to_fs(url)
