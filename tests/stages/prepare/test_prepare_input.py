@@ -127,7 +127,7 @@ def test_what_save_to_disk_wrote_is_read_as_its_notes_say(tmp_path):
         pin_data(str(tmp_path / "b"))
     (tmp_path / "b" / "dataset_dict.json").write_text('{"splits": ["one"]}')
     (tmp_path / "b" / "one" / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(ConfigError, match="not whole"):
+    with pytest.raises(ConfigError, match="is incomplete"):
         pin_data(str(tmp_path / "b"), split="one")
 
 
