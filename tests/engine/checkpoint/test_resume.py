@@ -4,12 +4,15 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from penstock.core.errors import ArtifactError
+from penstock.engine import rng
 from penstock.engine.checkpoint.folders import complete_checkpoints, read_state
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from tests.engine import runs
+from tests.engine.loops import loop_of
 from tests.ranks import on_ranks
 
 LAYOUTS = {
@@ -94,6 +97,64 @@ def test_a_resumed_run_ends_with_the_same_bytes(layout, folder):
     assert ".metadata" in endings["whole"][1]
     assert endings["stopped"] == endings["whole"]
     assert endings["stopped_twice"] == endings["whole"]
+
+
+def gone_on(job):
+    """On this rank: what a run knows beside its weights at its second step, what the next start of
+    it knows, and what it then evaluates; once more after what it found was logged."""
+    loop = loop_of(job)
+    loop._resume()
+    for _ in range(2):
+        loop._step()
+    torch.rand(1 + 2 * loop.ranks.rank)  # no rank has drawn as many numbers as another
+    loop.judge.update({"eval_loss": 3.0})
+    loop.judge.update({"eval_loss": 3.5})
+    loop.clock.resume_from(1000.0)
+    loop.saves.save(loop.at, loop._trainer_state({"evaluation"}))
+    loop.saves.finish()
+    told = [(loop.at, loop.judge.state_dict(), rng.get_rng_state(), None)]
+    for record in ({"step": 1, "eval_loss": 3.5}, {"step": 2, "time": 1.0, "eval_loss": 2.5}):
+        if loop.ranks.is_main_process:
+            log = MetricsLog(job.output_dir / "metrics.jsonl", 2)
+            log.append(record)
+            log.append({"step": 2, "loss": 6.0})
+            log.close()
+        loop.ranks.barrier()
+        again = loop_of(job)
+        due = again._resume()
+        assert due == {"evaluation"}
+        assert 1000 <= again.clock.seconds < 2000
+        known = again.at, again.judge.state_dict(), rng.get_rng_state()
+        again.held_out.evaluate = lambda _: {"eval_loss": 4.5}
+        assert again._run_due_evals(due, 0)
+        assert not due
+        told.append((*known, again._evaluated))
+    return told
+
+
+@pytest.mark.dist
+def test_a_run_that_goes_on_knows_on_every_rank_what_it_knew(tmp_path):
+    runs.write_rows(tmp_path / "packed", 12)
+    runs.write_rows(tmp_path / "packed", 2, seed=1, split="validation")
+    runs.write_config(tmp_path / "model")
+    its = runs.run_config(
+        tmp_path / "out",
+        tmp_path / "model",
+        data_parallel_mode="ddp",
+        max_hours=1.0,
+        eval_steps=1,
+        early_stopping={"patience": 3},
+        data={"val_set_size": 2},
+    )
+    found = on_ranks(2, gone_on, runs.job_of(its, tmp_path / "packed"))
+    for (at, judged, drawn, _), *starts in found:
+        for number, known in enumerate(starts):
+            assert known[:3] == (at, judged, drawn)
+            # What an earlier step found is not what this one is owed; what it found itself is.
+            assert known[3] == {"eval_loss": [4.5, 2.5][number]}
+        assert at.step == 2
+        assert (judged["judged"]["reached"], judged["judged"]["waited"]) == (-3.0, 1)
+    assert found[0][0][2] != found[1][0][2]
 
 
 @pytest.mark.dist

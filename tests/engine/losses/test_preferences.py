@@ -1,9 +1,17 @@
 """Learning from preferences: the same in every layout, and what TRL computes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from penstock.core.errors import ArtifactError
+from penstock.rows.ref_logprobs import write_scores
+from penstock.rows.schema import DIGEST_BYTES
+from penstock.train.eval import reference_model
+from penstock.train.eval.reference_model import SyncedRefModel
 from penstock.train.launch.job import Job
 from tests.engine import loops, runs
 from tests.engine.inputs import write_inputs
@@ -115,3 +123,59 @@ def test_the_model_becomes_its_own_reference_every_so_many_steps(folder):
     assert {n: again[n] for n in ("loss", "rewards/margins")} == {
         n: records[-1][n] for n in ("loss", "rewards/margins")
     }
+
+
+class OneRank:
+    """A process alone, as far as references ask."""
+
+    is_main_process = True
+
+    def any_rank(self, flag):
+        return flag
+
+    def barrier(self):
+        pass
+
+
+def test_references_are_those_of_the_last_update_however_many_there_were(tmp_path, monkeypatch):
+    sample, every = b"s" * DIGEST_BYTES, 7
+    scored = SimpleNamespace(now=0)
+
+    def iter_chunks(_):
+        yield SimpleNamespace(samples=[sample], logprobs=np.full((1, 2), -float(scored.now)))
+
+    scorer = SimpleNamespace(iter_chunks=iter_chunks)
+    monkeypatch.setattr(reference_model, "LogprobScorer", lambda *_: scorer)
+    write_scores(tmp_path / "initial", [sample], np.full((1, 2), 1.0))
+    preference = SimpleNamespace(ref_update_steps=every)
+    job: Any = SimpleNamespace(
+        ref_logprobs=tmp_path / "initial",
+        config=SimpleNamespace(preference=preference),
+        output_dir=tmp_path,
+    )
+    unused: Any = None
+    batches: Any = SimpleNamespace(rows=lambda _: np.zeros(1), advance=lambda cursor: cursor)
+    batch: Any = SimpleNamespace(branching=SimpleNamespace(samples=(sample,)))
+
+    def started():
+        return SyncedRefModel(job, unused, cast("Any", OneRank()), unused, batches)
+
+    def found(model, step):
+        scored.now = step
+        model.on_step_start(step, unused)
+        [scores] = model.lookup([batch])
+        return scores.tolist()
+
+    whole = started()
+    # Over the ends of numbers of one and of two digits.
+    for step in range(1, 110):
+        last = step - step % every
+        assert found(whole, step) == [[-last or 1.0] * 2]
+        # From a checkpoint since the update, or since the one before.
+        for at in {step, max(step - every, 1)} if step % every else ():
+            its = at - at % every
+            assert found(started(), at) == [[-its or 1.0] * 2]
+    with pytest.raises(ArtifactError, match="step_14 has no reference log-probs"):
+        found(started(), 15)
+    kept = {path.name for path in (tmp_path / "references").iterdir()}
+    assert kept == {"step_98", "step_105"}

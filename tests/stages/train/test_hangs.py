@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.core.errors import ConfigError, StageError
+from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.core.process.rank_heartbeat import Heartbeat, read_heartbeats
 from penstock.train.launch.hang_watchdog import WATCH_LOG, HangWatchdog, heartbeat_folder
 from penstock.train.launch.job import LOGS, METRICS, Job
-from penstock.train.launch.rank_failures import RankCrash, crash_file, write_failure, build_error
+from penstock.train.launch.rank_failures import RankCrash, build_error, crash_file, write_failure
 from tests.config.values import smallest
 
 RANK = """
@@ -180,6 +180,25 @@ def test_the_first_to_fail_is_the_cause(tmp_path):
     assert "the real one" in told([late], ValueError("the real one"), lost)
     assert told([late], lost, ConfigError("write less")).startswith("write less")
     assert "died without an error message" in told([asked])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (ConfigError("write less"), 2),
+        (CapabilityError("this machine has no such GPU"), 3),
+        (StageError("a row is damaged"), 1),
+        (ValueError("a fault of the program"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_run_ends_with_the_exit_code_of_the_error_that_ended_its_rank(tmp_path, error, exit_code):
+    write_failure(tmp_path, 1, error)
+    write_failure(tmp_path, 0, ConnectionError("[gloo] Connection closed by peer"))
+    found = build_error(tmp_path, 1)
+    assert found.exit_code == exit_code
+    assert str(error) in str(found)
+    assert not found.may_pass
 
 
 def test_a_heartbeat_costs_little_and_never_fails(tmp_path):
