@@ -72,6 +72,31 @@ def test_override_leaves_the_settings_it_was_given_alone() -> None:
     assert settings == smallest()
 
 
+def test_override_of_one_setting_of_an_entry_keeps_its_others_and_all_other_entries() -> None:
+    entries = [{"path": "a", "type": "chat"}, None, {"path": "c", "weight": 2}]
+    changed, faults = apply(
+        {"data": {"datasets": entries, "val_set_size": 0.1}},
+        [
+            Override("data.datasets.0.path", "x"),
+            Override("data.datasets.1.path", "y"),
+            Override("data.datasets.2.weight", "3"),
+            Override("data.datasets.3.path", "z"),
+        ],
+    )
+    assert not faults
+    assert changed == {
+        "data": {
+            "datasets": [
+                {"path": "x", "type": "chat"},
+                {"path": "y"},
+                {"path": "c", "weight": 3},
+                {"path": "z"},
+            ],
+            "val_set_size": 0.1,
+        }
+    }
+
+
 @pytest.mark.parametrize(
     ("word", "line"),
     [

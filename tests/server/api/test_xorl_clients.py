@@ -180,6 +180,28 @@ def test_checkpoints_are_deleted_by_their_names(written, name):
     run(scenario())
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_pages_of_checkpoints_one_after_another_are_all_of_them(limit):
+    kept = [checkpoint("mine", f"weights/{number}", time=number) for number in range(5)]
+    table = {
+        requests.ListCheckpoints: lambda _: results.ListCheckpointsResult(checkpoints=tuple(kept))
+    }
+
+    async def scenario():
+        async with client(table) as (http, _):
+            told = []
+            for offset in range(0, 6, limit):
+                where = {"limit": limit, "offset": offset}
+                page = (await http.get("/api/v1/checkpoints", params=where)).json()
+                assert page["cursor"] == {**where, "total_count": 5}
+                told.append([one["checkpoint_id"] for one in page["checkpoints"]])
+            newest_first = [f"weights/{number}" for number in (4, 3, 2, 1, 0)]
+            assert [name for names in told for name in names] == newest_first
+            assert max(map(len, told)) == limit
+
+    run(scenario())
+
+
 def test_checkpoints_are_told_the_newest_first():
     kept = [checkpoint("mine", f"weights/{name}", time=time) for name, time in (("a", 1), ("b", 2))]
     table = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -104,6 +105,27 @@ def test_a_session_that_is_heard_of_is_not_idle(tmp_path):
                 await asyncio.sleep(0.1)
             await here.client.do(a_pass(), 1)
             assert not any(isinstance(order, UnloadModelCommand) for order in here.workers.orders)
+
+    asyncio.run(check())
+
+
+def test_a_session_that_others_say_is_theirs_is_idle_all_the_same(tmp_path):
+    async def check():
+        async with house(tmp_path, idle_session_timeout=0.4) as here:
+            await here.client.begin()
+
+            async def beat():
+                while True:
+                    await here.client.do(Heartbeat(sessions=("s", "t")), owner="two")
+                    await asyncio.sleep(0.02)
+
+            beats = asyncio.create_task(beat())
+            await soon(
+                lambda: any(isinstance(order, UnloadModelCommand) for order in here.workers.orders)
+            )
+            assert not beats.done()
+            beats.cancel()
+            assert (await here.client.fails(a_pass(), 1)).code == "gone"
 
     asyncio.run(check())
 
@@ -369,6 +391,25 @@ def test_a_checkpoint_is_gone_when_its_time_is_over(tmp_path):
             await soon(lambda: not (tmp_path / "weights/m/short").exists())
             names = [c.name for c in (await here.client.do(ListCheckpoints())).checkpoints]
             assert names == ["weights/000000", "weights/longer"]
+
+    asyncio.run(check())
+
+
+def test_a_checkpoint_that_is_given_some_time_has_it_from_then_on(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await here.client.begin()
+            await here.client.do(SaveState(model="m", name="kept"))
+            await asyncio.sleep(0.1)
+            before = time.time()
+            await here.client.do(UpdateCheckpoint(model="m", name="weights/kept", ttl_seconds=1000))
+            after = time.time()
+            found = (await here.client.do(ListCheckpoints())).checkpoints
+            [first, kept] = found
+            assert (first.name, first.expires) == ("weights/000000", None)
+            assert kept.name == "weights/kept"
+            assert kept.expires is not None
+            assert before + 1000 <= kept.expires <= after + 1000
 
     asyncio.run(check())
 
