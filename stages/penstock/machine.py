@@ -18,7 +18,7 @@ from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
 from penstock.core.sources.pin import pin_config
 from penstock.engine.distributed.parallel_dims import (
-    SIZES,
+    AXIS_FIELDS,
     accumulation_steps,
     build_parallel_dims,
     rows_per_step,
@@ -223,9 +223,9 @@ def check_weights(run: RunConfig) -> None:
     if not run.model.model_path:
         return
     from penstock.engine.quantization.validate_prequantized import validate_prequantized
-    from penstock.models.quantization_config import declared_in
+    from penstock.models.quantization_config import parse_quantization_config
 
-    if declared := declared_in(resolve_hf_config(run)):
+    if declared := parse_quantization_config(resolve_hf_config(run)):
         validate_prequantized(quantization_args(run), declared)
 
 
@@ -234,7 +234,7 @@ def check_model(run: RunConfig) -> None:
     not those its config.json implies: what only the ranks would find out otherwise."""
     from penstock.adapters.match_targets import require_adaptable
     from penstock.engine.hf.weight_files import require_weights
-    from penstock.models.quantization_config import declared_in
+    from penstock.models.quantization_config import parse_quantization_config
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
@@ -254,7 +254,7 @@ def check_model(run: RunConfig) -> None:
     if path is None or is_url(path) or not Path(path).expanduser().is_dir():
         return
     folder = Path(path).expanduser()
-    is_quantized = declared_in(config) or (folder / "hf_quant_config.json").is_file()
+    is_quantized = parse_quantization_config(config) or (folder / "hf_quant_config.json").is_file()
     shapes = None if is_quantized else family.weight_map(shape).hf_shapes()
     spare = config.get("num_nextn_predict_layers") or 0
     require_weights(folder, shapes, shape.num_hidden_layers + spare)
@@ -314,7 +314,7 @@ def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
     if env.rank_variables():
         return []
     now = num_local_ranks(run)
-    sizes = [getattr(run.train, name) for name in SIZES.values()]
+    sizes = [getattr(run.train, name) for name in AXIS_FIELDS.values()]
     most = gpus or max(now, math.prod(max(1, size) for size in sizes))
     written = "nproc_per_node" in run.launch.model_fields_set
     return [

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from penstock.adapters.init import fill
+from penstock.adapters.init import init_adapters
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import MAGNITUDE, parse_factor
+from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.peft_format import LoraScaling, adapter_config, peft_bias, peft_name
 from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ConfigError
@@ -53,7 +53,7 @@ FORMS = {
 
 
 def linear_layers(model):
-    return [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [n for n, m in model.named_modules() if isinstance(m, nn.TargetLayer)]
 
 
 def adapted_twins(folder, merge_qkv, spec=SPEC):
@@ -85,7 +85,7 @@ def peft_state(pair, tensors, chosen):
     """Parameters, or their gradients, by PEFT's names."""
     found = {}
     for name, tensor in tensors.items():
-        if parse_factor(name):
+        if parse_lora_name(name):
             found[peft_name(name)] = tensor.detach().clone()
             continue
         for hf_name, part in to_hf(pair.weights, name, tensor).items():
@@ -105,7 +105,7 @@ def pairs_of(state):
     """A and B by the layer in a checkpoint that they belong to."""
     found = {}
     for name, tensor in state.items():
-        if (factor := parse_factor(name)) and factor.side != MAGNITUDE:
+        if (factor := parse_lora_name(name)) and factor.side != MAGNITUDE:
             found.setdefault(factor.hf_module, []).append(tensor)
     return found
 
@@ -126,7 +126,7 @@ def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, form):
     their_loss(theirs, ids, labels).backward()
     ours = gradients(pair.ours)
     assert ours.keys() == trained.keys()
-    chosen = {factor.hf_module for name in trained if (factor := parse_factor(name))}
+    chosen = {factor.hf_module for name in trained if (factor := parse_lora_name(name))}
     assert_gradients_equal(peft_state(pair, ours, chosen), their_gradients(theirs))
 
 
@@ -148,7 +148,7 @@ def test_each_adapted_layer_drops_from_its_own_input_as_in_peft(tmp_path, merge_
     pair, theirs, _ = adapted_twins(tmp_path, merge_qkv, spec)
     # PEFT computes DoRA otherwise in an evaluation, whatever its dropout does then.
     for name, module in theirs.train().named_modules():
-        if isinstance(module, peft.tuners.lora.Linear):
+        if isinstance(module, peft.tuners.lora.TargetLayer):
             assert module.lora_dropout["default"].p == rate
             site = name.removeprefix("base_model.model.")
             module.lora_dropout["default"] = OfBatches(rate, site)
@@ -172,7 +172,7 @@ def test_merging_rounds_once_to_the_weights_dtype():
     weight = torch.randn(8, 6, generator=generator).bfloat16()
     a, b = torch.randn(2, 6, generator=generator), torch.randn(8, 2, generator=generator)
     exact = weight.double() + 0.5 * b.double() @ a.double()
-    got = WeightDelta(LoraDelta(b, a, 0.5)).made_of(weight)
+    got = WeightDelta(LoraDelta(b, a, 0.5)).apply_to(weight)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, exact.bfloat16(), atol=0, rtol=2**-8)
 
@@ -180,8 +180,8 @@ def test_merging_rounds_once_to_the_weights_dtype():
 def test_rows_that_are_changed_by_themselves_become_what_they_become_among_all():
     weight, a, b = (torch.randn(size) for size in ((8, 6), (2, 6), (8, 2)))
     change = WeightDelta(LoraDelta(b, a, 0.5), magnitude=torch.arange(1.0, 9.0))
-    apart = [change.made_of(weight[start : start + 3], start) for start in (0, 3, 6)]
-    torch.testing.assert_close(torch.cat(apart), change.made_of(weight))
+    apart = [change.apply_to(weight[start : start + 3], start) for start in (0, 3, 6)]
+    torch.testing.assert_close(torch.cat(apart), change.apply_to(weight))
 
 
 @BOTH
@@ -217,7 +217,7 @@ def test_a_model_without_memory_takes_its_factors_later():
     chosen = inject(later, SPEC)
     assert all(parameter.is_meta for parameter in later.parameters())
     later.to_empty(device="cpu")
-    fill(later, SPEC.seed)
+    init_adapters(later, SPEC.seed)
     base = copy.deepcopy(pair.ours.state_dict())
     assert inject(pair.ours, SPEC) == chosen
     later.load_state_dict(base, strict=False)
@@ -225,7 +225,7 @@ def test_a_model_without_memory_takes_its_factors_later():
     assert state.keys() == pair.ours.state_dict().keys()
     assert all(torch.equal(state[name], t) for name, t in pair.ours.state_dict().items())
     trainable = {name for name, p in later.named_parameters() if p.requires_grad}
-    assert trainable == {name for name in state if parse_factor(name)}
+    assert trainable == {name for name in state if parse_lora_name(name)}
 
 
 def test_autocast_and_bf16_base_weights_stay_close_to_fp32(tmp_path):
@@ -236,7 +236,7 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32(tmp_path):
         with torch.autocast("cpu", torch.bfloat16):
             autocast = packed_logits(pair.ours, ids)
         for name, parameter in pair.ours.named_parameters():
-            if parse_factor(name) is None:
+            if parse_lora_name(name) is None:
                 parameter.data = parameter.data.bfloat16()
         mixed = packed_logits(pair.ours, ids)
     spread = exact.std()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import native_name, parse_factor
+from penstock.adapters.names import native_name, parse_lora_name
 from penstock.core.errors import ConfigError
 from penstock.models.layers.experts import Implementation, select_expert_ops
 from tests.models.twins import (
@@ -37,7 +37,7 @@ def adapted(family, form, rank=4, *, implementation: Implementation = "eager"):
     pair = twins(family, experts=select_expert_ops(implementation))
     base = copy.deepcopy(pair.ours).requires_grad_(False)
     inject(pair.ours, LoraSpec(rank, ALPHA, OF_EXPERTS, 11, experts=form))
-    factors = {n: p for n, p in pair.ours.named_parameters() if parse_factor(n)}
+    factors = {n: p for n, p in pair.ours.named_parameters() if parse_lora_name(n)}
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, factor in factors.items():
@@ -115,7 +115,7 @@ def test_experts_have_in_common_what_the_form_says(form):
     assert {name: tuple(factor.shape) for name, factor in factors.items()} == expected
     assert {name for name, p in ours.named_parameters() if p.requires_grad} == set(expected)
     # What a checkpoint calls them does not depend on the form.
-    stored = [found for name in factors if (found := parse_factor(name))]
+    stored = [found for name in factors if (found := parse_lora_name(name))]
     assert {native_name(found.hf_module, found.side) for found in stored} == {
         f"model.layers.{layer}.mlp.experts.lora_{side}.{matrix}"
         for layer in (0, 2)

@@ -3,7 +3,7 @@ import torch
 from transformers import AutoConfig
 
 from penstock.adapters.match_targets import linear_layers, match_targets
-from penstock.adapters.targets import chosen_layers, targetable_layers
+from penstock.adapters.targets import select_layers, targetable_layers
 from penstock.models.decoder import Decoder
 from penstock.models.registry import get_family
 
@@ -47,4 +47,4 @@ def test_layers_told_from_names_are_those_of_the_model(kind, merged):
         if any("experts" in target for target in targets) and not config.experts:
             continue
         chosen = {layer.name for layer in match_targets(targets, told)}
-        assert chosen == set(chosen_layers(model, targets))
+        assert chosen == set(select_layers(model, targets))

@@ -73,7 +73,7 @@ def learnt(folder: Path, name: str, train: dict[str, Any], steps: int) -> dict[s
     losses = [loops.step(loop)["loss"] for _ in range(steps)]
     after = loops.parameters_of(loop)
     optimizer = loop.built.engine.optimizer
-    weights = [local(one.parameter) for one in loop.built.engine.layout.params]
+    weights = [local(one.parameter) for one in loop.built.engine.model.params]
     states = [s for its in optimizer.state.values() for s in its.values() if s.dim()]
     loop.close()
     return {

@@ -7,7 +7,12 @@ from contextlib import closing
 import pytest
 
 from penstock.core.cache import digests
-from penstock.core.cache.digests import cached_value, digest_files, keep_cached_across_links, cache_digests
+from penstock.core.cache.digests import (
+    cache_digests,
+    cached_value,
+    digest_files,
+    keep_cached_across_links,
+)
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_ti
     tmp_path, monkeypatch
 ):
     times = []
-    assert [cached_value("k", lambda: times.append(1) or [1, "a"]) for _ in range(3)] == [[1, "a"]] * 3
+    assert [cached_value("k", lambda: times.append(1) or [1, "a"]) for _ in range(3)] == [
+        [1, "a"]
+    ] * 3
     assert len(times) == 1
     (tmp_path / "file").write_text("where a folder is meant")
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "file"))

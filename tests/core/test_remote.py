@@ -159,7 +159,8 @@ def test_a_store_that_refuses_says_which_credentials_were_used_but_not_what_they
             pass
     text = str(refused.value)
     assert (
-        f"{file.url} cannot be read: access denied (403); the credentials of AWS_ACCESS_KEY_ID were used" in text
+        f"{file.url} cannot be read: access denied (403); the credentials of "
+        "AWS_ACCESS_KEY_ID were used" in text
     )
     assert "AWS_PROFILE" in text
     assert "AWS_ENDPOINT_URL" in text

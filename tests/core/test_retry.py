@@ -16,7 +16,7 @@ from penstock.core.errors import ConfigError, Interrupted, StageError
 from penstock.core.process import retry
 from penstock.core.process.timeout import Deadline
 from penstock.core.remote.errors import is_transient
-from penstock.train.launch.rank_failures import RankCrash, crash_file, write_failure, build_error
+from penstock.train.launch.rank_failures import RankCrash, build_error, crash_file, write_failure
 
 
 def answered(status):

@@ -12,7 +12,7 @@ from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.cache.stage import ATTEMPT
-from penstock.core.cache.store import fetch_cached, find_local, find_cached, get_or_build
+from penstock.core.cache.store import fetch_cached, find_cached, find_local, get_or_build
 from penstock.core.errors import ArtifactError, DamagedFileError, StageError
 from penstock.core.files import read_json
 from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of

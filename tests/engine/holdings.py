@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from penstock.engine.distributed.param_shards import (
     LocalParam,
     TensorShard,
+    full_shard,
     local,
     make_local_param,
-    whole_piece,
 )
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.weights import WeightMap
@@ -41,7 +41,7 @@ LAYOUTS: tuple[Layout, ...] = ("copies", "hybrid", "sharded", "tensor", "stages"
 two ranks compute with; layer by layer on two ranks, one of which has the end alone."""
 
 WIDE = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-NARROW = ("o_proj", "down_proj")
+ROWWISE = ("o_proj", "down_proj")
 
 
 def holding(layout: Layout, *, merge_qkv: bool) -> list[LocalParam]:
@@ -105,7 +105,7 @@ def worst(held: list[LocalParam], tensors: Mapping[str, torch.Tensor]) -> list[s
 def _whole(name: str, names: WeightMap) -> tuple[TensorShard, ...]:
     shapes, parts, start = names.hf_shapes(), [], 0
     for tensor in names.hf_names(name):
-        parts.append(replace(whole_piece(tensor, shapes[tensor]), start=start))
+        parts.append(replace(full_shard(tensor, shapes[tensor]), start=start))
         start += shapes[tensor][0]
     return tuple(parts)
 
@@ -114,7 +114,9 @@ def _half(parts: tuple[TensorShard, ...], index: int) -> tuple[TensorShard, ...]
     found, start = [], 0
     for piece in parts:
         module = piece.tensor.split(".")[-2]
-        dim = 0 if module in WIDE else 1 if module in NARROW and len(piece.full_shape) > 1 else None
+        dim = (
+            0 if module in WIDE else 1 if module in ROWWISE and len(piece.full_shape) > 1 else None
+        )
         if ".experts." in piece.tensor:
             dim = None
         offsets, sizes = list(piece.offsets), list(piece.sizes)

@@ -34,7 +34,7 @@ def loop_of(job: Job, ranks: ProcessInfo | None = None) -> Trainer:
 
 def decoder_of(loop: Trainer) -> Decoder:
     """The model itself, without what a layout may have wrapped around it."""
-    [model] = loop.built.engine.layout.parts
+    [model] = loop.built.engine.model.parts
     assert isinstance(model, Decoder)
     return model
 
@@ -60,11 +60,11 @@ def _whole(loop: Trainer, take: Callable[[nn.Parameter], torch.Tensor | None]) -
     """What all ranks' pieces of a tensor make together. Every number must be on some rank, and
     ranks that hold the same numbers must hold the same bits."""
     mine: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
-    for held in loop.built.engine.layout.params:
-        tensor = take(held.parameter)
+    for local_param in loop.built.engine.model.params:
+        tensor = take(local_param.parameter)
         if tensor is None:
             continue
-        for piece in held.shards:
+        for piece in local_param.shards:
             box = piece.view(local(tensor))
             # numpy knows no bfloat16.
             box = (box.float() if box.is_floating_point() else box).numpy().copy()
@@ -114,7 +114,7 @@ def looked_at(loop: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, floa
     """The summed loss of these batches, passed forward as evaluations do, their trained tokens, and
     those of them that were foretold."""
     kinds = [torch.zeros(sum(batch.lengths), dtype=torch.int64) for batch in batches]
-    [found] = loop.ranks.all_reduce_sum(loop.built.onlooker.counts(batches, kinds, 1)).tolist()
+    [found] = loop.ranks.all_reduce_sum(loop.built.evaluator.counts(batches, kinds, 1)).tolist()
     loss, tokens, right = found
     return loss, tokens, right
 

@@ -44,7 +44,7 @@ def adapted(normed: Normed = "plain", rate=0.0):
     )
     head.lora_A["lm_head"] = nn.Parameter(numbers(3, WIDTH))
     head.lora_B["lm_head"] = nn.Parameter(numbers(VOCAB, 3))
-    head.measure()
+    head.init_magnitudes()
     return head
 
 

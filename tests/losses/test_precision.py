@@ -57,7 +57,7 @@ def normed():
 
 def put_magnitudes(head):
     """At twice the norms, whatever these are rounded to."""
-    head.measure()
+    head.init_magnitudes()
     head.lora_magnitude["lm_head"].data *= 2
 
 
@@ -169,7 +169,7 @@ def adapted_head(
         factor.data = torch.randn(factor.shape, generator=rng).mul(0.02)
     if normed == "dora":
         [magnitude] = made.lora_magnitude.values()
-        made.measure()
+        made.init_magnitudes()
         magnitude.data *= 1 + 0.1 * torch.rand(MANY, generator=rng)
     made.bfloat16().weight.requires_grad_()
     return made

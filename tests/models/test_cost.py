@@ -4,7 +4,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from penstock.models.flops import Learning, Work, forward_flops, pairs_per_token, step_flops
+from penstock.models.flops import TrainableParams, Work, forward_flops, pairs_per_token, step_flops
 from penstock.models.registry import get_family
 from tests.dense import visible
 
@@ -87,7 +87,7 @@ def test_frozen_matrices_cost_two_products_and_their_adapters_three():
     model.set_submodule("lm_head", _Adapted(model.lm_head, rank))
     head = rank * (SIZES["hidden_size"] + SIZES["vocab_size"])
     _, step = counted(model)
-    learning = Learning("frozen", inner + head, head)
+    learning = TrainableParams("frozen", inner + head, head)
     assert step_flops(config, as_eager(), learning=learning) == step
 
 
@@ -112,7 +112,11 @@ def test_documents_are_compared_with_themselves_alone(window):
     assert work == Work.from_lengths(config, lengths[:2]) + Work.from_lengths(config, lengths[2:])
     sums = Work.from_totals(config, sum(lengths), sum(n**2 for n in lengths))
     assert sums.attention_pairs == work.attention_pairs
-    assert 0 <= sums.sliding_window_pairs - work.sliding_window_pairs <= len(lengths) * (window or 0) ** 2 / 2
+    assert (
+        0
+        <= sums.sliding_window_pairs - work.sliding_window_pairs
+        <= len(lengths) * (window or 0) ** 2 / 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

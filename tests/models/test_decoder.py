@@ -13,7 +13,7 @@ from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
-from penstock.models.tp_roles import DECODER_GRAINS, ParallelStyle, find_parallel_style
+from penstock.models.tp_roles import DECODER_SHARD_UNITS, ParallelStyle, find_parallel_style
 from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.stored import from_hf
 from tests.models.twins import SIZES, documents, packed_logits, packed_loss
@@ -68,12 +68,12 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     sparse = (ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
     linear = [name for name, role in roles.items() if role not in sparse]
     layers = {hf.split(".")[-2] for name in linear for hf in weights.hf_names(f"{name}.weight")}
-    assert layers <= DECODER_GRAINS.keys()
+    assert layers <= DECODER_SHARD_UNITS.keys()
     count = len(weights.config.experts.layers) if weights.config.experts else 0
     assert [list(roles.values()).count(role) for role in sparse] == [count, count]
     assert roles["model.embed_tokens"] == ParallelStyle.VOCAB
     # What narrows is what writes into the residual stream.
-    narrow = {name for name in linear if roles[name] is ParallelStyle.NARROW}
+    narrow = {name for name in linear if roles[name] is ParallelStyle.ROWWISE}
     assert narrow == {name for name in linear if name.endswith(("o_proj", "down_proj"))}
 
 

@@ -6,7 +6,10 @@ from itertools import cycle
 import pytest
 import torch
 
-from penstock.engine.activations.checkpointing import FORMS, apply_activation_checkpointing
+from penstock.engine.activations.checkpointing import (
+    IMPLEMENTATIONS,
+    apply_activation_checkpointing,
+)
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.layers.dropout import Dropout, DropoutRates, DropoutRNG, dropout_rng
 from penstock_kernels.attention import VarlenMetadata
@@ -82,7 +85,9 @@ def test_weights_of_attention_are_dropped_as_transformers_drops_them(monkeypatch
         heads, length, _ = document.shape
         noise = noise_of([ids[row]], first_row=row)
         key = noise.key(f"model.layers.{number}.self_attn.weights")
-        stays = keep_mask(noise.token_indices_T, heads * length, p, key).unflatten(1, (heads, length))
+        stays = keep_mask(noise.token_indices_T, heads * length, p, key).unflatten(
+            1, (heads, length)
+        )
         return (document * stays.transpose(0, 1) / (1 - p))[None]
 
     monkeypatch.setattr(torch.nn.functional, "dropout", drop)
@@ -150,7 +155,9 @@ def test_a_token_draws_alike_in_whatever_company_and_otherwise_in_other_steps_ro
 def test_a_layer_drops_by_its_number_in_the_whole_model_whichever_part_of_it_is_here():
     whole = twins("qwen3", dropout=RISING).ours
     first = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([0], has_head=False))
-    second = Decoder(whole.config, dropout=RISING, part=PipelineStageModules([1, 2], has_embedding=False))
+    second = Decoder(
+        whole.config, dropout=RISING, part=PipelineStageModules([1, 2], has_embedding=False)
+    )
     for part in (first, second):
         part.load_state_dict({name: whole.state_dict()[name] for name in part.state_dict()})
     ids, _ = documents()
@@ -171,7 +178,7 @@ def test_nothing_is_dropped_in_an_evaluation_or_without_a_noise():
 
 
 @pytest.mark.parametrize("modules", [None, ["mlp", "self_attn"]], ids=["layers", "parts"])
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
 def test_what_is_computed_again_drops_what_it_dropped_before(kind, modules):
     ids, labels = documents()
     found = []

@@ -8,7 +8,7 @@ import transformers
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder import Decoder
-from penstock.models.foundation import NO_EFFECT, check_foundation, laid_over
+from penstock.models.foundation import NO_EFFECT, apply_overrides, check_foundation
 from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import FAMILIES, get_family
 from penstock_kernels.attention import VarlenMetadata
@@ -75,7 +75,7 @@ def logits(config: dict[str, Any]) -> torch.Tensor:
 
 def changes(base: dict[str, Any], name: str, value: Any) -> bool:
     """Whether the model is another one."""
-    changed = laid_over(base, {name: value})
+    changed = apply_overrides(base, {name: value})
     if name in ELSEWHERE:
         return get_family(base).read(base) != get_family(changed).read(changed)
     own, other = logits(base), logits(changed)
@@ -124,7 +124,7 @@ def test_either_spelling_of_rotary_embedding_sets_it_in_either_style_of_file(
     model_type: str, entries: dict[str, Any], style: str
 ) -> None:
     base = {"model_type": model_type, **SIZES, **SPARSE.get(model_type, {}), **STYLES[style]}
-    merged = laid_over(base, entries)
+    merged = apply_overrides(base, entries)
     check_foundation(base, entries)
     assert get_family(merged).read(merged).rope_parameters["rope_theta"] == 123.0
     # What is exported says it once, and transformers reads the same.
@@ -135,15 +135,15 @@ def test_either_spelling_of_rotary_embedding_sets_it_in_either_style_of_file(
 
 def test_a_scaled_embedding_can_be_changed_in_part_or_replaced() -> None:
     base = {"model_type": "llama", **SIZES, "rope_parameters": LLAMA3_ROPE}
-    wider = laid_over(base, {"rope_scaling": {"factor": 16.0}})["rope_parameters"]
+    wider = apply_overrides(base, {"rope_scaling": {"factor": 16.0}})["rope_parameters"]
     assert wider == {**LLAMA3_ROPE, "factor": 16.0}
     entries = {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert laid_over(base, entries)["rope_parameters"] == {
+    assert apply_overrides(base, entries)["rope_parameters"] == {
         "rope_type": "linear",
         "rope_theta": 500_000.0,
         "factor": 2.0,
     }
-    plain = laid_over(base, {"rope_scaling": None})["rope_parameters"]
+    plain = apply_overrides(base, {"rope_scaling": None})["rope_parameters"]
     assert plain == {"rope_type": "default", "rope_theta": 500_000.0}
 
 
@@ -152,7 +152,7 @@ def test_a_scaled_embedding_can_be_changed_in_part_or_replaced() -> None:
     [
         ({"rope_thetta": 1.0}, "did you mean rope_theta?"),
         ({"rope_parameters": {"beta_fast": 3.0}}, "rope_parameters.beta_fast: 3.0 has no effect"),
-        ({"num_local_experts": 4}, "models of the type llama have no such entry"),
+        ({"num_local_experts": 4}, "models of the type llama have no such field"),
         ({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 2.0}}, "says rope_theta twice"),
         ({"use_cache": False}, "training has no cache"),
         ({"hidden_size": 96, "sliding_window": 4}, "foundation.sliding_window: 4 has no effect"),
@@ -175,17 +175,17 @@ def test_the_width_of_the_start_is_refused_where_weights_are_loaded() -> None:
 
 def test_other_names_of_one_number_change_the_one_that_the_file_has() -> None:
     base = {"model_type": "qwen3_moe", **SIZES, **SPARSE["qwen3_moe"]}
-    merged = laid_over(base, {"num_local_experts": 4})
+    merged = apply_overrides(base, {"num_local_experts": 4})
     assert (merged["num_experts"], "num_local_experts" in merged) == (4, False)
 
 
 def test_what_follows_from_other_entries_follows_them() -> None:
     base = {"model_type": "gpt_oss", **SIZES, **SPARSE["gpt_oss"]}
     base |= {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-    assert laid_over(base, {"num_hidden_layers": 2})["layer_types"] == base["layer_types"][:2]
+    assert apply_overrides(base, {"num_hidden_layers": 2})["layer_types"] == base["layer_types"][:2]
     with pytest.raises(ConfigError, match="layer_types for 3 layers"):
-        laid_over(base, {"num_hidden_layers": 4})
-    other = laid_over({**base, "architectures": ["GptOss"]}, {"model_type": "mixtral"})
+        apply_overrides(base, {"num_hidden_layers": 4})
+    other = apply_overrides({**base, "architectures": ["GptOss"]}, {"model_type": "mixtral"})
     assert other["architectures"] == ["MixtralForCausalLM"]
     assert all(hasattr(transformers, family.architecture) for family in FAMILIES.values())
 
@@ -252,8 +252,8 @@ def test_a_quantization_config_that_is_no_table_is_refused_by_name(value: Any) -
     ("entries", "says"),
     [
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is text, and config.json has 1e-06"),
-        ({"rope_parameters": {}}, "rope_parameters: {} says nothing; leave it out"),
-        ({"num_hidden_layers": 2, "anything": {}}, "foundation.anything: {} says nothing"),
+        ({"rope_parameters": {}}, "rope_parameters: {} has no effect; leave it out"),
+        ({"num_hidden_layers": 2, "anything": {}}, "foundation.anything: {} has no effect"),
         ({"rope_scaling": "yarn"}, "Write one, such as {rope_type: linear, factor: 2.0}"),
         ({"hidden_size": 96, "num_attention_heads": 0}, "num_attention_heads (0) cannot be read"),
         ({"rope_theta": [1e4]}, "rope_theta: [10000.0] is a list; write a number"),

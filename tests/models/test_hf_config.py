@@ -135,7 +135,7 @@ def test_everything_not_computed_is_named_at_once():
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
-            "sliding_window is None, and 3 layers slide it",
+            "sliding_window is None, and 3 layers use it",
         ),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
         ({"model_type": "glm4_moe", "n_group": 3}, r"128 experts .* of their groups \(3\)"),

@@ -7,7 +7,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from penstock.engine.activations.checkpointing import apply_activation_checkpointing
-from penstock.engine.moe.load_balancing import RouterStatsCollector, RowsHere
+from penstock.engine.moe.load_balancing import LocalRows, RouterStatsCollector
 from penstock.losses.load_balancing import aux_loss_grad, entropy, imbalance, update_expert_bias
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import select_expert_ops
@@ -98,7 +98,7 @@ def rows_of(ids, padding=0):
     """Two rows of two documents each, and padding."""
     sizes = [len(torch.cat(ids[:2])), len(torch.cat(ids[2:]))]
     row_T = torch.tensor([1, 2, 0]).repeat_interleave(torch.tensor([*sizes, padding]))
-    return RowsHere(row_T, torch.tensor(sizes))
+    return LocalRows(row_T, torch.tensor(sizes))
 
 
 def watch_of(rows, *, load=0.0, z=0.0):
@@ -135,9 +135,9 @@ def penalized(pair, ids, labels, recomputed):
     watch = watch_of(rows_of(ids, padding=9), load=LOAD, z=Z)
     with observe_routers(watch):
         loss = packed_loss(model, [*ids, rest], [*labels, rest - 100])
-    noted = dict(watch.noted)
+    noted = dict(watch.statistics)
     loss.backward()
-    assert watch.noted == noted, "a layer that is computed again was noted again"
+    assert watch.statistics == noted, "a layer that is computed again was noted again"
     return loss.detach(), gradients(model), list(noted.values())
 
 
@@ -163,7 +163,9 @@ def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recompute
 
 def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
     generator = torch.Generator().manual_seed(3)
-    config = ExpertsConfig((0,), num_experts=6, experts_per_token=2, intermediate_size=8, scoring="sigmoid")
+    config = ExpertsConfig(
+        (0,), num_experts=6, experts_per_token=2, intermediate_size=8, scoring="sigmoid"
+    )
     router = Router(config, 16, precision="fp32")
     with torch.no_grad():
         router.weight.copy_(torch.randn(6, 16, generator=generator))
@@ -174,15 +176,15 @@ def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
         router.zero_grad()
         total = torch.zeros(14, dtype=torch.float64)
         for part in parts:
-            watch = RouterStatsCollector(RowsHere(row_T[part], tokens_R), pull, 0.7, 0.2)
+            watch = RouterStatsCollector(LocalRows(row_T[part], tokens_R), pull, 0.7, 0.2)
             with observe_routers(watch):
                 # The weights' own gradient is none of this.
                 (0 * router(x[part])[1].sum()).backward()
-            total += watch.noted[router]
+            total += watch.statistics[router]
         return gradients(router)["weight"].clone(), total
 
     whole, sums = gradient([slice(0, 40)], lambda _, counts_RE: aux_loss_grad(counts_RE, tokens_R))
-    watch = RouterStatsCollector(RowsHere(row_T, tokens_R), None, 0, 0)
+    watch = RouterStatsCollector(LocalRows(row_T, tokens_R), None, 0, 0)
     with observe_routers(watch), torch.no_grad():
         choice, _ = router(x)
     counts_RE = torch.stack(
@@ -192,7 +194,7 @@ def test_shares_of_a_row_on_several_ranks_add_up_to_its_loss():
     cut, summed = gradient(parts, lambda *_: aux_loss_grad(counts_RE, tokens_R))
     torch.testing.assert_close(cut, whole)
     torch.testing.assert_close(summed, sums)
-    assert torch.equal(watch.noted[router][:6].long(), counts_RE.sum(0))
+    assert torch.equal(watch.statistics[router][:6].long(), counts_RE.sum(0))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "model"])

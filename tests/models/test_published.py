@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError
-from penstock.models.quantization_config import QuantizationConfig, declared_in
+from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
 
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
@@ -61,20 +61,20 @@ def compressed(**changed: Any) -> dict[str, Any]:
 )
 def test_what_is_quantized_in_other_ways_is_refused_with_what_to_do(said, fault):
     with pytest.raises(CapabilityError, match=f"(?s){fault}.*model.model_path"):
-        declared_in({"quantization_config": said})
+        parse_quantization_config({"quantization_config": said})
 
 
 def test_what_was_written_in_older_ways_is_read():
     groups = compressed(type="float", num_bits=8, strategy="block", block_structure="128x128")
     said = {**groups, "format": "float-quantized", "ignore": ["re:.*gate"]}
     tiles = QuantizationConfig("block_fp8", "compressed-tensors", 128, ("re:.*gate",))
-    assert declared_in({"quantization_config": said}) == tiles
-    assert declared_in(
+    assert parse_quantization_config({"quantization_config": said}) == tiles
+    assert parse_quantization_config(
         {"quantization_config": {**FP8, "ignored_layers": ["lm_head"]}}
     ) == QuantizationConfig("block_fp8", "fp8", 128, ("lm_head",))
     unnamed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    assert declared_in({"quantization_config": unnamed}) == QuantizationConfig(
+    assert parse_quantization_config({"quantization_config": unnamed}) == QuantizationConfig(
         "nf4", "bitsandbytes"
     )
-    assert declared_in({"quantization_config": None}) is None
-    assert declared_in({}) is None
+    assert parse_quantization_config({"quantization_config": None}) is None
+    assert parse_quantization_config({}) is None

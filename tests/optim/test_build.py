@@ -114,7 +114,7 @@ def test_layers_learn_the_faster_the_nearer_to_the_end_they_are():
         "model.norm.weight",
         "lm_head.weight",
     ]
-    grouping = Grouping(rate_of=layerwise_lr_decay(0.4, 10))
+    grouping = Grouping(lr_multiplier=layerwise_lr_decay(0.4, 10))
     found = rates_of(names, OptimConfig(optimizer="sgd", lr=1.0), grouping)
     rates = [found[name][0] for name in names]
     # 0.4 + d/12 * 0.6, by hand; the first layer learns as the embedding does.
@@ -125,7 +125,7 @@ def test_layers_learn_the_faster_the_nearer_to_the_end_they_are():
 
 def test_matrices_have_groups_of_their_own_with_their_own_rate():
     names = ["embed_tokens.weight", "layers.0.up_proj.weight", "layers.0.norm.weight"]
-    grouping = Grouping(0.1, matrices={names[1]}, rate_of_matrices=4.0, no_decay_params=["norm"])
+    grouping = Grouping(0.1, matrices={names[1]}, muon_lr_multiplier=4.0, no_decay_params=["norm"])
     found = rates_of(names, OptimConfig(optimizer="muon", lr=0.01), grouping)
     assert found == {
         names[0]: (0.01, 0.1, False),
@@ -167,12 +167,12 @@ def test_weights_in_bf16_are_stepped_in_float32_and_rounded_once_to_the_nearest(
 
 
 def test_what_rounding_takes_is_kept_and_reaches_the_weights_in_the_end():
-    def moved(keeping):
+    def moved(precision):
         net = nn.Linear(8, 8, bias=False).bfloat16()
         nn.init.ones_(net.weight)
         told: dict[str, Argument] = {"betas": [0.0, 0.0]}
         optim = OptimConfig(optimizer="anyprecision_adamw", lr=2**-12, optimizer_kwargs=told)
-        optimizer = build_optimizer(net.named_parameters(), optim, keeping=keeping)
+        optimizer = build_optimizer(net.named_parameters(), optim, precision=precision)
         for _ in range(64):
             net.weight.grad = torch.full_like(net.weight, 0.5)
             optimizer.step()

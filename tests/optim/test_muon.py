@@ -34,7 +34,7 @@ def test_twenty_steps_are_those_of_torch_of_each_matrix_by_itself(adjust, nester
         muon_adjust_lr_fn=adjust,
         **{f"muon_{name}": value for name, value in settings.items()},
     )
-    grouping = Grouping(0.1, matrices={*SHAPES, "stack"} - {"bias"}, rate_of_matrices=5.0)
+    grouping = Grouping(0.1, matrices={*SHAPES, "stack"} - {"bias"}, muon_lr_multiplier=5.0)
     mine = build_optimizer(ours.items(), optim, grouping)
 
     theirs = {name: weights(name, shape) for name, shape in SHAPES.items()}
@@ -78,7 +78,7 @@ def test_momentum_in_bf16_is_near_that_in_float32():
         weight = weights("square", (16, 16))
         optim = OptimConfig(optimizer="muon", lr=0.01)
         optimizer = build_optimizer(
-            [("w", weight)], optim, Grouping(matrices={"w"}), keeping=StatePrecision(states)
+            [("w", weight)], optim, Grouping(matrices={"w"}), precision=StatePrecision(states)
         )
         for step in range(5):
             weight.grad = gradient(step, "w", weight.shape)

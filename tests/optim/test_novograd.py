@@ -98,7 +98,7 @@ def test_a_gradient_of_nothing_moves_nothing_and_the_average_begins_after_it() -
 def test_states_and_weights_are_kept_in_bf16_where_that_is_said() -> None:
     weight = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
     optim = OptimConfig(optimizer="novograd", lr=LR)
-    made = build_optimizer([("w", weight)], optim, keeping=StatePrecision(states=torch.bfloat16))
+    made = build_optimizer([("w", weight)], optim, precision=StatePrecision(states=torch.bfloat16))
     weight.grad = torch.ones(3, 2, dtype=torch.bfloat16)
     made.step()
     state = made.state[weight]

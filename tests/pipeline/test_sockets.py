@@ -88,7 +88,7 @@ def _send(file: Path) -> str:
 
 def test_ranks_refuse_a_pickle_that_names_a_function(tmp_path):
     said = on_ranks(2, _send, tmp_path / "payload-ran")
-    assert said == ["posix.mkdir is no record that ranks may send one another"] * 2
+    assert said == ["posix.mkdir is not a type that ranks may send to one another"] * 2
     assert not (tmp_path / "payload-ran").exists()
 
 

@@ -27,11 +27,11 @@ from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.reader import map_batches
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.train.launch.job import (
+    ENVIRONMENT,
     JOB,
     METRICS,
     OUTCOME,
     SAMPLES,
-    ENVIRONMENT,
     Job,
     read_outcome,
 )

@@ -15,7 +15,7 @@ from penstock.adapters.weight_delta import LoraDelta
 Normed = Literal["plain", "dora"]
 """Whether adapted weights have DoRA magnitudes."""
 
-STRETCH = 32 << 20
+CHUNK_BYTES = 32 << 20
 """Bytes of fp32 weight rows that are computed at a time."""
 
 Rows = Callable[[int, int], torch.Tensor]
@@ -26,38 +26,38 @@ SumSquares = Callable[[torch.Tensor], torch.Tensor]
 all-reduce under tensor parallelism)."""
 
 
-def all_here(squares: torch.Tensor) -> torch.Tensor:
+def no_reduce(squares: torch.Tensor) -> torch.Tensor:
     """The `SumSquares` for rows and columns that are not sharded."""
     return squares
 
 
 @torch.no_grad()
-def row_norms(rows: Rows, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
+def row_norms(rows: Rows, delta: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each row of `weight + delta`, fp32."""
-    device = product.left.device
+    device = delta.left.device
     with torch.autocast(device.type, enabled=False):
-        count, columns = product.shape
+        count, columns = delta.shape
         found = torch.empty(count, dtype=torch.float32, device=device)
-        for start in range(0, count, stride := _rows_at_once(columns)):
+        for start in range(0, count, stride := _rows_per_chunk(columns)):
             end = min(start + stride, count)
-            made = product.added_to(rows(start, end), start)
+            made = delta.add_to(rows(start, end), start)
             torch.sum(made.square_(), dim=1, out=found[start:end])
         return sum_squares(found).sqrt()
 
 
 @torch.no_grad()
-def column_norms(weight: torch.Tensor, product: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
+def column_norms(weight: torch.Tensor, delta: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each column of `weight + delta`, fp32."""
     with torch.autocast(weight.device.type, enabled=False):
         found = weight.new_zeros(weight.shape[1], dtype=torch.float32)
-        for start in range(0, len(weight), stride := _rows_at_once(weight.shape[1])):
-            rows = product.added_to(weight[start : start + stride], start)
+        for start in range(0, len(weight), stride := _rows_per_chunk(weight.shape[1])):
+            rows = delta.add_to(weight[start : start + stride], start)
             found += rows.square_().sum(dim=0)
         return sum_squares(found).sqrt()
 
 
-def _rows_at_once(columns: int) -> int:
-    return max(1, STRETCH // (4 * columns))
+def _rows_per_chunk(columns: int) -> int:
+    return max(1, CHUNK_BYTES // (4 * columns))
 
 
 def dora_scale(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
-from penstock.adapters.names import MAGNITUDE, SIDES, parse_factor
+from penstock.adapters.names import MAGNITUDE, SIDES, parse_lora_name
 from penstock.models.initialize import generator_for
 
 
@@ -21,29 +21,29 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0)
     not. Those of experts [E, r, in] are drawn one expert after another. `merges` counts the ReLoRA
     merges so far; each draws other values.
     """
-    factor = parse_factor(name)
+    factor = parse_lora_name(name)
     assert factor is not None, f"{name} is not the name of a low-rank factor"
     assert factor.side in SIDES, f"{name} starts at norms of the base weight"
     with torch.device("cpu"):
-        if factor.side == ("lora_A" if factor.of_embedding else "lora_B"):
+        if factor.side == ("lora_A" if factor.is_embedding else "lora_B"):
             return torch.zeros(*shape, dtype=torch.float32)
         start = torch.empty(*shape, dtype=torch.float32)
         after = f" after {merges}" if merges else ""
         generator = generator_for(f"{factor.hf_module}.{factor.side}{after}", seed)
-        if factor.of_embedding:
+        if factor.is_embedding:
             return start.normal_(generator=generator)
         nn.init.kaiming_uniform_(start.view(-1, shape[-1]), a=math.sqrt(5), generator=generator)
         return start
 
 
-def fill(model: nn.Module, seed: int) -> None:
+def init_adapters(model: nn.Module, seed: int) -> None:
     """Initialize all LoRA and DoRA parameters of the model in place. None may be on the meta
     device."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            factor = parse_factor(name)
+            factor = parse_lora_name(name)
             if factor and factor.side != MAGNITUDE:
                 parameter.copy_(initial_lora(name, parameter.shape, seed))
         for module in model.modules():
             if isinstance(module, (LoraLinear, LoraEmbedding)):
-                module.measure()
+                module.init_magnitudes()

@@ -7,13 +7,18 @@ import torch
 from torch import nn
 
 from penstock.adapters.dora import Normed
-from penstock.adapters.init import fill
+from penstock.adapters.init import init_adapters
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
-from penstock.adapters.lora_experts import Form, adapt_experts
+from penstock.adapters.lora_experts import ExpertSharing, adapt_experts
 from penstock.adapters.peft_format import Bias
 from penstock.adapters.scaling import Scaling, lora_scaling
-from penstock.adapters.targets import chosen_layers, is_of_experts, layers_in, targetable_layers
+from penstock.adapters.targets import (
+    checkpoint_layers,
+    is_expert_layer,
+    select_layers,
+    targetable_layers,
+)
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
@@ -21,10 +26,15 @@ from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import Matrix
 from penstock.models.layers.moe import MoE
 
-FIELDS: Mapping[Form, str] = {"shared": "moe_shared_lora", "hybrid": "moe_hybrid_shared_lora"}
+SHARING_FIELDS: Mapping[ExpertSharing, str] = {
+    "shared": "moe_shared_lora",
+    "hybrid": "moe_hybrid_shared_lora",
+}
 """The config field for each form of sharing LoRA parameters between experts."""
 
-WITHOUT_EXPERTS = "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"
+NON_EXPERT_TARGETS_HINT = (
+    "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"
+)
 
 
 @dataclass(frozen=True)
@@ -34,11 +44,11 @@ class LoraSpec:
     rank: int
     alpha: float
     targets: Sequence[str] | None = None
-    """See `targets.chosen_layers`; None: the family's default targets."""
+    """See `targets.select_layers`; None: the family's default targets."""
     seed: int = 0
     dropout: float = 0.0
     """Dropout probability of an adapter's input."""
-    experts: Form = "each"
+    experts: ExpertSharing = "each"
     """Which LoRA parameters the experts of a layer share."""
     scaling: Scaling = "rank"
     normed: Normed = "plain"
@@ -59,7 +69,7 @@ def inject(
 
     A pipeline stage gets the same adapters as the whole model would, so a target may name layers of
     another stage. If no parameter is on the meta device, the adapters are initialized. Otherwise
-    they stay uninitialized until `init.fill` or `init.initial_lora` is called.
+    they stay uninitialized until `init.init_adapters` or `init.initial_lora` is called.
 
     Raises:
         ConfigError: a rank below 1, a target that matches no layer or one that cannot be adapted,
@@ -69,7 +79,7 @@ def inject(
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
     with torch.device("meta"):
         whole = Decoder(model.config, merge_qkv=model.merge_qkv)
-    chosen = chosen_layers(whole, default_targets if spec.targets is None else spec.targets)
+    chosen = select_layers(whole, default_targets if spec.targets is None else spec.targets)
     _check_experts(chosen, spec, model)
     _check_biases(chosen, spec, whole)
     named = model.named_parameters()
@@ -77,32 +87,34 @@ def inject(
     model.requires_grad_(False)
     here = targetable_layers(model)
     natives = list(dict.fromkeys(here[hf] for hf in chosen if hf in here))
-    for name, mixture in _mixtures(model):
+    for name, mixture in _moe_layers(model):
         matrices: list[Matrix] = [
             matrix for matrix in mixture.experts.matrices if f"{name}.experts.{matrix}" in natives
         ]
         if matrices:
             adapt_experts(mixture, matrices, rank=spec.rank, scale=spec.scale, form=spec.experts)
     for native in natives:
-        if not is_of_experts(native):
-            model.set_submodule(native, _adapted(model, native, chosen, spec))
+        if not is_expert_layer(native):
+            model.set_submodule(native, _wrap_with_lora(model, native, chosen, spec))
     if spec.bias == "lora_only":
         adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
         biases = [module.bias for module in adapted if module.bias is not None]
     for bias in () if spec.bias == "none" else biases:
         bias.requires_grad_(True)
     if not any(parameter.is_meta for parameter in model.parameters()):
-        fill(model, spec.seed)
+        init_adapters(model, spec.seed)
     return tuple(chosen)
 
 
-def _adapted(model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec) -> nn.Module:
+def _wrap_with_lora(
+    model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec
+) -> nn.Module:
     """The module with LoRA added."""
     base = model.get_submodule(native)
     if isinstance(base, nn.Embedding):
         return LoraEmbedding(base, rank=spec.rank, scale=spec.scale, normed=spec.normed)
     assert isinstance(base, nn.Linear)
-    parts = layers_in(model, native)
+    parts = checkpoint_layers(model, native)
     adapted = {hf.rpartition(".")[2]: hf for hf in parts if hf in chosen}
     return LoraLinear(
         base,
@@ -115,29 +127,29 @@ def _adapted(model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec)
     )
 
 
-def _mixtures(model: Decoder) -> list[tuple[str, MoE]]:
+def _moe_layers(model: Decoder) -> list[tuple[str, MoE]]:
     named = model.named_modules()
     return [(name, module) for name, module in named if isinstance(module, MoE)]
 
 
 def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> None:
     """Raise ConfigError for options that adapters of experts do not support."""
-    of_experts = [name for name in chosen if is_of_experts(name)]
+    is_expert = [name for name in chosen if is_expert_layer(name)]
     for field, value, neutral in (
         ("lora_dropout", f"{spec.dropout:g}" if spec.dropout else "", "0"),
         ("use_dora", "true" if spec.normed == "dora" else "", "false"),
     ):
-        if of_experts and value:
+        if is_expert and value:
             raise ConfigError(
                 f"lora.{field} is {value}, and lora.lora_target_modules names experts "
-                f"({of_experts[0]} is the first), whose adapters have none.\n"
-                f"  Write {field}: {neutral}, or {WITHOUT_EXPERTS}."
+                f"({is_expert[0]} is the first), whose adapters have none.\n"
+                f"  Write {field}: {neutral}, or {NON_EXPERT_TARGETS_HINT}."
             )
-    if spec.experts != "each" and not of_experts:
+    if spec.experts != "each" and not is_expert:
         why = "lora_target_modules names none" if model.config.experts else "the model has none"
         raise ConfigError(
-            f"lora.{FIELDS[spec.experts]} is true, and no expert bears an adapter: {why}.\n"
-            f"  Leave {FIELDS[spec.experts]} out, or train experts: lora_target_modules "
+            f"lora.{SHARING_FIELDS[spec.experts]} is true, and no expert has an adapter: {why}.\n"
+            f"  Leave {SHARING_FIELDS[spec.experts]} out, or train experts: lora_target_modules "
             "[gate_proj, up_proj, down_proj]."
         )
 
@@ -147,16 +159,18 @@ def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: Decoder) -> None
     if spec.bias == "none":
         return
     names = [name for name, _ in whole.named_parameters()]
-    of_experts = [name for name in names if name.endswith("_proj_bias")]
-    if of_experts and spec.bias == "all":
+    is_expert = [name for name in names if name.endswith("_proj_bias")]
+    if is_expert and spec.bias == "all":
         raise ConfigError(
-            f"lora.lora_bias is all, and experts of this model have biases ({of_experts[0]} is the "
-            "first), which PEFT knows no names for.\n  Write lora_bias: lora_only."
+            f"lora.lora_bias is all, and experts of this model have biases ({is_expert[0]} is the "
+            "first), which PEFT's format cannot name.\n  Write lora_bias: lora_only."
         )
     biased = [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
     if spec.bias == "lora_only":
-        biased = [name for name in biased if not set(layers_in(whole, name)).isdisjoint(chosen)]
-        partly = [name for name in biased if not set(layers_in(whole, name)) <= set(chosen)]
+        biased = [
+            name for name in biased if not set(checkpoint_layers(whole, name)).isdisjoint(chosen)
+        ]
+        partly = [name for name in biased if not set(checkpoint_layers(whole, name)) <= set(chosen)]
         if partly:
             raise ConfigError(
                 f"lora.lora_bias is lora_only, and lora.lora_target_modules names only some of the "
@@ -165,6 +179,6 @@ def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: Decoder) -> None
             )
     if not biased:
         raise ConfigError(
-            f"lora.lora_bias is {spec.bias}, and no layer that it means has a bias in this model."
+            f"lora.lora_bias is {spec.bias}, and none of these layers has a bias in this model."
             "\n  Leave lora_bias out."
         )

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.dora import Normed, SumSquares, all_here, dora_scale, row_norms
+from penstock.adapters.dora import Normed, SumSquares, dora_scale, no_reduce, row_norms
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.linear_terms import LinearTerms, ScaledProducts, WeightedRows
-from penstock.models.layers.quantized_linear import affine, dequantize_rows, get_weight, put_weight
+from penstock.models.layers.quantized_linear import affine, dequantize_rows, get_weight, set_weight
 
 Affine = Callable[..., torch.Tensor]
 """`x W^T + b` of x, W and an optional b."""
@@ -49,11 +49,11 @@ class LoraLinear(nn.Linear, LinearTerms):
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
         self.bias = base.bias
-        put_weight(self, get_weight(base))
+        set_weight(self, get_weight(base))
         self.requires_grad_(False)
         self.parts = dict(parts)
         self.rank, self.scale = rank, scale
-        self.sum_squares: SumSquares = all_here
+        self.sum_squares: SumSquares = no_reduce
         self.affine: Affine = affine
         device = base.weight.device
         shapes = {part: ((rank, base.in_features), (parts[part], rank)) for part in adapted}
@@ -68,13 +68,13 @@ class LoraLinear(nn.Linear, LinearTerms):
         """The base layer's output plus each adapted part's `s B A x`, in the dtype of the base
         output."""
         if self.lora_magnitude:
-            return self._normed(input)
+            return self._forward_dora(input)
         y = self.affine(input, self.weight, self.bias)
         outputs = [
-            rows + (self._product(input, part) * self.scale).to(y.dtype)
+            rows + (self._lora_delta(input, part) * self.scale).to(y.dtype)
             if part in self.lora_A
             else rows
-            for part, rows in self._by_part(y)
+            for part, rows in self._split_by_part(y)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -86,11 +86,11 @@ class LoraLinear(nn.Linear, LinearTerms):
             return None
         found: list[WeightedRows] = [(x, self.weight)]
         if part in self.lora_A:
-            found.append((self._low(x, part) * self.scale, self.lora_B[part]))
+            found.append((self._lora_down(x, part) * self.scale, self.lora_B[part]))
         return found
 
     def scaled_products(self, x: torch.Tensor) -> list[ScaledProducts] | None:
-        """Like `products`, also for a layer with DoRA magnitudes; see `_normed_part`."""
+        """Like `products`, also for a layer with DoRA magnitudes; see `_dora_output`."""
         [part, *others] = self.parts
         if part not in self.lora_magnitude:
             plain = self.products(x)
@@ -98,32 +98,32 @@ class LoraLinear(nn.Linear, LinearTerms):
         if others or self.bias is not None:
             return None
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
-        more = self._low(x, part) * self.scale, self.lora_B[part]
+        more = self._lora_down(x, part) * self.scale, self.lora_B[part]
         dropped = self.lora_dropout[part](x)
         if dropped is x:
             return [(by, [(x, self.weight), more])]
         return [(None, [(x, self.weight)]), (by - 1, [(dropped, self.weight)]), (by, [more])]
 
-    def _product(self, x: torch.Tensor, part: str) -> torch.Tensor:
+    def _lora_delta(self, x: torch.Tensor, part: str) -> torch.Tensor:
         """B A x, in the dtype of A and B unless autocast is on: fp32 LoRA parameters beside a bf16
         weight keep their precision."""
-        return F.linear(self._low(x, part), self.lora_B[part])
+        return F.linear(self._lora_down(x, part), self.lora_B[part])
 
-    def _low(self, x: torch.Tensor, part: str) -> torch.Tensor:
+    def _lora_down(self, x: torch.Tensor, part: str) -> torch.Tensor:
         a = self.lora_A[part]
         return F.linear(self.lora_dropout[part](x.to(a.dtype)), a)
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+    def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
         y = self.affine(x, self.weight)
         outputs = [
-            self._normed_part(x, part, rows) if part in self.lora_A else rows
-            for part, rows in self._by_part(y)
+            self._dora_output(x, part, rows) if part in self.lora_A else rows
+            for part, rows in self._split_by_part(y)
         ]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @torch.no_grad()
-    def measure(self) -> None:
+    def init_magnitudes(self) -> None:
         """Initialize the DoRA magnitudes, if any, with the current norms."""
         for part, magnitude in self.lora_magnitude.items():
             magnitude.copy_(self._norms(part))
@@ -137,13 +137,13 @@ class LoraLinear(nn.Linear, LinearTerms):
 
         return row_norms(rows, LoraDelta(b, a, self.scale), self.sum_squares)
 
-    def _normed_part(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
+    def _dora_output(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
         """The DoRA output of a part with base output `y`.
 
         As in PEFT, dropout applies to everything except the base output.
         """
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
-        more = self._product(x, part) * self.scale
+        more = self._lora_delta(x, part) * self.scale
         dropped = self.lora_dropout[part](x)
         if dropped is x:
             return (by * (y + more.to(y.dtype))).to(y.dtype)
@@ -156,7 +156,7 @@ class LoraLinear(nn.Linear, LinearTerms):
         names = list(self.parts)
         return sum(self.parts[name] for name in names[: names.index(part)])
 
-    def _by_part(self, y: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def _split_by_part(self, y: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         if len(self.parts) == 1:
             return [(part, y) for part in self.parts]
         outputs = y.split(list(self.parts.values()), dim=-1)

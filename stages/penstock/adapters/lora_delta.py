@@ -19,7 +19,7 @@ from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 
-Whole = Callable[[torch.Tensor], torch.Tensor]
+GatherFn = Callable[[torch.Tensor], torch.Tensor]
 """Returns the full tensor of a LoRA parameter that may be sharded by rows. It is called for all
 parameters in the same order on every rank, so it may be a collective."""
 
@@ -33,52 +33,52 @@ class LoraWeight:
     """(first row of the weight, delta to add from there)."""
 
 
-def adapted_in(model: nn.Module, whole: Whole) -> Iterator[LoraWeight]:
+def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWeight]:
     """The adapted weights, in the model's order. DoRA magnitudes are not included."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             products = [
                 (
                     module.first_row(part),
-                    LoraDelta(whole(module.lora_B[part]), whole(a), module.scale),
+                    LoraDelta(gather(module.lora_B[part]), gather(a), module.scale),
                 )
                 for part, a in module.lora_A.items()
             ]
             yield LoraWeight(module.weight, products)
         elif isinstance(module, LoraEmbedding):
-            a, b = whole(module.lora_A[PART]), whole(module.lora_B[PART])
+            a, b = gather(module.lora_A[PART]), gather(module.lora_B[PART])
             yield LoraWeight(module.weight, [(0, LoraDelta(a.T, b.T, module.scale))])
         elif isinstance(module, Experts) and isinstance(module.adapter, ExpertAdapter):
             for name in ("gate_up_proj", "down_proj"):
-                if products := _of_experts(module, module.adapter, name, whole):
+                if products := _expert_deltas(module, module.adapter, name, gather):
                     yield LoraWeight(getattr(module, name), products)
 
 
-def _of_experts(
+def _expert_deltas(
     experts: Experts,
     adapter: ExpertAdapter,
     name: Literal["gate_up_proj", "down_proj"],
-    whole: Whole,
+    gather: GatherFn,
 ) -> list[tuple[int, LoraDelta]]:
     """The deltas of one of the two tensors of the experts."""
-    is_turned = isinstance(experts, ClampedExperts)
+    is_transposed = isinstance(experts, ClampedExperts)
     within: list[Matrix] = [
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
     ]
-    heights = [experts.matrices[matrix][is_turned] for matrix in within]
+    heights = [experts.matrices[matrix][is_transposed] for matrix in within]
     found: list[tuple[int, LoraDelta]] = []
     for number, matrix in enumerate(within):
         a, b = adapter.factor("lora_A", matrix), adapter.factor("lora_B", matrix)
         if a is None or b is None:
             continue
-        a_ErK, b_ENr = (_of_each(whole(factor), experts.num_experts) for factor in (a, b))
+        a_ErK, b_ENr = (_expand_experts(gather(factor), experts.num_experts) for factor in (a, b))
         for expert in range(experts.num_experts):
             product = LoraDelta(b_ENr[expert], a_ErK[expert], adapter.scale)
             start = expert * sum(heights) + sum(heights[:number])
-            found.append((start, product.turned() if is_turned else product))
+            found.append((start, product.transpose() if is_transposed else product))
     return found
 
 
-def _of_each(factor: torch.Tensor, num_experts: int) -> torch.Tensor:
+def _expand_experts(factor: torch.Tensor, num_experts: int) -> torch.Tensor:
     """[E, …], of a parameter that the experts may share."""
     return factor.expand(num_experts, *factor.shape[-2:])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.adapters.dora import Normed, SumSquares, all_here, column_norms, dora_scale
+from penstock.adapters.dora import Normed, SumSquares, column_norms, dora_scale, no_reduce
 from penstock.adapters.lora import empty_lora_params
 from penstock.adapters.weight_delta import LoraDelta
 
@@ -25,7 +25,8 @@ class LoraEmbedding(nn.Embedding):
     """An embedding with a frozen table and one pair of LoRA matrices.
 
     It takes over the base layer's Parameter under the same name. Three hooks serve
-    vocabulary-parallel embeddings: `look_up`, `leave` (applied to the output) and `sum_squares`.
+    vocabulary-parallel embeddings: `lookup`, `reduce_output` (applied to the output) and
+    `sum_squares`.
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class LoraEmbedding(nn.Embedding):
         self.weight = base.weight
         self.requires_grad_(False)
         self.scale = scale
-        self.look_up: LookUp = F.embedding
-        self.leave: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
-        self.sum_squares: SumSquares = all_here
+        self.lookup: LookUp = F.embedding
+        self.reduce_output: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.sum_squares: SumSquares = no_reduce
         device = base.weight.device
         self.lora_A = empty_lora_params({PART: (rank, base.num_embeddings)}, device)
         self.lora_B = empty_lora_params({PART: (base.embedding_dim, rank)}, device)
@@ -46,15 +47,15 @@ class LoraEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, D] in the table's dtype."""
-        x_TD = self.look_up(input, self.weight)
-        more_TD = F.linear(self.look_up(input, self.lora_A[PART].T), self.lora_B[PART]) * self.scale
+        x_TD = self.lookup(input, self.weight)
+        more_TD = F.linear(self.lookup(input, self.lora_A[PART].T), self.lora_B[PART]) * self.scale
         if PART in self.lora_magnitude:
             by_D = dora_scale(self.lora_magnitude[PART], self._norms())
-            return self.leave((by_D * (x_TD + more_TD)).to(x_TD.dtype))
-        return self.leave(x_TD + more_TD.to(x_TD.dtype))
+            return self.reduce_output((by_D * (x_TD + more_TD)).to(x_TD.dtype))
+        return self.reduce_output(x_TD + more_TD.to(x_TD.dtype))
 
     @torch.no_grad()
-    def measure(self) -> None:
+    def init_magnitudes(self) -> None:
         """Initialize the DoRA magnitudes, if any, with the current norms."""
         for magnitude in self.lora_magnitude.values():
             magnitude.copy_(self._norms())
@@ -64,5 +65,5 @@ class LoraEmbedding(nn.Embedding):
         return column_norms(self.weight, LoraDelta(a.T, b.T, self.scale), self.sum_squares)
 
 
-def _as_it_is(x_TD: torch.Tensor) -> torch.Tensor:
+def _identity(x_TD: torch.Tensor) -> torch.Tensor:
     return x_TD

@@ -18,7 +18,7 @@ from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.moe import MoE
 from penstock_kernels.group_gemm import group_gemm
 
-Form = Literal["each", "shared", "hybrid"]
+ExpertSharing = Literal["each", "shared", "hybrid"]
 """Which LoRA parameters experts share. `each`: every expert has its own pair; `shared`: all experts
 share one pair; `hybrid`: all share the matrix on the hidden-size side (A of gate and up, B of
 down)."""
@@ -27,26 +27,26 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Shapes = Mapping[tuple[Side, Matrix], tuple[int, ...]]
 
 
-def is_shared(form: Form, side: Side, matrix: Matrix) -> bool:
+def is_shared(form: ExpertSharing, side: Side, matrix: Matrix) -> bool:
     """Whether all experts of a layer share this parameter."""
     outer: Side = "lora_B" if matrix == "down_proj" else "lora_A"
     return form == "shared" or (form == "hybrid" and side == outer)
 
 
-class Factors(nn.Module):
+class ExpertLoraParams(nn.Module):
     """Some of the LoRA parameters of a layer's experts, uninitialized, fp32."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
-        self.lora_A = _unfilled(shapes, "lora_A", device)
-        self.lora_B = _unfilled(shapes, "lora_B", device)
+        self.lora_A = _empty_params(shapes, "lora_A", device)
+        self.lora_B = _empty_params(shapes, "lora_B", device)
 
     def get(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
         """The parameter, or None if it is not one of these."""
         return (self.lora_A if side == "lora_A" else self.lora_B).get(matrix)
 
 
-class ExpertAdapter(Factors):
+class ExpertAdapter(ExpertLoraParams):
     """Computes the LoRA output of the experts' matrices, and holds the parameters that experts do
     not share."""
 
@@ -55,7 +55,7 @@ class ExpertAdapter(Factors):
         shapes: Shapes,
         device: torch.device,
         *,
-        shared: Factors,
+        shared: ExpertLoraParams,
         scale: float,
         multiply: Multiply,
     ) -> None:
@@ -79,15 +79,15 @@ class ExpertAdapter(Factors):
         device = x_RK.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else a.dtype
-        inner_Rr = self._product(x_RK.to(dtype), a.to(dtype), counts_E)
-        return self._product(inner_Rr, b.to(dtype), counts_E) * self.scale
+        inner_Rr = self._multiply(x_RK.to(dtype), a.to(dtype), counts_E)
+        return self._multiply(inner_Rr, b.to(dtype), counts_E) * self.scale
 
     def factor(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
         """The parameter of each expert or of all, [E, r, K] or [E, N, r], or without E."""
-        own = self.get(side, matrix)
-        return self._shared[0].get(side, matrix) if own is None else own
+        per_expert = self.get(side, matrix)
+        return self._shared[0].get(side, matrix) if per_expert is None else per_expert
 
-    def _product(
+    def _multiply(
         self, x_RK: torch.Tensor, factor: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
         if factor.dim() == 2:
@@ -113,11 +113,11 @@ def expert_layers(model: Decoder, name: str, experts: Experts) -> dict[str, str]
 
 
 def adapt_experts(
-    mixture: MoE, matrices: Sequence[Matrix], *, rank: int, scale: float, form: Form
+    mixture: MoE, matrices: Sequence[Matrix], *, rank: int, scale: float, form: ExpertSharing
 ) -> None:
     """Add uninitialized LoRA parameters to these matrices of every expert, in place."""
     experts = mixture.experts
-    own: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
+    per_expert: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
     shared: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
     for matrix in matrices:
         outputs, inputs = experts.matrices[matrix]
@@ -129,23 +129,23 @@ def adapt_experts(
             if is_shared(form, side, matrix):
                 shared[side, matrix] = shape
             else:
-                own[side, matrix] = (experts.num_experts, *shape)
+                per_expert[side, matrix] = (experts.num_experts, *shape)
     device = experts.down_proj.device
-    in_common = Factors(shared, device)
+    shared_params = ExpertLoraParams(shared, device)
     if shared:
-        mixture.add_module(ADAPTER, in_common)
+        mixture.add_module(ADAPTER, shared_params)
     # The kernel selected for the experts may not support dimensions as small as a LoRA rank.
     is_plain = experts.operations.group_gemm is group_gemm.reference
     experts.adapter = ExpertAdapter(
-        own,
+        per_expert,
         device,
-        shared=in_common,
+        shared=shared_params,
         scale=scale,
         multiply=group_gemm.reference if is_plain else group_gemm,
     )
 
 
-def _unfilled(shapes: Shapes, side: Side, device: torch.device) -> nn.ParameterDict:
+def _empty_params(shapes: Shapes, side: Side, device: torch.device) -> nn.ParameterDict:
     return nn.ParameterDict(
         {
             matrix: nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))

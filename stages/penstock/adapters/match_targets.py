@@ -21,7 +21,7 @@ ROUTER = "mlp.gate"
 
 
 @dataclass(frozen=True)
-class Linear:
+class TargetLayer:
     """A linear layer of a checkpoint, or the same layer of every expert."""
 
     name: str
@@ -48,7 +48,7 @@ def matches(target: str, layer: str) -> bool:
     return is_pattern and (fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}"))
 
 
-def match_targets(targets: Iterable[str], layers: Iterable[Linear]) -> list[Linear]:
+def match_targets(targets: Iterable[str], layers: Iterable[TargetLayer]) -> list[TargetLayer]:
     """The layers that any of the targets selects, by checkpoint name or native name."""
     targets = tuple(targets)
     return [
@@ -58,7 +58,7 @@ def match_targets(targets: Iterable[str], layers: Iterable[Linear]) -> list[Line
     ]
 
 
-def chosen_names(
+def select_layer_names(
     targets: Iterable[str],
     layers: Mapping[str, str],
     routers: Sequence[str],
@@ -78,7 +78,7 @@ def chosen_names(
             hf for hf, native in layers.items() if matches(target, hf) or matches(target, native)
         }
         if not named:
-            faults.append(_fault(target, layers, routers))
+            faults.append(_explain_mismatch(target, layers, routers))
         chosen |= named
     if faults or not chosen:
         faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
@@ -99,7 +99,7 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
     layers = {layer.name: layer.native for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
     routers = sorted(module for module in modules if module.endswith(ROUTER))
-    chosen_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
+    select_layer_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
 
 
 def require_adaptable(config: DecoderConfig) -> None:
@@ -112,22 +112,22 @@ def require_adaptable(config: DecoderConfig) -> None:
         )
 
 
-def linear_layers(names: WeightMap) -> Iterator[Linear]:
+def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     """The layers that can have an adapter, in the model's order: all except routers."""
     shapes = names.hf_shapes()
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
         if f".mlp.{EXPERTS}." in native:
-            yield from _of_experts(names, native)
+            yield from _expert_layers(names, native)
         elif leaf == "weight" and not module.endswith(ROUTER):
             for tensor in names.hf_names(native):
                 if len(shapes[tensor]) == 2:
                     outputs, inputs = shapes[tensor]
                     name = EMBEDDING if native == EMBEDDING_WEIGHT else tensor[: -len(".weight")]
-                    yield Linear(name, module, outputs, inputs, of=native)
+                    yield TargetLayer(name, module, outputs, inputs, of=native)
 
 
-def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
+def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:
     config = names.config
     experts = config.experts
     assert experts is not None
@@ -144,19 +144,19 @@ def _of_experts(names: WeightMap, native: str) -> Iterator[Linear]:
     elif matrix == "gate_up_proj":
         parts = {part: (name, inner, width) for part, name in called.items()}
     for part, (name, outputs, inputs) in parts.items():
-        yield Linear(
+        yield TargetLayer(
             f"{stored}.{name}", f"{module}.{part}", outputs, inputs, experts.num_experts, native
         )
 
 
-def _fault(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
-    said = f"lora.lora_target_modules: {target!r}"
+def _explain_mismatch(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
+    prefix = f"lora.lora_target_modules: {target!r}"
     if any(matches(target, router) for router in routers):
-        return f"{said} is a router, and a router bears no adapter; leave it out"
+        return f"{prefix} is a router, which cannot have an adapter; leave it out"
     every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
     if every != target and any(matches(every, hf) for hf in layers):
-        return f"{said} names one expert, and all of a layer are adapted; write {every!r}"
+        return f"{prefix} names one expert, and all of a layer are adapted; write {every!r}"
     ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
     near = get_close_matches(target, sorted(ends), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{said} names no linear layer of this model{hint}"
+    return f"{prefix} names no linear layer of this model{hint}"

@@ -14,7 +14,7 @@ shared.
 
 from typing import Literal, NamedTuple, cast
 
-from penstock.models.weights import FUSED
+from penstock.models.weights import QKV_PROJ
 
 Side = Literal["lora_A", "lora_B", "lora_magnitude"]
 SIDES: tuple[Side, Side] = ("lora_A", "lora_B")
@@ -29,7 +29,7 @@ EACH = f"{EXPERTS}.*"
 """Stands for every expert of a layer."""
 
 
-class Factor(NamedTuple):
+class LoraParamName(NamedTuple):
     """A parsed name of a LoRA parameter."""
 
     module: str
@@ -38,12 +38,12 @@ class Factor(NamedTuple):
     part: str
 
     @property
-    def of_experts(self) -> bool:
+    def is_expert(self) -> bool:
         """Whether it belongs to a layer's experts."""
         return self._mixture is not None
 
     @property
-    def of_embedding(self) -> bool:
+    def is_embedding(self) -> bool:
         """Whether it belongs to the embedding, whose A is [r, vocabulary] and B [width, r]."""
         return self.module == EMBEDDING
 
@@ -61,13 +61,13 @@ class Factor(NamedTuple):
         return None if inner == self.module else inner
 
 
-def parse_factor(name: str) -> Factor | None:
+def parse_lora_name(name: str) -> LoraParamName | None:
     """Parse a native parameter name; None for a parameter of the base model."""
     module, _, rest = name.rpartition(".lora_")
     side, _, part = f"lora_{rest}".partition(".")
     if not module or side not in (*SIDES, MAGNITUDE) or not part or "." in part:
         return None
-    return Factor(module, cast(Side, side), part)
+    return LoraParamName(module, cast(Side, side), part)
 
 
 def native_name(hf_module: str, side: Side, fused_parts: frozenset[str] = frozenset()) -> str:
@@ -79,5 +79,5 @@ def native_name(hf_module: str, side: Side, fused_parts: frozenset[str] = frozen
     parent, _, part = hf_module.rpartition(".")
     if parent.endswith(EACH):
         return f"{parent.removesuffix('.*')}.{side}.{part}"
-    module = f"{parent}.{FUSED}" if part in fused_parts else hf_module
+    module = f"{parent}.{QKV_PROJ}" if part in fused_parts else hf_module
     return f"{module}.{side}.{part}"

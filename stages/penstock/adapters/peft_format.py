@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.adapters.names import MAGNITUDE, parse_factor
+from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.scaling import Scaling, lora_scaling
 
 PREFIX = "base_model.model."
@@ -61,12 +61,12 @@ class LoraScaling:
 
 def peft_name(native: str) -> str:
     """The name in `adapter_model.safetensors` of the LoRA parameter with this native name."""
-    factor = parse_factor(native)
+    factor = parse_lora_name(native)
     assert factor is not None, f"{native} is no part of an adapter"
     at = f"{PREFIX}{factor.hf_module}"
     if factor.side == MAGNITUDE:
         return f"{at}.{NORMS}"
-    first, second = EMBEDDED if factor.of_embedding else LINEAR
+    first, second = EMBEDDED if factor.is_embedding else LINEAR
     return f"{at}.{first if factor.side == 'lora_A' else second}"
 
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
-from penstock.adapters.match_targets import chosen_names
+from penstock.adapters.match_targets import select_layer_names
 from penstock.adapters.names import EACH
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
-from penstock.models.weights import FUSED
+from penstock.models.weights import QKV_PROJ
 
 
 def targetable_layers(model: Decoder) -> dict[str, str]:
@@ -22,7 +22,7 @@ def targetable_layers(model: Decoder) -> dict[str, str]:
     found: dict[str, str] = {}
     for native, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            found |= dict.fromkeys(layers_in(model, native), native)
+            found |= dict.fromkeys(checkpoint_layers(model, native), native)
         elif isinstance(module, Experts):
             found |= expert_layers(model, native, module)
         elif isinstance(module, nn.Embedding):
@@ -30,22 +30,22 @@ def targetable_layers(model: Decoder) -> dict[str, str]:
     return found
 
 
-def layers_in(model: Decoder, native: str) -> dict[str, int]:
+def checkpoint_layers(model: Decoder, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
-    if last == FUSED:
+    if last == QKV_PROJ:
         return {f"{parent}.{part}": rows for part, rows in model.config.qkv_features.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))
     return {native: module.weight.shape[0]}
 
 
-def is_of_experts(name: str) -> bool:
+def is_expert_layer(name: str) -> bool:
     """Whether this layer, or native module, belongs to experts."""
     return name.rpartition(".")[0].endswith((".experts", f".{EACH}"))
 
 
-def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
+def select_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
     """The checkpoint names of the layers that any target selects, in the model's order.
 
     Targets are matched by `match_targets.matches` against checkpoint names and native names.
@@ -55,5 +55,5 @@ def chosen_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
     """
     layers = targetable_layers(whole)
     routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
-    chosen = chosen_names(targets, layers, routers, is_tied=whole.config.tie_word_embeddings)
+    chosen = select_layer_names(targets, layers, routers, is_tied=whole.config.tie_word_embeddings)
     return [hf for hf in layers if hf in chosen]

@@ -21,17 +21,17 @@ class LoraDelta:
         """The shape of the matrix that it is added to."""
         return self.left.shape[0], self.right.shape[1]
 
-    def turned(self) -> "LoraDelta":
+    def transpose(self) -> "LoraDelta":
         """The delta of the transposed matrix."""
         return LoraDelta(self.right.T.contiguous(), self.left.T.contiguous(), self.scale)
 
-    def added_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
+    def add_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
         """`weight` plus the delta, fp32; `weight` is the rows of the matrix from `start` on."""
         left = self.left[start : start + len(weight)]
         return torch.addmm(weight.float(), left, self.right, alpha=self.scale)
 
-    def added_alike(self, weight: torch.Tensor, start: int) -> torch.Tensor:
-        """Like `added_to`, but bitwise identical for any split into rows and columns.
+    def add_to_reproducibly(self, weight: torch.Tensor, start: int) -> torch.Tensor:
+        """Like `add_to`, but bitwise identical for any split into rows and columns.
 
         Products of two fp32 numbers are exact in fp64, and they are summed in a fixed order. So it
         does not matter whether a device uses fused multiply-add.
@@ -55,14 +55,14 @@ class BatchedDelta:
         rows, columns = self.products[0].shape
         return len(self.products) * rows, columns
 
-    def added_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
+    def add_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
         """`weight` plus the deltas, fp32; `weight` is whole matrices, the first of which starts at
         row `start`."""
         rows = self.products[0].shape[0]
         first = start // rows
         return torch.cat(
             [
-                self.products[first + number].added_to(matrix, 0)
+                self.products[first + number].add_to(matrix, 0)
                 for number, matrix in enumerate(weight.split(rows))
             ]
         )
@@ -84,9 +84,9 @@ class WeightDelta:
         """Whether rows cannot be computed independently."""
         return self.magnitude is not None and self.of_columns
 
-    def made_of(self, weight: torch.Tensor, start: int = 0) -> torch.Tensor:
+    def apply_to(self, weight: torch.Tensor, start: int = 0) -> torch.Tensor:
         """The new values of `weight`, the rows of the matrix from `start` on."""
-        made = self.product.added_to(weight, start)
+        made = self.product.add_to(weight, start)
         if self.magnitude is not None and self.of_columns:
             made *= self.magnitude / torch.linalg.vector_norm(made, dim=0)
         elif self.magnitude is not None:

@@ -18,10 +18,10 @@ import torch
 
 from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.lora_experts import Form
+from penstock.adapters.lora_experts import ExpertSharing
 from penstock.adapters.match_targets import require_adaptable
-from penstock.adapters.names import MAGNITUDE, parse_factor
-from penstock.adapters.targets import chosen_layers
+from penstock.adapters.names import MAGNITUDE, parse_lora_name
+from penstock.adapters.targets import select_layers
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
@@ -49,11 +49,15 @@ from penstock.engine.distributed.data_parallel import gradient_sync, local_param
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.expert_parallel import parallelize_experts
 from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
-from penstock.engine.distributed.parallel_model import Casting, ParallelModel, build_stage_modules
+from penstock.engine.distributed.parallel_model import (
+    AutocastContext,
+    ParallelModel,
+    build_stage_modules,
+)
 from penstock.engine.distributed.param_shards import LocalParam
-from penstock.engine.distributed.pipeline_stages import described
+from penstock.engine.distributed.pipeline_stages import describe_pipeline
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.tensor_parallel import SUMS, parallelize_tensor
+from penstock.engine.distributed.tensor_parallel import REDUCE_DTYPES, parallelize_tensor
 from penstock.engine.distributed.tensor_sharding import param_shards
 from penstock.engine.distributed.vocab_parallel import VocabParallelHead
 from penstock.engine.eval_step import EvalModel
@@ -61,8 +65,8 @@ from penstock.engine.generation.generator import Generator, build_generator
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.load_weights import Readers, load_weights
 from penstock.engine.losses.build import (
-    answer_sums,
     build_preference_loss,
+    build_sequence_logprobs,
     eval_loss_fn,
     train_loss_fn,
 )
@@ -94,7 +98,7 @@ from penstock.engine.validate_model import validate_model
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.flops import Learning, pairs_per_token
+from penstock.models.flops import TrainableParams, pairs_per_token
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import get_family
@@ -110,18 +114,18 @@ class BuiltModel:
     """A model ready to train."""
 
     engine: TrainStep
-    onlooker: EvalModel
+    evaluator: EvalModel
     """The same model, for evaluation without gradients."""
-    answers: SequenceLogProbs
+    sequence_logprobs: SequenceLogProbs
     """The same model, for log-probs of whole completions."""
     generator: Generator
     """The same model, for generation."""
-    trained: TrainState
-    degrees: ParallelDims
+    train_state: TrainState
+    dims: ParallelDims
     layout: dict[str, Any]
     vocab_size: int
     config: DecoderConfig
-    learning: Learning
+    learning: TrainableParams
     pairs_per_token: int
     """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
     packed sequences.
@@ -150,7 +154,7 @@ def assemble(
         build_parallel_dims(train, ranks.world_size),
         ranks.rank,
         ranks.device.type,
-        experts="strangers" if train.ep_outside else "neighbours",
+        experts="strided" if train.ep_outside else "adjacent",
     )
     context = ContextParallel(mesh)
     family = get_family(hf_config)
@@ -161,120 +165,124 @@ def assemble(
     experts = select_activation_impl(
         select_moe_backend(run, config, ranks.device, notify), run.model
     )
-    exchange = select_token_dispatcher(run, config, mesh, ranks.device, notify)
+    register_dispatcher = select_token_dispatcher(run, config, mesh, ranks.device, notify)
     loss = train_loss_fn(run, ranks.device)
     base = BaseModelWeights(names, quantization_args(run), hf_config, family.roles, weights)
     parts = [
         build_empty(run, family, base, part, attend, experts)
         for part in build_stage_modules(config, train, mesh.index("pipeline"))
     ]
-    in_float8 = convert_to_float8_training(parts, train, names, family.roles, notify)
+    float8_modules = convert_to_float8_training(parts, train, names, family.roles, notify)
     residual: Residual = "split" if train.sequence_parallel else "whole"
     for part in parts:
         parallelize_tensor(
-            part, mesh, family.roles, residual=residual, sums=SUMS[train.tp_reduce_dtype]
+            part,
+            mesh,
+            family.roles,
+            residual=residual,
+            reduce_dtype=REDUCE_DTYPES[train.tp_reduce_dtype],
         )
-        parallelize_experts(part, mesh, exchange)
+        parallelize_experts(part, mesh, register_dispatcher)
         if train.enable_gradient_checkpointing:
             apply_activation_checkpointing(
                 part,
                 train.recompute_modules,
                 checkpoint_kind(train),
-                mixtures=checkpoint_moe_settings(train),
+                moe_recompute=checkpoint_moe_settings(train),
             )
     if train.enable_activation_offload:
         offload(parts, build_offloader(ranks.device, train.activation_gpu_limit))
-    pieces = [
+    shards = [
         param_shards(part, names, mesh, roles=family.roles, residual=residual) for part in parts
     ]
     if run.lora.enable_aqn:
-        for part, its in zip(parts, pieces, strict=True):
-            add_noise(part, its, run.lora.aqn_alpha)
-    set_amax_reduce_groups(parts, in_float8, mesh)
+        for part, part_shards in zip(parts, shards, strict=True):
+            add_noise(part, part_shards, run.lora.aqn_alpha)
+    set_amax_reduce_groups(parts, float8_modules, mesh)
     shard_parts(parts, mesh, train, run.model.basic_modules)
     if train.enable_compile:
         for part in parts:
             compile_layers(part, ranks.device)
     # Parameters under FSDP CPU offload stay in host memory.
-    home = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
+    param_device = torch.device("cpu") if train.enable_fsdp_offload else ranks.device
     for part in parts:
-        part.to_empty(device="cpu" if train.init_device == "cpu" else home)
-    begun = (
+        part.to_empty(device="cpu" if train.init_device == "cpu" else param_device)
+    adapter_init = (
         AdapterStart(adapter, lora_target_layers(run, family, config), names) if adapter else None
     )
-    load(local_params(parts, pieces, mesh, train), base, weights, run, ranks, begun)
+    load(local_params(parts, shards, mesh, train), base, weights, run, ranks, adapter_init)
     for part in parts:
-        part.to(home)
+        part.to(param_device)
     enable_fp8_all_gather(parts, train, notify)
     # Collect them again: `Module.to` may replace a parameter by a new object.
-    held = local_params(parts, pieces, mesh, train)
-    set_grad_dtype(train, held)
-    copies = CPUOffloadedParams.of(held) if train.optimizer_offload == "cpu" else None
-    stepped = copies.there if copies else held
+    params = local_params(parts, shards, mesh, train)
+    set_grad_dtype(train, params)
+    cpu_offload = CPUOffloadedParams.of(params) if train.optimizer_offload == "cpu" else None
+    optimizer_params = cpu_offload.there if cpu_offload else params
     optimizer = build_distributed_optimizer(
-        run, stepped, family.roles, config.num_hidden_layers, ranks
+        run, optimizer_params, family.roles, config.num_hidden_layers, ranks
     )
-    casting = autocast_context(train, ranks.device)
+    autocast = autocast_context(train, ranks.device)
     if mesh.size("pipeline") > 1:
-        notify(described(train, config.num_hidden_layers))
-    vocabulary = VocabParallelHead(
+        notify(describe_pipeline(train, config.num_hidden_layers))
+    vocab_head = VocabParallelHead(
         mesh,
         config.vocab_size,
         residual=residual,
         logits="divided" if train.tp_vocab_parallel_loss else "gathered",
-        reduce_dtype=SUMS[train.tp_reduce_dtype],
+        reduce_dtype=REDUCE_DTYPES[train.tp_reduce_dtype],
     )
     layout = ParallelModel(
         mesh=mesh,
         parts=parts,
-        params=held,
+        params=params,
         context=context,
-        sync=gradient_sync(train, mesh, parts, held),
-        pipeline=build_pipeline(parts, mesh, train, ranks, residual, casting),
-        autocast=casting,
+        sync=gradient_sync(train, mesh, parts, params),
+        pipeline=build_pipeline(parts, mesh, train, ranks, residual, autocast),
+        autocast=autocast,
         heartbeat=ranks.heartbeat,
     )
-    told = eval_loss_fn(run)
-    changes = PreUpdateHooks()
+    eval_loss = eval_loss_fn(run)
+    pre_update_hooks = PreUpdateHooks()
     engine = TrainStep(
-        layout=layout,
+        model=layout,
         optimizer=optimizer,
         ranks=ranks,
-        sum_of_losses=vocabulary.sum_cross_entropy(loss),
-        told_losses=vocabulary.sum_cross_entropy(told),
+        loss_fn=vocab_head.sum_cross_entropy(loss),
+        eval_loss_fn=vocab_head.sum_cross_entropy(eval_loss),
         max_grad_norm=train.max_grad_norm,
-        noise_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
-        preferences=build_preference_loss(run, layout, vocabulary, ranks),
-        routers=build_routers(train, config, parts, held, mesh, ranks),
-        merging=build_relora(run, parts, held, optimizer, names, mesh, ranks),
-        fused=(
-            OptimizerInBackward(optimizer, layout.trainable, ranks, changes)
+        dropout_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
+        preferences=build_preference_loss(run, layout, vocab_head, ranks),
+        routers=build_routers(train, config, parts, params, mesh, ranks),
+        relora=build_relora(run, parts, params, optimizer, names, mesh, ranks),
+        optimizer_in_backward=(
+            OptimizerInBackward(optimizer, layout.trainable, ranks, pre_update_hooks)
             if train.fuse_optimizer_step
             else None
         ),
-        copies=copies,
-        scaling=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
-        norms=build_norms(train, held, ranks),
-        changes=changes,
+        cpu_offload=cpu_offload,
+        grad_scaler=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
+        norms=build_norms(train, params, ranks),
+        pre_update_hooks=pre_update_hooks,
     )
     degrees = mesh.dims
     return BuiltModel(
         engine=engine,
-        onlooker=EvalModel(layout, ranks, vocabulary.token_scores(told)),
-        answers=answer_sums(run, layout, vocabulary, ranks),
-        generator=build_generator(train, layout, ranks, vocabulary.full_logits(told)),
-        trained=TrainState(
-            held,
+        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss)),
+        sequence_logprobs=build_sequence_logprobs(run, layout, vocab_head, ranks),
+        generator=build_generator(train, layout, ranks, vocab_head.full_logits(eval_loss)),
+        train_state=TrainState(
+            params,
             optimizer,
             only_trained=saves_adapters_only(run.lora),
-            stepped=stepped,
+            optimizer_params=optimizer_params,
             states="saved" if train.save_optimizer else "left out",
-            changes=changes,
+            pre_update_hooks=pre_update_hooks,
             rounded_to=rounded_to(train),
             compressed_to=None if train.ckpt_quant == "none" else train.ckpt_quant,
-            exact=fp32_params(parts, held, names),
+            exact=fp32_params(parts, params, names),
         ),
-        degrees=degrees,
+        dims=degrees,
         layout={"mode": train.data_parallel_mode, **asdict(degrees)},
         vocab_size=config.vocab_size,
         config=config,
@@ -324,7 +332,7 @@ def build_pipeline(
     train: TrainConfig,
     ranks: ProcessInfo,
     residual: Residual,
-    casting: Casting,
+    autocast: AutocastContext,
 ) -> "Pipeline | None":
     """Build pipeline parallelism over the model parts; None when one rank holds all layers."""
     if mesh.size("pipeline") == 1:
@@ -332,11 +340,11 @@ def build_pipeline(
     # Imported here: torch's pipeline schedules import the compiler, which takes a second.
     from penstock.engine.distributed.pipeline_parallel import Pipeline  # noqa: PLC0415
 
-    how = {"residual": residual, "casting": casting}
-    return Pipeline(parts, mesh, train, device=ranks.device, pulse=ranks.heartbeat, **how)
+    how = {"residual": residual, "autocast": autocast}
+    return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **how)
 
 
-def autocast_context(train: TrainConfig, device: torch.device) -> Casting:
+def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContext:
     """Return the autocast context of the forward pass.
 
     It is a null context when FSDP casts the weights itself or the weights are kept in the compute
@@ -369,7 +377,7 @@ def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) ->
     """The layers with adapters in all parts of the model, by their checkpoint names."""
     with torch.device("meta"):
         whole = Decoder(config, merge_qkv=run.model.merge_qkv)
-    return chosen_layers(whole, lora_spec(run, family).targets or ())
+    return select_layers(whole, lora_spec(run, family).targets or ())
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:
@@ -380,7 +388,7 @@ def saves_adapters_only(lora: LoraConfig) -> bool:
     return lora.enable_lora and not lora.merge_lora_interval
 
 
-def expert_lora_sharing(lora: LoraConfig) -> Form:
+def expert_lora_sharing(lora: LoraConfig) -> ExpertSharing:
     """Which LoRA factors experts share."""
     if lora.moe_shared_lora:
         return "shared"
@@ -388,36 +396,38 @@ def expert_lora_sharing(lora: LoraConfig) -> Form:
 
 
 def load(
-    held: Sequence[LocalParam],
+    params: Sequence[LocalParam],
     base: BaseModelWeights,
     weights: Path | None,
     run: RunConfig,
     ranks: ProcessInfo,
-    begun: AdapterStart | None = None,
+    adapter_init: AdapterStart | None = None,
 ) -> None:
     """Load the weights of the empty model.
 
     Base weights come from `weights` or from the seed; adapters come from the seed or from the saved
-    adapter `begun`.
+    adapter `adapter_init`.
     """
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
-    seen = partial(base.quantized_reader, device=ranks.device)
-    drawn = seen(RandomInitTensors(base.names, seed))
+    to_reader = partial(base.quantized_reader, device=ranks.device)
+    random_init = to_reader(RandomInitTensors(base.names, seed))
     norms: dict[str, torch.Tensor] = {}
-    if run.lora.use_dora and not begun:
-        norms = norms_for(held, weights, drawn, readers=readers, ranks=ranks, seen=seen)
+    if run.lora.use_dora and not adapter_init:
+        norms = norms_for(
+            params, weights, random_init, readers=readers, ranks=ranks, to_reader=to_reader
+        )
 
     def start(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        factor = parse_factor(name)
+        factor = parse_lora_name(name)
         if factor is None:
-            return drawn.box(name, (0,) * len(shape), shape)
-        if begun:
-            return begun(name, shape)
+            return random_init.box(name, (0,) * len(shape), shape)
+        if adapter_init:
+            return adapter_init(name, shape)
         if factor.side == MAGNITUDE:
             return norms[factor.hf_module]
         return initial_lora(name, shape, seed)
 
-    load_weights(held, weights, start, readers=readers, ranks=ranks, seen=seen)
-    if begun:
-        begun.load_biases(held)
+    load_weights(params, weights, start, readers=readers, ranks=ranks, to_reader=to_reader)
+    if adapter_init:
+        adapter_init.load_biases(params)

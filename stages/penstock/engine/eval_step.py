@@ -13,8 +13,8 @@ from torch import nn
 
 from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.vocab_parallel import ScoresOf
-from penstock.models.decoder import Reduce
+from penstock.engine.distributed.vocab_parallel import TokenScoresFn
+from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 
 
@@ -22,9 +22,9 @@ from penstock.rows.collate import MicroBatch
 class EvalModel:
     """Runs forward passes for evaluation."""
 
-    layout: ParallelModel
+    model: ParallelModel
     ranks: ProcessInfo
-    scores: ScoresOf
+    scores: TokenScoresFn
 
     @torch.no_grad()
     def counts(
@@ -36,33 +36,41 @@ class EvalModel:
         those whose label is the most likely token. `kinds` has the kind of each batch's tokens [T],
         padding included.
         """
-        found = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
-        self.layout.forward(
+        totals = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
+        self.model.forward(
             [
-                self._call(batch, partial(self._count, found, self._here(kinds_T), batch))
+                self._build_call(
+                    batch, partial(self._count, totals, self._to_local(kinds_T), batch)
+                )
                 for batch, kinds_T in zip(batches, kinds, strict=True)
             ]
         )
-        return found
+        return totals
 
     def _count(
         self,
-        found: torch.Tensor,
+        totals: torch.Tensor,
         kinds_T: torch.Tensor,
         batch: MicroBatch,
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        scores = self.scores(hidden, head, self._here(batch.labels_T))
+        scores = self.scores(hidden, head, self._to_local(batch.labels_T))
         # Ranks along the tensor axis compute the same values; one of them reports them.
-        if self.layout.mesh.index("tensor") == 0:
-            told = [scores.losses, torch.ones_like(scores.losses), scores.right.float()]
-            found.index_add_(0, kinds_T[scores.places], torch.stack(told, dim=1).double())
+        if self.model.mesh.index("tensor") == 0:
+            token_metrics = [
+                scores.losses,
+                torch.ones_like(scores.losses),
+                scores.is_correct.float(),
+            ]
+            totals.index_add_(
+                0, kinds_T[scores.positions], torch.stack(token_metrics, dim=1).double()
+            )
         return hidden.new_zeros((), dtype=torch.float32)
 
-    def _here(self, values_T: torch.Tensor) -> torch.Tensor:
+    def _to_local(self, values_T: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
-        return self.layout.context.shard_tensor(values_T).to(self.ranks.device, non_blocking=True)
+        return self.model.context.shard_tensor(values_T).to(self.ranks.device, non_blocking=True)
 
-    def _call(self, batch: MicroBatch, reduce: Reduce) -> ModelInputs:
-        return self.layout.build_inputs(batch, reduce, self.ranks.device)
+    def _build_call(self, batch: MicroBatch, reduce: OutputFn) -> ModelInputs:
+        return self.model.build_inputs(batch, reduce, self.ranks.device)

@@ -13,7 +13,7 @@ from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.collate import MicroBatch
 
-MOST_NAMED = 12
+MAX_LISTED = 12
 """How many packed sequences a message lists; the rest are counted."""
 
 
@@ -54,23 +54,24 @@ def locate_non_finite(
         parameter=first_not_finite(trained),
         all_rows=packed_row_numbers(batches),
     )
-    return told(ranks.all_gather(mine))
+    return format_reports(ranks.all_gather(mine))
 
 
-def told(found: Sequence[NonFiniteReport]) -> str:
+def format_reports(found: Sequence[NonFiniteReport]) -> str:
     """The message, from the reports of all ranks in rank order."""
-    guilty = {rank: each for rank, each in enumerate(found) if each.rows}
+    non_finite = {rank: each for rank, each in enumerate(found) if each.rows}
     lines: list[str] = []
-    if guilty:
-        for rank, each in list(guilty.items())[:MOST_NAMED]:
+    if non_finite:
+        for rank, each in list(non_finite.items())[:MAX_LISTED]:
             lines.append(
-                f"On rank {rank} the loss of packed row(s) {named(each.rows)} is {each.loss:g}."
+                f"On rank {rank} the loss of packed row(s) {format_rows(each.rows)} is "
+                f"{each.loss:g}."
             )
     else:
         rows = sorted({row for each in found for row in each.all_rows})
         lines.append(
             "Every micro-batch's loss is finite, so it overflowed on the way back; the step's "
-            f"packed row(s) are {named(rows)}."
+            f"packed row(s) are {format_rows(rows)}."
         )
     for rank, each in enumerate(found):
         if each.parameter:
@@ -86,10 +87,10 @@ def packed_row_numbers(batches: Sequence[MicroBatch]) -> tuple[int, ...]:
     return tuple(number for batch in batches for number, _ in batch.rows)
 
 
-def named(rows: Sequence[int]) -> str:
+def format_rows(rows: Sequence[int]) -> str:
     """The first indices, and the number of the others."""
-    first = ", ".join(str(row) for row in rows[:MOST_NAMED])
-    more = len(rows) - MOST_NAMED
+    first = ", ".join(str(row) for row in rows[:MAX_LISTED])
+    more = len(rows) - MAX_LISTED
     return f"{first} and {more} more" if more > 0 else first or "none"
 
 

@@ -18,7 +18,7 @@ from penstock.engine.checkpoint.async_staging import PreUpdateHooks
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.vocab_parallel import SumOfLosses
+from penstock.engine.distributed.vocab_parallel import SumLossFn
 from penstock.engine.losses.preference import Preferences
 from penstock.engine.moe.load_balancing import Routers
 from penstock.engine.non_finite import locate_non_finite
@@ -28,7 +28,7 @@ from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.engine.optim.norm_metrics import Norms
 from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 from penstock.engine.peft.relora import ReLoRA
-from penstock.models.decoder import Reduce
+from penstock.models.decoder import OutputFn
 from penstock.models.layers.dropout import DropoutRNG
 from penstock.optim.groups import set_lr
 from penstock.rows.collate import MicroBatch
@@ -42,16 +42,16 @@ class StepResult:
     grad_norm: float
     tokens: int
     trained_tokens: int
-    of_routers: Mapping[str, Any]
+    router_metrics: Mapping[str, Any]
     """Router metrics by name: auxiliary losses, which are not part of `loss`, and load statistics.
     """
-    of_norms: Mapping[str, Any]
+    norm_metrics: Mapping[str, Any]
     """Norm metrics other than `grad_norm`, by name."""
-    of_scaling: Mapping[str, Any]
+    loss_scale_metrics: Mapping[str, Any]
     """Loss-scale metrics, by name."""
-    of_preferences: Mapping[str, Any]
+    preference_metrics: Mapping[str, Any]
     """Preference metrics, by name."""
-    share: torch.Tensor
+    local_loss: torch.Tensor
     """This rank's part of `loss`, a scalar; the only field that differs between ranks."""
 
 
@@ -59,30 +59,30 @@ class StepResult:
 class TrainStep:
     """A parallelized model with its optimizer: everything a step needs."""
 
-    layout: ParallelModel
+    model: ParallelModel
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
-    sum_of_losses: SumOfLosses
-    told_losses: SumOfLosses
+    loss_fn: SumLossFn
+    eval_loss_fn: SumLossFn
     """The losses used for validation."""
     max_grad_norm: float
-    noise_seed: int | None = None
+    dropout_seed: int | None = None
     """Seed of dropout and noise; None when the model has neither."""
     preferences: Preferences | None = None
     """None in training on a per-token loss."""
     routers: Routers | None = None
     """None when a step does nothing with routers."""
-    merging: ReLoRA | None = None
+    relora: ReLoRA | None = None
     """None when adapters are not merged into the weights."""
     norms: Norms | None = None
     """None when only the total gradient norm is logged."""
-    scaling: GradScaler | None = None
+    grad_scaler: GradScaler | None = None
     """None without loss scaling."""
-    fused: OptimizerInBackward | None = None
+    optimizer_in_backward: OptimizerInBackward | None = None
     """Steps the optimizer in the backward pass; None when it steps afterwards."""
-    copies: CPUOffloadedParams | None = None
+    cpu_offload: CPUOffloadedParams | None = None
     """CPU copies of the parameters that the optimizer steps; None when it steps the parameters."""
-    changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
+    pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
     """Hooks called before weights or optimizer states are modified."""
 
     def step(
@@ -100,47 +100,51 @@ class TrainStep:
         finite; if a smaller loss scale may help, it skips the update instead.
         """
         tokens, trained = self._count_tokens(batches)
-        scale = self.scaling.scale if self.scaling else 1.0
-        preferred = None
+        scale = self.grad_scaler.scale if self.grad_scaler else 1.0
+        preference_step = None
         if self.preferences:
-            preferred = self.preferences.begin_step(batches, references, scale)
-            reduces = [preferred.reduce(batch, index) for index, batch in enumerate(batches)]
+            preference_step = self.preferences.start_step(batches, references, scale)
+            output_fns = [
+                preference_step.output_fn(batch, index) for index, batch in enumerate(batches)
+            ]
         else:
             divisor = max(1, trained) / scale
-            reduces = [self._summed(batch, self.sum_of_losses, divisor) for batch in batches]
+            output_fns = [self._build_output_fn(batch, self.loss_fn, divisor) for batch in batches]
         calls = [
-            self.layout.build_inputs(batch, reduce, self.ranks.device, self._noise(batch, number))
-            for batch, reduce in zip(batches, reduces, strict=True)
+            self.model.build_inputs(
+                batch, output_fn, self.ranks.device, self._dropout_rng(batch, number)
+            )
+            for batch, output_fn in zip(batches, output_fns, strict=True)
         ]
         self.ranks.heartbeat.set_phase("forward")
         if self.routers:
-            layout = self.layout
+            layout = self.model
             calls = self.routers.with_observers(
                 calls, batches, tokens, layout.context, layout.forward_for_observers, scale=scale
             )
         set_lr(self.optimizer, lr)
-        mine = self.layout.forward_backward(calls) / scale
+        mine = self.model.forward_backward(calls) / scale
         self.ranks.heartbeat.set_phase("update")
-        trainable = self.layout.trainable
-        if self.scaling:
-            self.scaling.unscale(trainable)
-        norms = self.norms.of_gradients() if self.norms and not self.fused else None
-        norm = norms.total if norms else self._norm(trainable)
+        trainable = self.model.trainable
+        if self.grad_scaler:
+            self.grad_scaler.unscale(trainable)
+        norms = self.norms.of_gradients() if self.norms and not self.optimizer_in_backward else None
+        norm = norms.total if norms else self._gradient_norm(trainable)
         is_finite = bool(torch.isfinite(norm))
-        if not is_finite and not (self.scaling and self.scaling.on_overflow()):
-            raise self._not_finite(batches, norm, number)
+        if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
+            raise self._non_finite_error(batches, norm, number)
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
-        self.changes.run()
-        if is_finite and not self.fused:
+        self.pre_update_hooks.run()
+        if is_finite and not self.optimizer_in_backward:
             self._update(trainable, norm)
-        for held in trainable:
-            held.parameter.grad = None
-        if self.merging and self.merging.is_due(number + 1):
+        for local_param in trainable:
+            local_param.parameter.grad = None
+        if self.relora and self.relora.is_due(number + 1):
             self.ranks.heartbeat.set_phase("merging adapters")
-            self.merging.merge(number + 1)
-        told = self.routers.finish_step(tokens) if self.routers else {}
+            self.relora.merge(number + 1)
+        router_metrics = self.routers.finish_step(tokens) if self.routers else {}
         of_norms = self.norms.metrics(norms) if self.norms and norms else {}
-        of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.scaling else {}
+        of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.grad_scaler else {}
         loss = self.ranks.all_reduce_sum(mine.clone()).item()
         return StepResult(
             loss,
@@ -148,48 +152,52 @@ class TrainStep:
             norm.item() if is_finite else 0.0,
             tokens,
             trained,
-            told,
+            router_metrics,
             of_norms if is_finite else {},
             of_scaling,
-            preferred.metrics() if preferred else {},
+            preference_step.metrics() if preference_step else {},
             mine,
         )
 
-    def _norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
-        return self.fused.norm() if self.fused else gradient_norm(trainable, self.ranks)
+    def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
+        return (
+            self.optimizer_in_backward.norm()
+            if self.optimizer_in_backward
+            else gradient_norm(trainable, self.ranks)
+        )
 
     def _update(self, trainable: Sequence[LocalParam], norm: torch.Tensor) -> None:
         """Clip the gradients and step the optimizer."""
         scale_gradients(trainable, norm, self.max_grad_norm)
-        if self.copies:
-            self.copies.copy_to_cpu()
+        if self.cpu_offload:
+            self.cpu_offload.copy_to_cpu()
         self.optimizer.step()
-        if self.copies:
-            self.copies.copy_back()
-        if self.scaling:
-            self.scaling.on_finite_step()
+        if self.cpu_offload:
+            self.cpu_offload.copy_back()
+        if self.grad_scaler:
+            self.grad_scaler.on_finite_step()
 
-    def _not_finite(
+    def _non_finite_error(
         self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int
     ) -> StageError:
         """Build the error for non-finite gradients in the step with this number, from 0."""
-        if self.fused:
+        if self.optimizer_in_backward:
             return StageError(
                 f"the gradient norm of step {number + 1} is {norm.item()}, and with "
-                "train.fuse_optimizer_step weights have moved along it already.\n"
-                "  Lower train.lr and go on from the last checkpoint, which is intact; without "
-                "fuse_optimizer_step the rows that do it are found."
+                "train.fuse_optimizer_step the weights were already updated with it.\n"
+                "  Lower train.lr and resume from the last checkpoint, which is intact; without "
+                "fuse_optimizer_step the rows that cause it are found."
             )
-        self.ranks.heartbeat.set_phase("finding what is not finite")
+        self.ranks.heartbeat.set_phase("locating non-finite gradients")
 
         def loss_of(batch: MicroBatch) -> float:
-            reduce = self._summed(batch, self.told_losses, 1)
-            return self.layout.forward(
-                [self.layout.build_inputs(batch, reduce, self.ranks.device)]
+            output_fn = self._build_output_fn(batch, self.eval_loss_fn, 1)
+            return self.model.forward(
+                [self.model.build_inputs(batch, output_fn, self.ranks.device)]
             ).item()
 
         with torch.no_grad():
-            found = locate_non_finite(batches, loss_of, self.layout.trainable, self.ranks)
+            found = locate_non_finite(batches, loss_of, self.model.trainable, self.ranks)
         return StageError(
             f"the gradient norm of step {number + 1} is {norm.item()}; the weights were left as "
             f"they were.\n  {found}\n"
@@ -197,23 +205,25 @@ class TrainStep:
             "intact."
         )
 
-    def _noise(self, batch: MicroBatch, step: int) -> DropoutRNG | None:
-        if self.noise_seed is None:
+    def _dropout_rng(self, batch: MicroBatch, step: int) -> DropoutRNG | None:
+        if self.dropout_seed is None:
             return None
-        places_T = self.layout.context.shard_tensor(batch.places())
-        return DropoutRNG(self.noise_seed, step, places_T.to(self.ranks.device, non_blocking=True))
+        places_T = self.model.context.shard_tensor(batch.places())
+        return DropoutRNG(
+            self.dropout_seed, step, places_T.to(self.ranks.device, non_blocking=True)
+        )
 
-    def _summed(self, batch: MicroBatch, losses: SumOfLosses, divisor: float) -> Reduce:
+    def _build_output_fn(self, batch: MicroBatch, losses: SumLossFn, divisor: float) -> OutputFn:
         """Function from hidden states and LM head to this rank's summed token losses over
         `divisor`.
         """
-        labels_T = self.layout.context.shard_tensor(batch.labels_T)
+        labels_T = self.model.context.shard_tensor(batch.labels_T)
         labels_T = labels_T.to(self.ranks.device, non_blocking=True)
 
-        def reduce(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
+        def output_fn(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
             return losses(hidden_TD, head, labels_T, scale=1 / divisor)
 
-        return reduce
+        return output_fn
 
     def _count_tokens(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
         """Count tokens and trained tokens of all replicas.
@@ -223,5 +233,5 @@ class TrainStep:
         """
         mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
         counted = self.ranks.all_reduce_sum(torch.tensor(mine, device=self.ranks.device))
-        tokens, trained = (counted // self.layout.model_parallel_size).tolist()
+        tokens, trained = (counted // self.model.model_parallel_size).tolist()
         return tokens, trained

@@ -1,17 +1,17 @@
 """Trainable parameters of a run, from its settings alone. No torch."""
 
-from penstock.adapters.match_targets import HEAD, Linear, linear_layers, match_targets
+from penstock.adapters.match_targets import HEAD, TargetLayer, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
 from penstock.config.schema.run import RunConfig
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.flops import EVERYTHING, Learning
+from penstock.models.flops import FULL_FINETUNING, TrainableParams
 
 
-def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> Learning:
+def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> TrainableParams:
     """The number of trainable parameters, for FLOP counts."""
     if not run.lora.enable_lora:
-        return EVERYTHING
+        return FULL_FINETUNING
     experts = config.experts
     active = experts.experts_per_token if experts else 0
     factors = head = 0
@@ -21,10 +21,10 @@ def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> L
         its = run.lora.lora_rank * (layer.inputs + layer.outputs)
         factors += its * (active if layer.experts else 1)
         head += its if layer.name == HEAD else 0
-    return Learning("frozen", factors, head)
+    return TrainableParams("frozen", factors, head)
 
 
-def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[Linear]:
+def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[TargetLayer]:
     """The layers with adapters."""
     written = run.lora.lora_target_modules
     targets = (written,) if isinstance(written, str) else written

@@ -8,7 +8,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
-from penstock.models.decoder_config import BY_DOCUMENT, DecoderConfig
+from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, DecoderConfig
 from penstock.models.hf_config import HfConfig, rope_parameters
 
 
@@ -23,7 +23,7 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
     The RoPE type in this config.json may depend on the document length.
     """
     kind = rope_parameters(hf)["rope_type"]
-    if kind not in BY_DOCUMENT or not uses_context_parallel(train):
+    if kind not in LENGTH_DEPENDENT_ROPE or not uses_context_parallel(train):
         return
     names = [
         f"train.{name}"
@@ -44,7 +44,7 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
     The RoPE type is that in this config.json.
     """
     kind = rope_parameters(hf)["rope_type"]
-    if kind in BY_DOCUMENT and data.shares_prompts:
+    if kind in LENGTH_DEPENDENT_ROPE and data.shares_prompts:
         raise CapabilityError(
             "data.share_prompts lays both answers to a prompt into one document, and the model's "
             f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock.models.layers.autocast import as_autocast
-from penstock.models.layers.dropout import DropoutRNG, current_noise, dropout_rng
+from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
 from penstock.models.layers.linear_terms import WeightedRows, linear_terms, scaled_linear_terms
 from penstock_kernels.cross_entropy import (
     PLAIN,
@@ -101,13 +101,13 @@ def sum_cross_entropy(
     """
     if labels_T.dim() != 1:
         raise ValueError(f"{tuple(labels_T.shape)} labels for a sum, which is of one each")
-    given = _Given.of(hidden_TD, head, labels_T)
-    if not len(given.labels):
-        return given.nothing()
-    if products := given.products(loss):
+    tokens = _TrainedTokens.of(hidden_TD, head, labels_T)
+    if not len(tokens.labels):
+        return tokens.zero()
+    if products := tokens.products(loss):
         return linear_cross_entropy(
             products,
-            given.labels,
+            tokens.labels,
             terms=loss.terms,
             chunk=loss.chunk,
             divided=loss.divided,
@@ -115,7 +115,7 @@ def sum_cross_entropy(
             scale=scale,
         )
     total = hidden_TD.new_zeros((), dtype=torch.float32)
-    for losses_C in given.losses_by_chunks(loss):
+    for losses_C in tokens.losses_by_chunks(loss):
         total = total + losses_C.sum()
     return total * scale
 
@@ -134,41 +134,41 @@ def token_log_probs(
     """
     if loss.terms.smoothing or loss.terms.z:
         raise ValueError(f"log-probabilities have no {loss.terms}")
-    given = _Given.of(hidden_TD, head, labels_T)
+    tokens = _TrainedTokens.of(hidden_TD, head, labels_T)
     found_T = hidden_TD.new_zeros(labels_T.shape, dtype=torch.float32)
-    if not len(given.labels):
-        return found_T + given.nothing()
-    is_label_S = given.labels != IGNORED
+    if not len(tokens.labels):
+        return found_T + tokens.zero()
+    is_label_S = tokens.labels != IGNORED
     if labels_T.dim() > 1:
         # Ignored labels of a token that has others: compute them as token 0, masked below.
-        given = replace(given, labels=given.labels.where(is_label_S, 0))
-    if products := given.products(loss):
+        tokens = replace(tokens, labels=tokens.labels.where(is_label_S, 0))
+    if products := tokens.products(loss):
         losses_S = linear_cross_entropies(
             products,
-            given.labels,
+            tokens.labels,
             terms=loss.terms,
             chunk=loss.chunk,
             divided=loss.divided,
             passes=loss.passes,
         )
     else:
-        losses_S = torch.cat([*given.losses_by_chunks(loss)])
+        losses_S = torch.cat([*tokens.losses_by_chunks(loss)])
     found_S = (-losses_S.float()).where(is_label_S, 0.0)
-    return found_T.index_put((given.trained,), found_S)
+    return found_T.index_put((tokens.trained,), found_S)
 
 
 @dataclass(frozen=True)
-class _Given:
+class _TrainedTokens:
     """The trained positions, and the head that computes their logits."""
 
     trained: torch.Tensor
     hidden: torch.Tensor
     head: Head
     labels: torch.Tensor
-    noise: DropoutRNG | None
+    rng: DropoutRNG | None
 
     @classmethod
-    def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_Given":
+    def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_TrainedTokens":
         """`labels_T` may be [T, K]: positions with at least one label are trained."""
         if labels_T.shape[:1] != hidden_TD.shape[:1]:
             positions = tuple(hidden_TD.shape)
@@ -176,18 +176,18 @@ class _Given:
         is_label = labels_T != IGNORED
         is_trained_T = is_label.any(1) if labels_T.dim() > 1 else is_label
         trained = is_trained_T.nonzero().squeeze(1)
-        noise = current_noise()
+        rng = current_dropout_rng()
         return cls(
             trained,
             hidden_TD.index_select(0, trained),
             head,
             labels_T.index_select(0, trained),
-            noise.select(trained) if noise else None,
+            rng.select(trained) if rng else None,
         )
 
-    def nothing(self) -> torch.Tensor:
+    def zero(self) -> torch.Tensor:
         """Zero that depends on all tensors a loss would, so that their gradients are zeros."""
-        with dropout_rng(self.noise):
+        with dropout_rng(self.rng):
             return self.head(self.hidden).float().sum()
 
     def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
@@ -196,32 +196,32 @@ class _Given:
             return None
         is_fp32 = loss.precision == "fp32"
         hidden_SD = self.hidden.float() if is_fp32 else as_autocast(self.hidden)
-        with dropout_rng(self.noise), _casting_for(loss.precision, hidden_SD.device.type):
+        with dropout_rng(self.rng), _autocast_for(loss.precision, hidden_SD.device.type):
             return linear_terms(self.head, hidden_SD)
 
     def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
         """Yield losses per token, one chunk [C] at a time."""
         if loss.mode == "eager":
-            yield _losses(self.hidden, self.head, self.labels, loss, self.noise)
+            yield _chunk_losses(self.hidden, self.head, self.labels, loss, self.rng)
             return
         chunk = CHUNK if loss.chunk is None else loss.chunk
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}; logits are computed at least one token at a time")
         for start in range(0, len(self.labels), chunk):
             some = slice(start, start + chunk)
-            noise = self.noise.select(some) if self.noise else None
-            here = self.hidden[some], self.head, self.labels[some], loss, noise
-            yield checkpoint(_losses, *here, use_reentrant=False)
+            rng = self.rng.select(some) if self.rng else None
+            here = self.hidden[some], self.head, self.labels[some], loss, rng
+            yield checkpoint(_chunk_losses, *here, use_reentrant=False)
 
 
-def _losses(
+def _chunk_losses(
     hidden_CD: torch.Tensor,
     head: Head,
     labels_C: torch.Tensor,
     loss: Loss,
-    noise: DropoutRNG | None,
+    rng: DropoutRNG | None,
 ) -> torch.Tensor:
-    with dropout_rng(noise):
+    with dropout_rng(rng):
         return loss.of_logits(compute_logits(hidden_CD, head, loss.precision), labels_C)
 
 
@@ -231,7 +231,7 @@ def compute_logits(hidden_CD: torch.Tensor, head: Head, precision: Precision) ->
     If the head is a sum of linear terms, logits are fp32 even if the matmuls have a lower
     precision, so that gradients of the adapter branches are rounded once.
     """
-    with _casting_for(precision, hidden_CD.device.type):
+    with _autocast_for(precision, hidden_CD.device.type):
         x_CD = hidden_CD.float() if precision == "fp32" else as_autocast(hidden_CD)
         groups = scaled_linear_terms(head, x_CD)
         if groups is None:
@@ -244,6 +244,6 @@ def _scaled(by_V: torch.Tensor | None, products: Sequence[WeightedRows]) -> torc
     return logits_CV if by_V is None else logits_CV * by_V.to(logits_CV.dtype)
 
 
-def _casting_for(precision: Precision, kind: str) -> AbstractContextManager[object]:
+def _autocast_for(precision: Precision, kind: str) -> AbstractContextManager[object]:
     """Keep the current autocast (`model`), or disable it (`fp32`)."""
     return nullcontext() if precision == "model" else torch.autocast(kind, enabled=False)

@@ -32,7 +32,7 @@ class LossInputs:
 
 
 def token_losses(
-    loss: TokenLoss, logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]
+    loss: TokenLoss, logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]
 ) -> torch.Tensor:
     """Loss of each token, [T].
 
@@ -47,16 +47,16 @@ def token_losses(
     - `drgrpo` (Liu et al. 2025): `ppo` plus `kl_beta` times the KL estimate exp(d) - d - 1, with
       d = reference log-probability - logp
     """
-    counts_T = told.factors_T != 0
-    logp_T = logp_T.where(counts_T, 0.0)
-    return _LOSSES[loss](logp_T, _only(told, counts_T), params) * told.factors_T
+    is_active_T = inputs.factors_T != 0
+    logp_T = logp_T.where(is_active_T, 0.0)
+    return _LOSSES[loss](logp_T, _neutralize_masked(inputs, is_active_T), params) * inputs.factors_T
 
 
 def sequence_losses(
     logp_T: torch.Tensor,
-    told: LossInputs,
+    inputs: LossInputs,
     params: Mapping[str, float],
-    of_samples: Callable[[torch.Tensor], torch.Tensor],
+    sum_by_sample: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Loss of each sample, [N]: GSPO-token, i.e. GSPO with per-token advantages (Zheng et al. 2025,
     "GSPO").
@@ -68,18 +68,21 @@ def sequence_losses(
     token's own advantage. If all tokens of a sample have the same advantage and factor, this equals
     the gradient through s.
 
-    `of_samples` sums [T] to [N] over all ranks that share the samples; the gradient of each summand
-    must be that of the sum.
+    `sum_by_sample` sums [T] to [N] over all ranks that share the samples; the gradient of each
+    summand must be that of the sum.
     """
-    counts_T = told.factors_T != 0
-    only = _only(told, counts_T)
-    logp_T = logp_T.where(counts_T, 0.0)
-    tokens_N = of_samples(counts_T.to(logp_T.dtype)).clamp(min=1)
-    ratio_N = (of_samples(logp_T.detach() - only.logprobs_T) / tokens_N).exp()
+    is_active_T = inputs.factors_T != 0
+    inputs = _neutralize_masked(inputs, is_active_T)
+    logp_T = logp_T.where(is_active_T, 0.0)
+    tokens_N = sum_by_sample(is_active_T.to(logp_T.dtype)).clamp(min=1)
+    ratio_N = (sum_by_sample(logp_T.detach() - inputs.logprobs_T) / tokens_N).exp()
     # Weighted advantages times exp(logp - sg(logp)): its value is 1, its gradient that of logp.
-    gains_T = only.advantages_T * told.factors_T * (1 + logp_T - logp_T.detach())
-    is_gain_T = only.advantages_T >= 0
-    up_N, down_N = of_samples(gains_T.where(is_gain_T, 0)), of_samples(gains_T.where(~is_gain_T, 0))
+    gains_T = inputs.advantages_T * inputs.factors_T * (1 + logp_T - logp_T.detach())
+    is_gain_T = inputs.advantages_T >= 0
+    up_N, down_N = (
+        sum_by_sample(gains_T.where(is_gain_T, 0)),
+        sum_by_sample(gains_T.where(~is_gain_T, 0)),
+    )
     limit_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
     # min(s A, c A) is A min(s, c) for A >= 0 and A max(s, c) for A < 0. The comparisons are negated
     # so that a NaN ratio is not detached but propagates.
@@ -90,15 +93,15 @@ def sequence_losses(
     return -(up_N * ratio_N.minimum(limit_N) + down_N * above_N)
 
 
-def _only(told: LossInputs, counts_T: torch.Tensor) -> LossInputs:
+def _neutralize_masked(inputs: LossInputs, is_active_T: torch.Tensor) -> LossInputs:
     """Replace the inputs of masked tokens by neutral values (0, and 1 for the clip range)."""
     return LossInputs(
-        told.factors_T,
-        told.logprobs_T.where(counts_T, 0.0),
-        told.advantages_T.where(counts_T, 0.0),
-        told.reference_T.where(counts_T, 0.0),
-        told.low_T.where(counts_T, 1.0),
-        told.high_T.where(counts_T, 1.0),
+        inputs.factors_T,
+        inputs.logprobs_T.where(is_active_T, 0.0),
+        inputs.advantages_T.where(is_active_T, 0.0),
+        inputs.reference_T.where(is_active_T, 0.0),
+        inputs.low_T.where(is_active_T, 1.0),
+        inputs.high_T.where(is_active_T, 1.0),
     )
 
 
@@ -106,37 +109,37 @@ def _cross_entropy(logp_T: torch.Tensor, _: LossInputs, __: Mapping[str, float])
     return -logp_T
 
 
-def _importance(logp_T: torch.Tensor, told: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
-    return -((logp_T - told.logprobs_T).exp() * told.advantages_T)
+def _importance(logp_T: torch.Tensor, inputs: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
+    return -((logp_T - inputs.logprobs_T).exp() * inputs.advantages_T)
 
 
-def _ppo(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
-    apart_T, gain_T = logp_T - told.logprobs_T, told.advantages_T
-    ratio_T = apart_T.detach().exp()
-    limit_T = ratio_T.clamp(told.low_T, told.high_T)
+def _ppo(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
+    log_ratio_T, gain_T = logp_T - inputs.logprobs_T, inputs.advantages_T
+    ratio_T = log_ratio_T.detach().exp()
+    limit_T = ratio_T.clamp(inputs.low_T, inputs.high_T)
     is_limited_T = ((gain_T >= 0) & (ratio_T > limit_T)) | ((gain_T <= 0) & (ratio_T < limit_T))
     if bound := params.get("eps_clip_c", 0.0):
         is_bounded_T = (gain_T < 0) & (limit_T.where(is_limited_T, ratio_T) > bound)
         limit_T = limit_T.masked_fill(is_bounded_T, bound)
         is_limited_T = is_limited_T | is_bounded_T
     # Mask clipped tokens before exp: an overflowing ratio times a gradient of 0 would be NaN.
-    free_T = apart_T.masked_fill(is_limited_T, 0.0).exp()
+    free_T = log_ratio_T.masked_fill(is_limited_T, 0.0).exp()
     return -(limit_T.where(is_limited_T, free_T) * gain_T)
 
 
-def _cispo(logp_T: torch.Tensor, told: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
-    ratio_T = (logp_T.detach() - told.logprobs_T).exp().clamp(told.low_T, told.high_T)
-    return -(ratio_T * told.advantages_T * logp_T)
+def _cispo(logp_T: torch.Tensor, inputs: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
+    ratio_T = (logp_T.detach() - inputs.logprobs_T).exp().clamp(inputs.low_T, inputs.high_T)
+    return -(ratio_T * inputs.advantages_T * logp_T)
 
 
-def _dro(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
-    apart_T = logp_T - told.logprobs_T
-    return -(logp_T * told.advantages_T - 0.5 * params["beta"] * apart_T.square())
+def _dro(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
+    log_ratio_T = logp_T - inputs.logprobs_T
+    return -(logp_T * inputs.advantages_T - 0.5 * params["beta"] * log_ratio_T.square())
 
 
-def _drgrpo(logp_T: torch.Tensor, told: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
-    apart_T = told.reference_T - logp_T
-    return _ppo(logp_T, told, {}) + params["kl_beta"] * (apart_T.exp() - apart_T - 1)
+def _drgrpo(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
+    log_ratio_T = inputs.reference_T - logp_T
+    return _ppo(logp_T, inputs, {}) + params["kl_beta"] * (log_ratio_T.exp() - log_ratio_T - 1)
 
 
 _LOSSES: Mapping[

@@ -14,46 +14,46 @@ import torch.nn.functional as F
 
 from penstock.config.schema.preference import LossType, Normalization, PreferenceConfig
 
-SMALLEST_GAP = 1e-6
+MIN_SCORE_GAP = 1e-6
 """Added to the score gap, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class PreferenceInputs:
     """Inputs of a preference loss."""
 
     ratios_DA: torch.Tensor  # noqa: N815 - DA names the dimensions
-    """Log ratios, normalized by `normalized`, fp32."""
+    """Log ratios, normalized by `length_normalize`, fp32."""
     baseline_A: torch.Tensor | None = None  # noqa: N815
-    """KL baseline: `baseline` over all samples of the step."""
+    """KL baseline: `kl_baseline` over all samples of the step."""
     desirable_D: torch.Tensor | None = None  # noqa: N815
     """KTO: whether a sample's completion is desirable."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
     """Chosen score minus rejected score, if completions have scores."""
 
 
-LossOf = Callable[[Answers, PreferenceConfig], torch.Tensor]
+PreferenceLossFn = Callable[[PreferenceInputs, PreferenceConfig], torch.Tensor]
 """Returns the loss of each sample, [D]."""
 
 
-def preference_losses(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def preference_losses(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """Loss of each sample, fp32 [D], before `pref_loss_ratio`; training minimizes their mean."""
-    return LOSSES[how.loss_type](answers, how)
+    return LOSSES[config.loss_type](inputs, config)
 
 
-def normalized(
-    ratios_DA: torch.Tensor, tokens_DA: torch.Tensor, how: Normalization
+def length_normalize(
+    ratios_DA: torch.Tensor, tokens_DA: torch.Tensor, config: Normalization
 ) -> torch.Tensor:
     """Length-normalize summed log-probabilities [D, A]; `tokens_DA` are completion lengths."""
     tokens_DA = tokens_DA.clamp(min=1)
-    if how == "mean":
+    if config == "mean":
         return ratios_DA / tokens_DA
-    if how == "pair_mean":
+    if config == "pair_mean":
         return ratios_DA * (tokens_DA.float().mean(1, keepdim=True) / tokens_DA)
     return ratios_DA
 
 
-def baseline(sums_A: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def kl_baseline(sums_A: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """KL baseline, [A], from the sums of the log ratios of `count` samples: an estimate of the KL
     divergence between policy and reference, at least 0 (equation 8 of KTO, arXiv 2402.01306).
 
@@ -62,101 +62,101 @@ def baseline(sums_A: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return (sums_A.detach() / count.clamp(min=1)).clamp(min=0)
 
 
-def rewards(ratios_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
+def implicit_rewards(ratios_DA: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     """Implicit rewards, beta times the log ratios, [D, A] (section 4 of DPO, arXiv 2305.18290).
     Detached."""
-    return how.beta * ratios_DA.detach()
+    return config.beta * ratios_DA.detach()
 
 
-def _margin(answers: Answers) -> torch.Tensor:
-    chosen_D, rejected_D = answers.ratios_DA.unbind(1)
+def _margin(inputs: PreferenceInputs) -> torch.Tensor:
+    chosen_D, rejected_D = inputs.ratios_DA.unbind(1)
     return chosen_D - rejected_D
 
 
-def _smoothed(logits_D: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
+def _bradley_terry(logits_D: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
     """Bradley-Terry loss with label smoothing: a share of the preferences is flipped."""
-    share = how.label_smoothing
+    share = config.label_smoothing
     return -(1 - share) * F.logsigmoid(logits_D) - share * F.logsigmoid(-logits_D)
 
 
-def _sigmoid(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _sigmoid(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """DPO (equation 7 of arXiv 2305.18290); conservative DPO with label smoothing, ODPO with scores
     (arXiv 2402.10571)."""
-    logits_D = how.beta * _margin(answers)
-    if how.offset_alpha:
-        if answers.score_gap_D is None or len(answers.score_gap_D) != len(logits_D):
+    logits_D = config.beta * _margin(inputs)
+    if config.offset_alpha:
+        if inputs.score_gap_D is None or len(inputs.score_gap_D) != len(logits_D):
             raise ValueError("preference.offset_alpha needs the scores of answers")
-        logits_D = logits_D - how.offset_alpha * torch.log(answers.score_gap_D + SMALLEST_GAP)
-    return _smoothed(logits_D, how)
+        logits_D = logits_D - config.offset_alpha * torch.log(inputs.score_gap_D + MIN_SCORE_GAP)
+    return _bradley_terry(logits_D, config)
 
 
-def _hinge(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _hinge(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """Hinge loss of SLiC-HF (arXiv 2305.10425) on DPO margins."""
-    return torch.relu(1 - how.beta * _margin(answers))
+    return torch.relu(1 - config.beta * _margin(inputs))
 
 
-def _ipo(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _ipo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """IPO (equation 17 of arXiv 2310.12036); `beta` is its tau."""
-    return (_margin(answers) - 1 / (2 * how.beta)) ** 2
+    return (_margin(inputs) - 1 / (2 * config.beta)) ** 2
 
 
-def _simpo(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _simpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """SimPO (equation 6 of arXiv 2405.14734)."""
-    return _smoothed(how.beta * _margin(answers) - how.simpo_gamma, how)
+    return _bradley_terry(config.beta * _margin(inputs) - config.simpo_gamma, config)
 
 
-def _cpo(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _cpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term."""
-    return _smoothed(how.beta * _margin(answers), how)
+    return _bradley_terry(config.beta * _margin(inputs), config)
 
 
-def _dpop(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _dpop(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """DPO-Positive (equation 3 of arXiv 2402.13228)."""
-    lost_D = how.dpop_lambda * torch.relu(-answers.ratios_DA[:, 0])
-    if how.dpop_penalty == "inside":
-        return -F.logsigmoid(how.beta * (_margin(answers) - lost_D))
-    return -F.logsigmoid(how.beta * _margin(answers)) + lost_D
+    lost_D = config.dpop_lambda * torch.relu(-inputs.ratios_DA[:, 0])
+    if config.dpop_penalty == "inside":
+        return -F.logsigmoid(config.beta * (_margin(inputs) - lost_D))
+    return -F.logsigmoid(config.beta * _margin(inputs)) + lost_D
 
 
-def _sppo_hard(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _sppo_hard(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """SPPO with hard labels, probabilities 1 and 0 (equation 4.9 of arXiv 2405.00675)."""
-    chosen_D, rejected_D = answers.ratios_DA.unbind(1)
-    half = 1 / (2 * how.beta)
+    chosen_D, rejected_D = inputs.ratios_DA.unbind(1)
+    half = 1 / (2 * config.beta)
     return (chosen_D - half) ** 2 + (rejected_D + half) ** 2
 
 
-def _nca_pair(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _nca_pair(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """NCA for pairs (arXiv 2402.05369)."""
-    chosen_D, rejected_D = (how.beta * answers.ratios_DA).unbind(1)
+    chosen_D, rejected_D = (config.beta * inputs.ratios_DA).unbind(1)
     both_D = F.logsigmoid(-chosen_D) + F.logsigmoid(-rejected_D)
     return -F.logsigmoid(chosen_D) - 0.5 * both_D
 
 
-def _kto_pair(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _kto_pair(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """KTO for pairs: each completion is compared with the KL baseline of the other side."""
-    assert answers.baseline_A is not None
-    chosen_D, rejected_D = answers.ratios_DA.unbind(1)
-    of_chosen, of_rejected = answers.baseline_A
-    good_D = 1 - torch.sigmoid(how.beta * (chosen_D - of_rejected))
-    bad_D = 1 - torch.sigmoid(how.beta * (of_chosen - rejected_D))
+    assert inputs.baseline_A is not None
+    chosen_D, rejected_D = inputs.ratios_DA.unbind(1)
+    chosen_baseline, rejected_baseline = inputs.baseline_A
+    good_D = 1 - torch.sigmoid(config.beta * (chosen_D - rejected_baseline))
+    bad_D = 1 - torch.sigmoid(config.beta * (chosen_baseline - rejected_D))
     return (good_D + bad_D) / 2
 
 
-def _kto(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _kto(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """KTO (equation 8 of arXiv 2402.01306); the KL baseline is from mismatched completions."""
-    assert answers.baseline_A is not None
-    assert answers.desirable_D is not None
-    moved_D = how.beta * (answers.ratios_DA[:, 0] - answers.baseline_A[1])
-    good_D = how.desirable_weight * (1 - torch.sigmoid(moved_D))
-    bad_D = how.undesirable_weight * (1 - torch.sigmoid(-moved_D))
-    return torch.where(answers.desirable_D, good_D, bad_D)
+    assert inputs.baseline_A is not None
+    assert inputs.desirable_D is not None
+    moved_D = config.beta * (inputs.ratios_DA[:, 0] - inputs.baseline_A[1])
+    good_D = config.desirable_weight * (1 - torch.sigmoid(moved_D))
+    bad_D = config.undesirable_weight * (1 - torch.sigmoid(-moved_D))
+    return torch.where(inputs.desirable_D, good_D, bad_D)
 
 
-def _odds(answers: Answers, how: PreferenceConfig) -> torch.Tensor:
+def _odds(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """Odds ratio loss of ORPO (equations 4 and 6 of arXiv 2403.07691); its weight is
     `pref_loss_ratio`."""
-    del how
-    odds_DA = answers.ratios_DA - _log1mexp(answers.ratios_DA)
+    del config
+    odds_DA = inputs.ratios_DA - _log1mexp(inputs.ratios_DA)
     return -F.logsigmoid(odds_DA[:, 0] - odds_DA[:, 1])
 
 
@@ -170,7 +170,7 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     return torch.where(near, by_expm1, by_log1p)
 
 
-LOSSES: Mapping[LossType, LossOf] = {
+LOSSES: Mapping[LossType, PreferenceLossFn] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "ipo": _ipo,

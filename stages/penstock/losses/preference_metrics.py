@@ -8,31 +8,31 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.config.schema.preference import PreferenceConfig
-from penstock.losses.preference import rewards
+from penstock.losses.preference import implicit_rewards
 
-OF_PREFERENCES, OF_TOKENS = "preference_loss", "sft_loss"
+PREFERENCE_LOSS, SFT_LOSS = "preference_loss", "sft_loss"
 """The two parts of the loss, before their weights."""
 
-RIGHT = "rewards/accuracies"
+ACCURACY = "rewards/accuracies"
 """Share of pairs whose chosen completion has the higher reward."""
 
 NAMES = (
     "rewards/chosen",
     "rewards/rejected",
-    RIGHT,
+    ACCURACY,
     "logps/chosen",
     "logps/rejected",
-    OF_PREFERENCES,
-    OF_TOKENS,
+    PREFERENCE_LOSS,
+    SFT_LOSS,
 )
-"""Metrics over all samples, in the order of `measures`. For KTO, chosen are the desirable
+"""Metrics over all samples, in the order of `metric_sums`. For KTO, chosen are the desirable
 completions and rejected the undesirable ones."""
 
 MARGINS = "rewards/margins"
 """Mean chosen reward minus mean rejected reward, if there are both."""
 
 
-def measures(
+def metric_sums(
     policy_DA: torch.Tensor,
     ratios_DA: torch.Tensor,
     losses_D: torch.Tensor,
@@ -51,7 +51,7 @@ def measures(
         desirable_D: KTO labels; None for pairs.
         how: the preference config.
     """
-    worth_DA, policy_DA = rewards(ratios_DA, how), policy_DA.detach()
+    rewards_DA, policy_DA = implicit_rewards(ratios_DA, how), policy_DA.detach()
     one_D = torch.ones_like(losses_D)
     if desirable_D is None:
         chosen, rejected = (0, one_D), (1, one_D)
@@ -59,20 +59,22 @@ def measures(
     else:
         chosen, rejected = (0, desirable_D.double()), (0, 1 - desirable_D.double())
         pairs_D = torch.zeros_like(one_D)
-    right_D = (worth_DA[:, 0] > worth_DA[:, 1]).double()
-    told = [
-        *((worth_DA[:, at], weight_D) for at, weight_D in (chosen, rejected)),
-        (right_D, pairs_D),
+    is_right_D = (rewards_DA[:, 0] > rewards_DA[:, 1]).double()
+    metrics_by_name = [
+        *((rewards_DA[:, at], weight_D) for at, weight_D in (chosen, rejected)),
+        (is_right_D, pairs_D),
         *((policy_DA[:, at], weight_D) for at, weight_D in (chosen, rejected)),
         (losses_D.detach(), one_D),
     ]
-    sums = [torch.stack([(value * weight).sum(), weight.sum()]) for value, weight in told]
+    sums = [
+        torch.stack([(value * weight).sum(), weight.sum()]) for value, weight in metrics_by_name
+    ]
     log_probs_D, tokens_D = sft
     sums.append(torch.stack([-log_probs_D.detach().sum(), tokens_D.sum()]))
     return torch.stack(sums).double()
 
 
-def told(sums: Sequence[Sequence[float]], prefix: str = "") -> Mapping[str, float]:
+def metrics_by_name(sums: Sequence[Sequence[float]], prefix: str = "") -> Mapping[str, float]:
     """Metrics by name, from sums over all samples; metrics without samples are omitted."""
     found = {name: total / count for name, (total, count) in zip(NAMES, sums, strict=True) if count}
     chosen, rejected = (found.get(name) for name in NAMES[:2])

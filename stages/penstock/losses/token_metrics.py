@@ -11,7 +11,7 @@ import torch
 from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, compute_logits
 from penstock_kernels.logit_chunks import tokens_at_once
 
-Highest = Callable[[torch.Tensor], torch.Tensor]
+MaxReduceFn = Callable[[torch.Tensor], torch.Tensor]
 """Elementwise max all-reduce over the vocab-parallel ranks; called by all of them in the same
 order."""
 
@@ -19,11 +19,11 @@ order."""
 class Scores(NamedTuple):
     """Metrics of the tokens that have a label."""
 
-    places: torch.Tensor
+    positions: torch.Tensor
     """Their indices among the T tokens, [S]."""
     losses: torch.Tensor
     """Cross-entropy, fp32 [S]."""
-    right: torch.Tensor
+    is_correct: torch.Tensor
     """Whether the label has the highest logit (ties count), bool [S]."""
 
 
@@ -35,7 +35,7 @@ def token_scores(
     *,
     width: int,
     loss: Loss = CROSS_ENTROPY,
-    highest: Highest | None = None,
+    max_reduce: MaxReduceFn | None = None,
 ) -> Scores:
     """Loss and top-1 accuracy of each trained token. labels[t] is the target of position t.
 
@@ -49,31 +49,33 @@ def token_scores(
     """
     first = loss.divided.first if loss.divided else 0
     losses: list[torch.Tensor] = []
-    right: list[torch.Tensor] = []
-    places = (labels_T != IGNORED).nonzero().squeeze(1)
-    for some, logits_CV in chunked_logits(hidden_TD, head, places, loss, width):
+    is_correct: list[torch.Tensor] = []
+    positions = (labels_T != IGNORED).nonzero().squeeze(1)
+    for some, logits_CV in chunked_logits(hidden_TD, head, positions, loss, width):
         labels_C = labels_T.index_select(0, some)
         losses.append(loss.of_logits(logits_CV, labels_C).float())
         at_C = labels_C - first
         elsewhere_C = (at_C < 0) | (at_C >= logits_CV.shape[1])
         own_C = logits_CV.gather(1, at_C.masked_fill(elsewhere_C, 0)[:, None]).squeeze(1)
         pair = torch.stack([own_C.masked_fill(elsewhere_C, -torch.inf), logits_CV.amax(1)]).float()
-        label_C, best_C = highest(pair) if highest else pair
-        right.append(label_C >= best_C)
+        label_C, best_C = max_reduce(pair) if max_reduce else pair
+        is_correct.append(label_C >= best_C)
     nothing = hidden_TD.new_zeros(0, dtype=torch.float32)
-    return Scores(places, torch.cat([nothing, *losses]), torch.cat([nothing.bool(), *right]))
+    return Scores(
+        positions, torch.cat([nothing, *losses]), torch.cat([nothing.bool(), *is_correct])
+    )
 
 
 def chunked_logits(
-    hidden_TD: torch.Tensor, head: Head, places_S: torch.Tensor, loss: Loss, width: int
+    hidden_TD: torch.Tensor, head: Head, positions_S: torch.Tensor, loss: Loss, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield indices and their logits [C, V], one chunk at a time.
 
     Without indices the head is called anyway, so that its collectives do not hang other ranks.
     """
     chunk = loss.chunk or tokens_at_once(width * hidden_TD.itemsize, hidden_TD.device.type)
-    if not len(places_S):
+    if not len(positions_S):
         compute_logits(hidden_TD[:0], head, loss.precision)
-    for start in range(0, len(places_S), chunk):
-        some = places_S[start : start + chunk]
+    for start in range(0, len(positions_S), chunk):
+        some = positions_S[start : start + chunk]
         yield some, compute_logits(hidden_TD.index_select(0, some), head, loss.precision)

@@ -16,9 +16,9 @@ from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.block import Block
 from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.dropout import NOTHING, DropoutRates
+from penstock.models.layers.dropout import NO_DROPOUT, DropoutRates
 from penstock.models.layers.experts import ExpertOperations, select_expert_ops
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
+from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.norm import build_norm
 from penstock.models.layers.positions import PositionTable
@@ -27,11 +27,11 @@ from penstock.models.layers.router import Precision, Router
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock_kernels.attention import VarlenMetadata, attention
 
-Reduce = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+OutputFn = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """Called with the final hidden states [T, D] and the head; returns what `forward` returns instead
 of logits."""
 
-BEST = select_expert_ops("auto")
+DEFAULT_EXPERT_OPS = select_expert_ops("auto")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class DecoderModel(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Maps token ids to logits, or to what `reduce` returns.
+    """Maps token ids to logits, or to what `output_fn` returns.
 
     It may be one pipeline stage: without the embedding it takes hidden states instead of token ids,
     and without the head it returns hidden states.
@@ -109,10 +109,10 @@ class Decoder(nn.Module):
         *,
         merge_qkv: bool = False,
         attention: AttentionFn = attention,
-        experts: ExpertOperations = BEST,
-        operations: LayerOps = BEST_OPERATIONS,
+        experts: ExpertOperations = DEFAULT_EXPERT_OPS,
+        operations: LayerOps = DEFAULT_LAYER_OPS,
         router: Precision = "fp32",
-        dropout: DropoutRates = NOTHING,
+        dropout: DropoutRates = NO_DROPOUT,
         part: PipelineStageModules | None = None,
     ) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class Decoder(nn.Module):
         self.is_tied = config.tie_word_embeddings and part.has_embedding and part.has_head
         if self.is_tied:
             self.tie_weights()
-            self.register_state_dict_post_hook(_without_head)
-            self.register_load_state_dict_pre_hook(_with_head)
+            self.register_state_dict_post_hook(_drop_tied_head)
+            self.register_load_state_dict_pre_hook(_add_tied_head)
 
     def routers(self) -> dict[int, Router]:
         """The routers of this stage's MoE layers, by layer index."""
@@ -164,26 +164,26 @@ class Decoder(nn.Module):
         inputs: torch.Tensor,
         position_ids_T: torch.Tensor,
         segments: VarlenMetadata,
-        reduce: Reduce | None = None,
+        output_fn: OutputFn | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V], or `reduce(hidden_TD, lm_head)`; hidden states [T, D] in a stage without
-        the head.
+        """Logits [T, V], or `output_fn(hidden_TD, lm_head)`; hidden states [T, D] in a stage
+        without the head.
 
         `inputs` are token ids [T], or hidden states [T, D] in a stage without the embedding.
 
-        `reduce` is called inside forward, because under FSDP the head's weight is unsharded only
+        `output_fn` is called inside forward, because under FSDP the head's weight is unsharded only
         there.
         """
-        x_TD = self._embedded(inputs, position_ids_T)
+        x_TD = self._embed(inputs, position_ids_T)
         cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
         for layer in self.model.layers.values():
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
         if self.model.norm is None or self.lm_head is None:
             return x_TD
         x_TD = self.model.norm(x_TD)
-        return self.lm_head(x_TD) if reduce is None else reduce(x_TD, self.lm_head)
+        return self.lm_head(x_TD) if output_fn is None else output_fn(x_TD, self.lm_head)
 
-    def _embedded(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
+    def _embed(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
         the dtype of the embeddings, and fp32 would undo the effect of autocast."""
         if self.model.embed_tokens is None:
@@ -202,12 +202,12 @@ class Decoder(nn.Module):
         return self
 
 
-def _without_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     del module, metadata
     state.pop(prefix + HEAD_WEIGHT, None)
 
 
-def _with_head(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _add_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     del module, rest
     if prefix + EMBEDDING_WEIGHT in state:
         state.setdefault(prefix + HEAD_WEIGHT, state[prefix + EMBEDDING_WEIGHT])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
 
-COUNTS = (
+POSITIVE_INT_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -16,7 +16,7 @@ COUNTS = (
     "num_key_value_heads",
     "head_dim",
 )
-EXPERT_COUNTS = (
+EXPERT_POSITIVE_INT_FIELDS = (
     "num_experts",
     "experts_per_token",
     "intermediate_size",
@@ -24,7 +24,7 @@ EXPERT_COUNTS = (
     "groups_per_token",
 )
 
-BY_DOCUMENT = ("dynamic", "longrope")
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """RoPE types whose frequencies depend on sequence length. The length is that of each document, so
 packed documents give the same results as separate ones."""
 
@@ -137,24 +137,28 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in EXPERT_COUNTS:
+        for name in EXPERT_POSITIVE_INT_FIELDS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
+                raise _config_error(
+                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
+                )
         if self.num_experts % self.num_groups:
-            raise _misfit(
+            raise _config_error(
                 f"{self.num_experts} experts are not a multiple of their groups ({self.num_groups})"
             )
         if self.groups_per_token > self.num_groups:
-            raise _misfit(
+            raise _config_error(
                 f"a token chooses {self.groups_per_token} of {self.num_groups} groups of experts"
             )
-        among = self.num_experts // self.num_groups * self.groups_per_token
-        if self.experts_per_token > among:
-            raise _misfit(f"a token chooses {self.experts_per_token} of {among} experts")
+        num_candidates = self.num_experts // self.num_groups * self.groups_per_token
+        if self.experts_per_token > num_candidates:
+            raise _config_error(
+                f"a token chooses {self.experts_per_token} of {num_candidates} experts"
+            )
         if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
-            raise _misfit(
+            raise _config_error(
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
-                "are judged by their two best"
+                "are scored by their two best experts"
             )
 
 
@@ -210,31 +214,37 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in COUNTS:
+        for name in POSITIVE_INT_FIELDS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise _misfit(f"{name} is {getattr(self, name)!r}; it is a count of 1 or more")
+                raise _config_error(
+                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise _misfit(
+            raise _config_error(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
         if self.rotary_dim % 2 or not self.rotary_dim:
-            share = "" if self.rotary_dim == self.head_dim else f", of which {self.rotary_dim} turn"
-            raise _misfit(
-                f"head_dim is {self.head_dim}{share}; rotary embedding turns features in pairs, "
-                "which wants an even number of them"
+            share = (
+                ""
+                if self.rotary_dim == self.head_dim
+                else f", of which {self.rotary_dim} are rotated"
+            )
+            raise _config_error(
+                f"head_dim is {self.head_dim}{share}; RoPE rotates features in pairs, so their "
+                "number must be even"
             )
         for factors in ("short_factor", "long_factor"):
             count = len(self.rope_parameters.get(factors) or ())
             if self.rope_parameters["rope_type"] == "longrope" and count != self.rotary_dim // 2:
-                raise _misfit(
+                raise _config_error(
                     f"{factors} (rope_parameters) has {count} numbers, and {self.rotary_dim // 2} "
-                    "pairs of features turn"
+                    "pairs of features are rotated"
                 )
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
-            raise _misfit(
+            raise _config_error(
                 f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
-                "slide it; it is a count of tokens, 1 or more"
+                "use it; it is a number of tokens, 1 or more"
             )
 
     @property
@@ -276,10 +286,10 @@ def _require_numbers(config: Any) -> None:
         value = getattr(config, one.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if one.type is float and not is_number:
-            raise _misfit(f"{one.name} is {value!r}, which is no number")
+            raise _config_error(f"{one.name} is {value!r}, which is not a number")
 
 
-def _misfit(fault: str) -> ConfigError:
+def _config_error(fault: str) -> ConfigError:
     return ConfigError(
         f"the model's {fault}. Correct the config.json that model.config_path names."
     )

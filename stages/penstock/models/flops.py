@@ -73,7 +73,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Learning:
+class TrainableParams:
     """Which matrices are trainable."""
 
     base: Literal["learns", "frozen"] = "learns"
@@ -84,33 +84,35 @@ class Learning:
     """Those of them at the head, which only see tokens whose logits are computed."""
 
 
-EVERYTHING = Learning()
+FULL_FINETUNING = TrainableParams()
 
 
-def step_flops(config: DecoderConfig, work: Work, *, learning: Learning = EVERYTHING) -> float:
+def step_flops(
+    config: DecoderConfig, work: Work, *, learning: TrainableParams = FULL_FINETUNING
+) -> float:
     """FLOPs of one optimizer step over `work`: forward and backward pass.
 
     Adapters cost three matmuls like other trainable matrices; frozen matrices cost two. In a frozen
     model the input gradient of the first layer is counted although it may not be computed: less
     than a hundredth of a large model's total.
     """
-    matrices = sum(_products(config, work, part) for part in PARTS)
+    matmul_macs = sum(_matmul_macs(config, work, part) for part in PARTS)
     passes = 3 if learning.base == "learns" else 2
     inner = learning.adapter_params - learning.head_adapter_params
     factors = inner * work.tokens + learning.head_adapter_params * work.logits
-    return 2.0 * (passes * matrices + 3 * factors) + 3 * _comparing(config, work)
+    return 2.0 * (passes * matmul_macs + 3 * factors) + 3 * _attention_flops(config, work)
 
 
 def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = PARTS) -> float:
     """FLOPs of these parts in one forward pass, which is also the cost of recomputing them."""
     chosen = set(parts)
-    products = 2.0 * sum(_products(config, work, part) for part in chosen)
-    return products + (_comparing(config, work) if "attention" in chosen else 0)
+    matmul_flops = 2.0 * sum(_matmul_macs(config, work, part) for part in chosen)
+    return matmul_flops + (_attention_flops(config, work) if "attention" in chosen else 0)
 
 
 def core_attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention without projections, in one forward pass."""
-    return _comparing(config, work)
+    return _attention_flops(config, work)
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
@@ -118,7 +120,7 @@ def matrix_parameters(config: DecoderConfig) -> int:
 
     In MoE layers these are the selected experts, the shared experts and the router.
     """
-    return sum(_parameters(config, part) for part in PARTS)
+    return sum(_matmul_params(config, part) for part in PARTS)
 
 
 def pairs_per_token(config: DecoderConfig) -> int:
@@ -140,7 +142,7 @@ def pairs_per_token(config: DecoderConfig) -> int:
     return max(1, round(per_token / per_squared_token))
 
 
-def _parameters(config: DecoderConfig, part: Part) -> int:
+def _matmul_params(config: DecoderConfig, part: Part) -> int:
     """Matmul parameters of a part that one token uses."""
     width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
     if part == "head":
@@ -160,12 +162,12 @@ def _parameters(config: DecoderConfig, part: Part) -> int:
     return networks
 
 
-def _products(config: DecoderConfig, work: Work, part: Part) -> int:
+def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
     """Multiplications of a part's matrices with tokens."""
-    return _parameters(config, part) * (work.logits if part == "head" else work.tokens)
+    return _matmul_params(config, part) * (work.logits if part == "head" else work.tokens)
 
 
-def _comparing(config: DecoderConfig, work: Work) -> float:
+def _attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention scores and of their products with values, in one
     forward pass."""
     sliding = len(config.sliding_layers)

@@ -41,20 +41,20 @@ NO_EFFECT: Mapping[str, str] = {
 
 Path = tuple[str, ...]
 
-UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
+PARSE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """Exceptions when a config.json with values of the wrong type is read."""
 
-TABLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
+TABLE_EXAMPLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
 """Fields that are tables or null, with an example of each."""
 
 PER_LAYER = ("layer_types",)
 """Lists with one value per layer; unlike others they may not be empty."""
 
-KINDS = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
+TYPE_NAMES = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
 """What error messages call types; all other types are numbers."""
 
 
-def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
+def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json `base` with these overrides.
 
     Tables are merged. RoPE may be given in the form of transformers 5, `rope_parameters`, or in the
@@ -67,12 +67,14 @@ def laid_over(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
             layer types.
     """
     merged: dict[str, Any] = deepcopy(dict(base))
-    _lay_over(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
+    _merge(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
     if any(name in entries for name in _ROPE_ENTRIES):
         _set_rope(merged, entries)
     counts = isinstance(merged.get("num_hidden_layers"), int)
     if counts and merged.get("layer_types") and "layer_types" not in entries:
-        merged["layer_types"] = _types_of(merged["layer_types"], merged["num_hidden_layers"])
+        merged["layer_types"] = _resize_layer_types(
+            merged["layer_types"], merged["num_hidden_layers"]
+        )
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
     if is_other and model_type in FAMILIES:
@@ -88,22 +90,24 @@ def check_foundation(
     With `loads_weights` there is no random initialization. Also raises ConfigError for values of
     the wrong type, and CapabilityError for an unsupported model.
     """
-    _require_kinds(base, entries)
+    _check_types(base, entries)
     try:
-        read = _Recorded(laid_over(base, entries))
+        read = _RecordingConfig(apply_overrides(base, entries))
         family = get_family(read)
         family.read(read)
-    except UNREADABLE as error:
-        raise _unreadable(base, entries, error) from error
+    except PARSE_ERRORS as error:
+        raise _parse_error(base, entries, error) from error
     faults: list[str] = []
-    for path, value in _leaves(entries):
+    for path, value in _iter_leaves(entries):
         name = ".".join(path)
         if path[0] in NO_EFFECT:
             faults.append(f"{name}: {value!r} has no effect: {NO_EFFECT[path[0]]}")
         elif loads_weights and path == ("initializer_range",):
             faults.append(f"{name}: {value!r} has no effect: all weights are loaded")
-        elif not _matters(base, entries, path, value):
-            faults.append(f"{name}: {value!r} has no effect: {_why(path, read.names, family)}")
+        elif not _changes_model(base, entries, path, value):
+            faults.append(
+                f"{name}: {value!r} has no effect: {_explain_no_effect(path, read.names, family)}"
+            )
     if faults:
         lines = "\n  ".join(f"model.foundation.{fault}" for fault in faults)
         raise ConfigError(
@@ -115,19 +119,19 @@ def check_foundation(
 _ROPE_ENTRIES = (ROPE, "rope_scaling", *BEFORE_ROPE_PARAMETERS)
 
 
-def _lay_over(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -> None:
+def _merge(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -> None:
     for name, value in entries.items():
-        called = _called(name, base)
-        below = merged.get(called)
+        field_name = _resolve_alias(name, base)
+        below = merged.get(field_name)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
             inner = dict(below)
-            _lay_over(inner, value, below)
-            merged[called] = inner
+            _merge(inner, value, below)
+            merged[field_name] = inner
         else:
-            merged[called] = deepcopy(value)
+            merged[field_name] = deepcopy(value)
 
 
-def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
+def _resize_layer_types(types: Sequence[str], num_layers: int) -> list[str]:
     """The layer types of the model with `num_layers` layers."""
     if len(types) < num_layers and len(set(types)) > 1:
         raise ConfigError(
@@ -139,7 +143,7 @@ def _types_of(types: Sequence[str], num_layers: int) -> list[str]:
     return [*types, *more][:num_layers]
 
 
-def _called(name: str, base: HfConfig) -> str:
+def _resolve_alias(name: str, base: HfConfig) -> str:
     """The name that `base` uses for a field that has aliases."""
     if name in base:
         return name
@@ -149,7 +153,7 @@ def _called(name: str, base: HfConfig) -> str:
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Override RoPE parameters in the form that the file has."""
-    wanted = _wanted_rope(entries)
+    wanted = _normalize_rope_overrides(entries)
     in_one = isinstance(merged.get(ROPE), Mapping) or (
         ROPE in entries and not any(name in merged for name in _ROPE_ENTRIES)
     )
@@ -175,7 +179,7 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
     merged["rope_scaling"] = None if found.get("rope_type", "default") == "default" else found
 
 
-def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides of RoPE in either form, in that of transformers 5."""
     wanted: dict[str, Any] = {}
     for table in (ROPE, "rope_scaling"):
@@ -183,21 +187,23 @@ def _wanted_rope(entries: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(entries[table], Mapping | None):
             raise ConfigError(
-                f"model.foundation.{table} is {entries[table]!r}, and what it says is a table.\n"
+                f"model.foundation.{table} is {entries[table]!r}, which is not a table.\n"
                 "  Write one, such as {rope_type: linear, factor: 2.0}."
             )
         # Null means no scaling.
-        said = dict(entries[table] or {"rope_type": "default"})
-        if "type" in said:
-            said.setdefault("rope_type", said.pop("type"))
-        _agree(wanted, said, table)
+        table_values = dict(entries[table] or {"rope_type": "default"})
+        if "type" in table_values:
+            table_values.setdefault("rope_type", table_values.pop("type"))
+        _merge_without_conflict(wanted, table_values, table)
     numbers = {name: entries[name] for name in BEFORE_ROPE_PARAMETERS if name in entries}
-    _agree(wanted, numbers, "another entry")
+    _merge_without_conflict(wanted, numbers, "another entry")
     return wanted
 
 
-def _agree(wanted: dict[str, Any], said: Mapping[str, Any], where: str) -> None:
-    for name, value in said.items():
+def _merge_without_conflict(
+    wanted: dict[str, Any], table_values: Mapping[str, Any], where: str
+) -> None:
+    for name, value in table_values.items():
         if name in wanted and wanted[name] != value:
             raise ConfigError(
                 f"model.foundation says {name} twice: {wanted[name]!r} in {ROPE}, and {value!r} in "
@@ -206,43 +212,43 @@ def _agree(wanted: dict[str, Any], said: Mapping[str, Any], where: str) -> None:
         wanted[name] = value
 
 
-def _leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def _iter_leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
     for name, value in entries.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, name))
+            yield from _iter_leaves(value, (*above, name))
         else:
             yield (*above, name), value
 
 
-def _require_kinds(base: HfConfig, entries: Mapping[str, Any]) -> None:
+def _check_types(base: HfConfig, entries: Mapping[str, Any]) -> None:
     """Raise ConfigError for empty tables, and for values whose type differs from that in the file
     or, where it has none, of the default."""
-    defaults = {**_defaults_in(entries, base), **_defaults_in({}, base)}
-    if faults := list(_odd_kinds(entries, base, defaults)):
+    defaults = {**_collect_defaults(entries, base), **_collect_defaults({}, base)}
+    if faults := list(_find_type_mismatches(entries, base, defaults)):
         raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
 
 
-def _odd_kinds(
+def _find_type_mismatches(
     entries: Mapping[str, Any], there: Any, defaults: Mapping[str, Any], above: str = ""
 ) -> Iterator[str]:
     for name, value in entries.items():
         path = f"{above}{name}"
-        own = there.get(_called(name, there)) if isinstance(there, Mapping) else None
-        wanted = _kind(defaults.get(name) if own is None else own)
+        own = there.get(_resolve_alias(name, there)) if isinstance(there, Mapping) else None
+        wanted = _type_name(defaults.get(name) if own is None else own)
         if value == {} or (value == [] and name in PER_LAYER):
-            yield f"{path}: {value!r} says nothing; leave it out"
-        elif None not in (wanted, value) and _kind(value) != wanted:
+            yield f"{path}: {value!r} has no effect; leave it out"
+        elif None not in (wanted, value) and _type_name(value) != wanted:
             has = "" if own is None else f", and config.json has {own!r}"
-            yield f"{path}: {value!r} is {_kind(value)}{has}; write {wanted}"
+            yield f"{path}: {value!r} is {_type_name(value)}{has}; write {wanted}"
         elif isinstance(value, Mapping):
-            yield from _odd_kinds(value, own, {}, f"{path}.")
+            yield from _find_type_mismatches(value, own, {}, f"{path}.")
 
 
-def _defaults_in(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
+def _collect_defaults(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
     """The defaults of fields that config.json lacks, as far as it can be read."""
-    found = dict[str, Any](TABLES)
-    with suppress(ConfigError, CapabilityError, *UNREADABLE):
-        read = _Recorded(laid_over(base, entries))
+    found = dict[str, Any](TABLE_EXAMPLES)
+    with suppress(ConfigError, CapabilityError, *PARSE_ERRORS):
+        read = _RecordingConfig(apply_overrides(base, entries))
         try:
             get_family(read).read(read)
         finally:
@@ -250,19 +256,19 @@ def _defaults_in(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
     return found
 
 
-def _kind(value: Any) -> str | None:
+def _type_name(value: Any) -> str | None:
     if value is None:
         return None
-    return next((name for kind, name in KINDS.items() if isinstance(value, kind)), "a number")
+    return next((name for kind, name in TYPE_NAMES.items() if isinstance(value, kind)), "a number")
 
 
-def _unreadable(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
+def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
     """The error for overrides with which config.json cannot be read; it names those whose removal
     alone would fix it."""
-    leaves = list(_leaves(entries))
-    culprits = [each for each in leaves if _model_of(base, _without(entries, each[0]))]
+    leaves = list(_iter_leaves(entries))
+    failing = [each for each in leaves if _try_parse(base, _remove_path(entries, each[0]))]
     named = ", ".join(
-        f"model.foundation.{'.'.join(path)} ({value!r})" for path, value in culprits or leaves
+        f"model.foundation.{'.'.join(path)} ({value!r})" for path, value in failing or leaves
     )
     return ConfigError(
         f"{named} cannot be read as config.json has it: {error}.\n"
@@ -270,31 +276,31 @@ def _unreadable(base: HfConfig, entries: Mapping[str, Any], error: Exception) ->
     )
 
 
-def _without(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
     first, *rest = path
     left = {name: value for name, value in entries.items() if name != first}
-    inner = _without(entries[first], tuple(rest)) if rest else {}
+    inner = _remove_path(entries[first], tuple(rest)) if rest else {}
     return {**left, first: inner} if inner else left
 
 
-def _matters(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
+def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
     """Whether any other value would give another model, or an unsupported one."""
-    own = _model_of(base, entries)
+    own = _try_parse(base, entries)
     return any(
-        _model_of(base, _with(entries, path, other)) != own for other in _other_values(value)
+        _try_parse(base, _set_path(entries, path, other)) != own for other in _other_values(value)
     )
 
 
-def _model_of(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | None:
+def _try_parse(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | None:
     """The model with these overrides; None if it is invalid or unsupported."""
     try:
-        merged = laid_over(base, entries)
-        return _as_computed(get_family(merged).read(merged))
-    except (ConfigError, CapabilityError, *UNREADABLE):
+        merged = apply_overrides(base, entries)
+        return _drop_unused_fields(get_family(merged).read(merged))
+    except (ConfigError, CapabilityError, *PARSE_ERRORS):
         return None
 
 
-def _as_computed(config: DecoderConfig) -> DecoderConfig:
+def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
     """The config without fields that do not affect the computation."""
     experts = config.experts
     has_network = experts is None or len(experts.layers) < config.num_hidden_layers
@@ -317,27 +323,27 @@ def _other_values(value: Any) -> Iterator[Any]:
         yield from (1, True, 0.5, "gelu", [1])
 
 
-def _with(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+def _set_path(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
     changed = dict(entries)
-    changed[path[0]] = value if len(path) == 1 else _with(entries[path[0]], path[1:], value)
+    changed[path[0]] = value if len(path) == 1 else _set_path(entries[path[0]], path[1:], value)
     return changed
 
 
-def _why(path: Path, read: set[str], family: Any) -> str:
+def _explain_no_effect(path: Path, read: set[str], family: Any) -> str:
     """Why an override has no effect."""
     known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
     name = ".".join(path).rpartition(".")[2]
     if name in known:
-        return "with the other entries as they are it decides nothing"
+        return "the other entries make it irrelevant"
     near = get_close_matches(name, sorted(known), n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
-    return f"models of the type {family.model_type} have no such entry{meant}"
+    return f"models of the type {family.model_type} have no such field{meant}"
 
 
 _SWAPPED = {FULL: SLIDING, SLIDING: FULL}
 
 
-class _Recorded(dict[str, Any]):
+class _RecordingConfig(dict[str, Any]):
     """A config.json that records which fields are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:

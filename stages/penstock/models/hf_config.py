@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.models.decoder_config import BY_DOCUMENT, Activation, DecoderConfig
-from penstock.models.quantization_config import declared_in
+from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, Activation, DecoderConfig
+from penstock.models.quantization_config import parse_quantization_config
 
 HfConfig = Mapping[str, Any]
 
-KINDS = ("default", "linear", "llama3", "yarn", *BY_DOCUMENT)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", *LENGTH_DEPENDENT_ROPE)
 """Supported RoPE types."""
 
 ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
@@ -51,10 +51,10 @@ ROPE_KEYS = frozenset(
     ("rope_type", "rope_theta", "partial_rotary_factor", *sum(ROPE_NUMBERS.values(), ()))
 )
 
-NO_NUMBERS = ("truncate", "short_factor", "long_factor")
+NON_NUMERIC_ROPE_KEYS = ("truncate", "short_factor", "long_factor")
 """Those of them that are not numbers but booleans or lists."""
 
-IN_PLACE_OF = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
+REPLACED_BY_ATTENTION_FACTOR = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
 """Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
 `mscale_all_dim`."""
 
@@ -76,15 +76,15 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def decoder_config(
     hf: HfConfig,
     *,
-    faults: Iterable[str] = (),
+    unsupported: Iterable[str] = (),
     hidden_act: str = "silu",
     named: Mapping[str, str] | None = None,
     **specific: Any,
 ) -> DecoderConfig:
     """The DecoderConfig of a config.json. `specific` are the family's own values, which take
-    precedence over the file. `faults` are unsupported settings that the family found, `hidden_act`
-    is the family's default activation, and `named` maps field names to the names in the family's
-    files.
+    precedence over the file. `unsupported` are unsupported settings that the family found,
+    `hidden_act` is the family's default activation, and `named` maps field names to the names in
+    the family's files.
 
     Raises:
         ConfigError: a required field is missing.
@@ -92,12 +92,15 @@ def decoder_config(
     """
     activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
-    written = config_get(hf, act, hidden_act)
-    computed = SILU if specific.get("experts") else tuple(activations)
-    if written not in computed:
-        faults = (*faults, f"{act} is {written!r}; {', '.join(computed)} are computed")
-    refuse_what_is_not_computed(
-        hf, faults, windows="computed" if "sliding_layers" in specific else "refused"
+    activation = config_get(hf, act, hidden_act)
+    supported = SILU if specific.get("experts") else tuple(activations)
+    if activation not in supported:
+        unsupported = (
+            *unsupported,
+            f"{act} is {activation!r}; {', '.join(supported)} are computed",
+        )
+    check_supported(
+        hf, unsupported, windows="computed" if "sliding_layers" in specific else "refused"
     )
     heads = config_require(hf, "num_attention_heads")
     hidden = config_require(hf, "hidden_size")
@@ -113,10 +116,10 @@ def decoder_config(
         "max_position_embeddings": config_require(hf, "max_position_embeddings"),
         "tie_word_embeddings": bool(config_get(hf, "tie_word_embeddings", False)),
         "initializer_range": config_get(hf, "initializer_range", 0.02),
-        "activation": activations[written],
+        "activation": activations[activation],
     }
     if "rope_parameters" not in specific:
-        fields["rope_parameters"] = of_whole_heads(rope_parameters(hf))
+        fields["rope_parameters"] = require_full_rotary(rope_parameters(hf))
     return DecoderConfig(**{**fields, **specific})
 
 
@@ -174,10 +177,10 @@ def rope_parameters(
     parameters.setdefault("rope_type", kind)
     parameters.setdefault("rope_theta", config_get(hf, "rope_theta", theta))
     kind = parameters["rope_type"]
-    if kind not in KINDS:
+    if kind not in ROPE_TYPES:
         raise CapabilityError(
             f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "
-            f"config.json); {', '.join(KINDS)} are computed. Use a model with one of these."
+            f"config.json); {', '.join(ROPE_TYPES)} are computed. Use a model with one of these."
         )
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise CapabilityError(
@@ -189,30 +192,30 @@ def rope_parameters(
     if share != 1.0:
         parameters["partial_rotary_factor"] = share
     if kind in ("llama3", "yarn", "longrope"):
-        begun = config_get(
+        original_length = config_get(
             hf, "original_max_position_embeddings", config_require(hf, "max_position_embeddings")
         )
-        parameters.setdefault("original_max_position_embeddings", begun)
-    return _of_kind(parameters)
+        parameters.setdefault("original_max_position_embeddings", original_length)
+    return _select_rope_keys(parameters)
 
 
-def _of_kind(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _select_rope_keys(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The parameters that the RoPE type uses."""
     kind = parameters["rope_type"]
     read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
     if parameters.get("attention_factor") is not None:
-        read -= {*IN_PLACE_OF.get(kind, ())}
-    for name in read - {"rope_type", *NO_NUMBERS}:
+        read -= {*REPLACED_BY_ATTENTION_FACTOR.get(kind, ())}
+    for name in read - {"rope_type", *NON_NUMERIC_ROPE_KEYS}:
         value = parameters.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise ConfigError(
-                f"the model's {name} (rotary embedding, in config.json) is {value!r}, which is no "
-                "number. Correct the config.json that model.config_path names."
+                f"the model's {name} (rotary embedding, in config.json) is {value!r}, which is not "
+                "a number. Correct the config.json that model.config_path names."
             )
     return {name: value for name, value in parameters.items() if name in read}
 
 
-def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+def require_full_rotary(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The RoPE parameters of a family without partial RoPE.
 
     Raises CapabilityError for a partial_rotary_factor: transformers does not support it in such a
@@ -220,8 +223,8 @@ def of_whole_heads(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if share := parameters.get("partial_rotary_factor"):
         raise CapabilityError(
-            f"the model rotates a share of {share} of each head (partial_rotary_factor in "
-            "config.json); this family's whole heads alone are computed. Use a model without it."
+            f"the model has partial RoPE (partial_rotary_factor {share} in "
+            "config.json), which this family does not support. Use a model without it."
         )
     return parameters
 
@@ -249,40 +252,40 @@ def window_if_used(hf: HfConfig) -> int | None:
     return hf.get("sliding_window", 4096) if config_get(hf, "use_sliding_window", False) else None
 
 
-def sliding_from_a_layer_on(hf: HfConfig) -> dict[str, Any]:
+def sliding_after_max_window_layers(hf: HfConfig) -> dict[str, Any]:
     """`sliding` for the dense Qwen families: from layer `max_window_layers` on."""
     first = config_get(hf, "max_window_layers", 28)
     return sliding(hf, window_if_used(hf), range(first, config_require(hf, "num_hidden_layers")))
 
 
-def refuse_what_is_not_computed(
+def check_supported(
     hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
 ) -> None:
     """Raise one CapabilityError for everything that is unsupported in all families, and for `more`.
 
     `windows` is whether this family supports sliding-window attention.
     """
-    faults = list(more)
-    computed = (FULL, SLIDING) if windows == "computed" else (FULL,)
+    unsupported = list(more)
+    supported = (FULL, SLIDING) if windows == "computed" else (FULL,)
     if windows == "refused" and config_get(hf, "use_sliding_window", False):
-        faults.append("use_sliding_window is true; attention over whole documents is computed")
-    elif other := sorted(set(config_get(hf, "layer_types", [])) - set(computed)):
-        faults.append(
-            f"layer_types names {', '.join(other)}; for this family {' and '.join(computed)} "
-            f"{'are' if len(computed) > 1 else 'is'} computed"
+        unsupported.append("use_sliding_window is true; attention over whole documents is computed")
+    elif other := sorted(set(config_get(hf, "layer_types", [])) - set(supported)):
+        unsupported.append(
+            f"layer_types names {', '.join(other)}; for this family {' and '.join(supported)} "
+            f"{'are' if len(supported) > 1 else 'is'} computed"
         )
     if dropout := config_get(hf, "attention_dropout", 0.0):
-        faults.append(
-            f"attention_dropout is {dropout}; write 0 here (model.foundation lays over it), and"
+        unsupported.append(
+            f"attention_dropout is {dropout}; write 0 here (model.foundation overrides it), and"
             f" train.dropout.attention: {dropout} if weights are to be dropped"
         )
     try:
-        declared_in(hf)
+        parse_quantization_config(hf)
     except CapabilityError as error:
-        faults.append(str(error))
-    if faults:
-        lines = "\n  ".join(faults)
+        unsupported.append(str(error))
+    if unsupported:
+        lines = "\n  ".join(unsupported)
         raise CapabilityError(
-            f"the model's config.json asks for what is not computed:\n  {lines}\n"
+            f"the model's config.json has unsupported settings:\n  {lines}\n"
             "Change these fields in a copy that model.config_path names, or use another model."
         )

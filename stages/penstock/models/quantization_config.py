@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError
 
-Publisher = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors"]
+QuantMethod = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors"]
 
-TILE = (128, 128)
+FP8_BLOCK_SHAPE = (128, 128)
 
-INSTEAD = (
+UNQUANTIZED_HINT = (
     "Name the model that it was quantized from as model.model_path; with lora.enable_lora and "
     "lora.enable_qlora it is quantized on loading"
 )
 
-MXFP4 = (
+MXFP4_HINT = (
     "its weights are in MXFP4, and unquantized ones are read. In transformers, "
     "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
     "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
@@ -32,7 +32,7 @@ class QuantizationConfig:
 
     format: str
     """Name of the format in `penstock_kernels.quant`."""
-    quant_method: Publisher
+    quant_method: QuantMethod
     """Determines names and layout of the tensors; from `quant_method` in config.json."""
     group_size: int | None = None
     """Group size in columns, if the config has it; None: the format's own."""
@@ -41,33 +41,34 @@ class QuantizationConfig:
     take precedence."""
 
 
-def declared_in(
-    hf: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+def parse_quantization_config(
+    hf: Mapping[str, Any], modelopt_config: Mapping[str, Any] | None = None
 ) -> QuantizationConfig | None:
     """The quantization config in a config.json, or None.
 
-    `beside` is ModelOpt's hf_quant_config.json: older exports have it and nothing in config.json.
+    `modelopt_config` is ModelOpt's hf_quant_config.json: older exports have it and nothing in
+    config.json.
 
     Raises:
         CapabilityError: an unsupported quantization.
     """
-    said = hf.get("quantization_config")
-    if said is None and beside is not None:
-        inner = beside.get("quantization")
-        said = {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else {})}
-    if not said:
+    config = hf.get("quantization_config")
+    if config is None and modelopt_config is not None:
+        inner = modelopt_config.get("quantization")
+        config = {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else {})}
+    if not config:
         return None
-    if not isinstance(said, Mapping):
-        raise _refused("is no table")
-    method = said.get("quant_method")
-    if method is None and {"load_in_4bit", "load_in_8bit"} & set(said):
+    if not isinstance(config, Mapping):
+        raise _unsupported("is not a table")
+    method = config.get("quant_method")
+    if method is None and {"load_in_4bit", "load_in_8bit"} & set(config):
         # As transformers infers it.
         method = "bitsandbytes"
     if method == "mxfp4":
-        raise CapabilityError(f"quantization_config is set; {MXFP4}")
+        raise CapabilityError(f"quantization_config is set; {MXFP4_HINT}")
     if not isinstance(method, str) or method not in _METHODS:
-        raise _refused(f"says quant_method {method!r}; {', '.join(_METHODS)} are read")
-    return _METHODS[method](said)
+        raise _unsupported(f"says quant_method {method!r}; {', '.join(_METHODS)} are read")
+    return _METHODS[method](config)
 
 
 def malformed(name: str, fault: str) -> CapabilityError:
@@ -75,54 +76,56 @@ def malformed(name: str, fault: str) -> CapabilityError:
     return CapabilityError(
         f"{name} of the checkpoint cannot be read as its configuration says it is quantized: "
         f"{fault}.\n"
-        f"  Fetch the checkpoint again. {INSTEAD}."
+        f"  Fetch the checkpoint again. {UNQUANTIZED_HINT}."
     )
 
 
-def _refused(what: str) -> CapabilityError:
-    return CapabilityError(f"quantization_config {what}. {INSTEAD}")
+def _unsupported(what: str) -> CapabilityError:
+    return CapabilityError(f"quantization_config {what}. {UNQUANTIZED_HINT}")
 
 
-def _fp8(said: Mapping[str, Any]) -> QuantizationConfig:
-    if (experts := said.get("expert_dtype", "fp8")) != "fp8":
-        raise _refused(f"says expert_dtype {experts!r}; experts in fp8 are read")
-    if said.get("modules_to_convert"):
-        raise _refused("names modules_to_convert; linear layers in fp8 are read, embeddings not")
-    untouched = _names(said, "modules_to_not_convert", "ignored_layers")
-    block = said.get("weight_block_size", TILE)
+def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
+    if (experts := config.get("expert_dtype", "fp8")) != "fp8":
+        raise _unsupported(f"says expert_dtype {experts!r}; experts in fp8 are read")
+    if config.get("modules_to_convert"):
+        raise _unsupported(
+            "names modules_to_convert; linear layers in fp8 are read, embeddings not"
+        )
+    ignored_modules = _read_names(config, "modules_to_not_convert", "ignored_layers")
+    block = config.get("weight_block_size", FP8_BLOCK_SHAPE)
     if block is None:
-        return QuantizationConfig("fp8", "fp8", ignored_modules=untouched)
-    if not _is_tile(block):
-        raise _refused(f"says weight_block_size {block}; tiles of [128, 128] are read")
-    return QuantizationConfig("block_fp8", "fp8", 128, untouched)
+        return QuantizationConfig("fp8", "fp8", ignored_modules=ignored_modules)
+    if not _is_128_block(block):
+        raise _unsupported(f"says weight_block_size {block}; tiles of [128, 128] are read")
+    return QuantizationConfig("block_fp8", "fp8", 128, ignored_modules)
 
 
-def _modelopt(said: Mapping[str, Any]) -> QuantizationConfig:
-    algorithm = said.get("quant_algo")
-    untouched = _names(said, "ignore", "exclude_modules")
+def _modelopt(config: Mapping[str, Any]) -> QuantizationConfig:
+    algorithm = config.get("quant_algo")
+    ignored_modules = _read_names(config, "ignore", "exclude_modules")
     if algorithm == "FP8":
-        return QuantizationConfig("fp8", "modelopt", ignored_modules=untouched)
+        return QuantizationConfig("fp8", "modelopt", ignored_modules=ignored_modules)
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-        raise _refused(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
+        raise _unsupported(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
     # Older exports have group_size at the top level, newer ones in config_groups.
-    sizes = {said.get("group_size") or 16} | {
-        weights.get("group_size") or 16 for weights in _weights_of(said)
+    sizes = {config.get("group_size") or 16} | {
+        weights.get("group_size") or 16 for weights in _group_weights(config)
     }
     if sizes != {16}:
-        raise _refused(f"says group_size {max(sizes)} of NVFP4, which has groups of 16")
-    return QuantizationConfig("nvfp4", "modelopt", 16, untouched)
+        raise _unsupported(f"says group_size {max(sizes)} of NVFP4, which has groups of 16")
+    return QuantizationConfig("nvfp4", "modelopt", 16, ignored_modules)
 
 
-def _bitsandbytes(said: Mapping[str, Any]) -> QuantizationConfig:
-    if not (said.get("load_in_4bit") or said.get("_load_in_4bit")):
-        raise _refused("says that bitsandbytes keeps 8 bits; its nf4 is read")
+def _bitsandbytes(config: Mapping[str, Any]) -> QuantizationConfig:
+    if not (config.get("load_in_4bit") or config.get("_load_in_4bit")):
+        raise _unsupported("has 8-bit bitsandbytes weights; only nf4 is supported")
     # fp4 is bitsandbytes' default.
-    kind = said.get("bnb_4bit_quant_type", "fp4")
-    if kind != "nf4":
-        raise _refused(f"says bnb_4bit_quant_type {kind!r}; nf4 is read")
+    key = config.get("bnb_4bit_quant_type", "fp4")
+    if key != "nf4":
+        raise _unsupported(f"says bnb_4bit_quant_type {key!r}; nf4 is read")
     # The group size is stored with each matrix.
     return QuantizationConfig(
-        "nf4", "bitsandbytes", ignored_modules=_names(said, "llm_int8_skip_modules")
+        "nf4", "bitsandbytes", ignored_modules=_read_names(config, "llm_int8_skip_modules")
     )
 
 
@@ -138,48 +141,52 @@ _COMPRESSED = {
 """Maps compressed-tensors' (format, weight type, bits, strategy) to a format name."""
 
 
-def _compressed_tensors(said: Mapping[str, Any]) -> QuantizationConfig:
+def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
     for name in ("transform_config", "sparsity_config"):
-        extra = said.get(name)
+        extra = config.get(name)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
-            raise _refused(f"has a {name}; weights that are quantized and no more are read")
-    groups, found = _groups_of(said), set[QuantizationConfig]()
+            raise _unsupported(f"has a {name}; weights that are quantized and no more are read")
+    groups, found = _config_groups(config), set[QuantizationConfig]()
     for group in groups:
-        layout = group.get("format") or said.get("format")
-        found.add(_compressed(layout, group.get("weights"), _names(said, "ignore")))
+        layout = group.get("format") or config.get("format")
+        found.add(_compressed(layout, group.get("weights"), _read_names(config, "ignore")))
     if len(found) != 1:
-        raise _refused(f"quantizes weights in {len(found)} ways; one for all is read")
+        raise _unsupported(f"quantizes weights in {len(found)} ways; one for all is read")
     return found.pop()
 
 
-def _compressed(layout: Any, weights: Any, untouched: tuple[str, ...]) -> QuantizationConfig:
+def _compressed(layout: Any, weights: Any, ignored_modules: tuple[str, ...]) -> QuantizationConfig:
     if not isinstance(weights, Mapping):
-        raise _refused("has a group of layers whose weights are not quantized; weights are read")
-    kind = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
-    if kind not in _COMPRESSED:
-        _, number, bits, strategy = kind
-        raise _refused(
+        raise _unsupported(
+            "has a group of layers whose weights are not quantized; weights are read"
+        )
+    key = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
+    if key not in _COMPRESSED:
+        _, number, bits, strategy = key
+        raise _unsupported(
             f"says {layout} weights of {bits} bits ({number}) by {strategy}; of compressed-tensors "
             "fp8 and int8 by channel or tensor, fp8 in blocks, int4 in groups and nvfp4 are read"
         )
     if not weights.get("symmetric", True):
-        raise _refused("says weights are not symmetric; those without zero points are read")
+        raise _unsupported("says weights are not symmetric; those without zero points are read")
     if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _refused("says weights are quantized in the order of activations; others are read")
-    format = _COMPRESSED[kind]
+        raise _unsupported(
+            "says weights are quantized in the order of activations; others are read"
+        )
+    format = _COMPRESSED[key]
     block, size = weights.get("block_structure"), weights.get("group_size")
     if format == "block_fp8":
-        if not _is_tile(block):
-            raise _refused(f"says block_structure {block}; tiles of [128, 128] are read")
-        return QuantizationConfig(format, "compressed-tensors", 128, untouched)
+        if not _is_128_block(block):
+            raise _unsupported(f"says block_structure {block}; tiles of [128, 128] are read")
+        return QuantizationConfig(format, "compressed-tensors", 128, ignored_modules)
     if format == "nvfp4":
         if size not in (None, 16):
-            raise _refused(f"says group_size {size} of NVFP4, which has groups of 16")
-        return QuantizationConfig(format, "compressed-tensors", 16, untouched)
+            raise _unsupported(f"says group_size {size} of NVFP4, which has groups of 16")
+        return QuantizationConfig(format, "compressed-tensors", 16, ignored_modules)
     if format == "int4" and not isinstance(size, int):
-        raise _refused(f"says group_size {size!r}, which is no number of columns")
+        raise _unsupported(f"says group_size {size!r}, which is no number of columns")
     return QuantizationConfig(
-        format, "compressed-tensors", size if format == "int4" else None, untouched
+        format, "compressed-tensors", size if format == "int4" else None, ignored_modules
     )
 
 
@@ -190,25 +197,27 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
     return "group" if weights.get("group_size") else "tensor"
 
 
-def _is_tile(block: Any) -> bool:
+def _is_128_block(block: Any) -> bool:
     # Early versions of compressed-tensors wrote a string.
-    return block == "128x128" or (isinstance(block, list | tuple) and tuple(block) == TILE)
+    return block == "128x128" or (
+        isinstance(block, list | tuple) and tuple(block) == FP8_BLOCK_SHAPE
+    )
 
 
-def _groups_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = said.get("config_groups")
+def _config_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = config.get("config_groups")
     each = groups.values() if isinstance(groups, Mapping) else ()
     return [group for group in each if isinstance(group, Mapping)]
 
 
-def _weights_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = (group.get("weights") for group in _groups_of(said))
+def _group_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = (group.get("weights") for group in _config_groups(config))
     return [weights for weights in found if isinstance(weights, Mapping)]
 
 
-def _names(said: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+def _read_names(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
     for field in fields:
-        if isinstance(names := said.get(field), list | tuple):
+        if isinstance(names := config.get(field), list | tuple):
             return tuple(map(str, names))
     return ()
 

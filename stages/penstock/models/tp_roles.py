@@ -15,9 +15,9 @@ class ParallelStyle(Enum):
 
     VOCAB = "vocab"
     """Embedding table; rows are tokens (vocab-parallel)."""
-    WIDEN = "widen"
+    COLWISE = "widen"
     """Linear layer whose output heads or features are independent (column-parallel)."""
-    NARROW = "narrow"
+    ROWWISE = "narrow"
     """Linear layer whose input heads or features are independent (row-parallel)."""
     HEAD = "head"
     """Linear layer onto the vocabulary."""
@@ -60,22 +60,22 @@ def find_parallel_style(name: str, roles: Roles) -> ParallelStyle | None:
 DECODER_ROLES: Roles = {
     "model.embed_tokens": ParallelStyle.VOCAB,
     "model.layers.*.self_attn": ParallelStyle.PER_HEAD,
-    "model.layers.*.self_attn.[qkv]_proj": ParallelStyle.WIDEN,
-    "model.layers.*.self_attn.qkv_proj": ParallelStyle.WIDEN,
-    "model.layers.*.self_attn.o_proj": ParallelStyle.NARROW,
-    "model.layers.*.mlp.gate_proj": ParallelStyle.WIDEN,
-    "model.layers.*.mlp.up_proj": ParallelStyle.WIDEN,
-    "model.layers.*.mlp.down_proj": ParallelStyle.NARROW,
+    "model.layers.*.self_attn.[qkv]_proj": ParallelStyle.COLWISE,
+    "model.layers.*.self_attn.qkv_proj": ParallelStyle.COLWISE,
+    "model.layers.*.self_attn.o_proj": ParallelStyle.ROWWISE,
+    "model.layers.*.mlp.gate_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.up_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.down_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.gate": ParallelStyle.ROUTER,
     "model.layers.*.mlp.experts": ParallelStyle.EXPERTS,
-    "model.layers.*.mlp.shared_experts.gate_proj": ParallelStyle.WIDEN,
-    "model.layers.*.mlp.shared_experts.up_proj": ParallelStyle.WIDEN,
-    "model.layers.*.mlp.shared_experts.down_proj": ParallelStyle.NARROW,
+    "model.layers.*.mlp.shared_experts.gate_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.shared_experts.up_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.shared_experts.down_proj": ParallelStyle.ROWWISE,
     "lm_head": ParallelStyle.HEAD,
 }
 """Parallel styles of `decoder.Decoder`'s modules, for all families."""
 
-DECODER_GRAINS: Mapping[str, ShardUnit] = {
+DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "embed_tokens": ShardUnit.TOKEN,
     "q_proj": ShardUnit.QUERY_HEAD,
     "k_proj": ShardUnit.KEY_HEAD,
@@ -89,5 +89,5 @@ DECODER_GRAINS: Mapping[str, ShardUnit] = {
     "fc1": ShardUnit.FEATURE,
     "fc2": ShardUnit.FEATURE,
 }
-"""What the rows (in a `NARROW` layer: the columns) of a checkpoint's layer are, by the last part of
-its name; the same for all families so far."""
+"""What the rows (in a `ROWWISE` layer: the columns) of a checkpoint's layer are, by the last part
+of its name; the same for all families so far."""

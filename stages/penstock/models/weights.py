@@ -14,14 +14,14 @@ from functools import cached_property
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT, SELECTION_BIAS
 
-FUSED = "qkv_proj"
+QKV_PROJ = "qkv_proj"
 LAYERS = "model.layers."
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Native:
+class _NativeParam:
     """A parameter of the model."""
 
     shape: Shape
@@ -38,18 +38,18 @@ class WeightMap:
 
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, in the order of `named_parameters()`, without a tied head."""
-        return tuple(self._natives)
+        return tuple(self._native_params)
 
     def native_shape(self, native_name: str) -> Shape:
         """The shape of a native tensor."""
-        return self._natives[native_name].shape
+        return self._native_params[native_name].shape
 
     def hf_names(self, native_name: str) -> tuple[str, ...]:
         """The checkpoint tensors whose concatenated rows are the native tensor.
 
         A name that is not a parameter, such as a tied head, maps to itself.
         """
-        native = self._natives.get(native_name)
+        native = self._native_params.get(native_name)
         return tuple(native.parts) if native else (native_name,)
 
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
@@ -58,16 +58,16 @@ class WeightMap:
         one tensor for all experts."""
         if self.config.experts is None or self.config.experts.clamped:
             return ()
-        leads_in = matrix != "down_proj"
-        tensors = self.hf_names(f"{layer}.mlp.experts.{'gate_up_proj' if leads_in else matrix}")
-        chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if leads_in else tensors
+        is_input = matrix != "down_proj"
+        tensors = self.hf_names(f"{layer}.mlp.experts.{'gate_up_proj' if is_input else matrix}")
+        chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if is_input else tensors
         return tuple(name.removesuffix(".weight") for name in chosen)
 
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every tensor that a checkpoint must have."""
         return {
             hf_name: shape
-            for native in self._natives.values()
+            for native in self._native_params.values()
             for hf_name, shape in native.parts.items()
         }
 
@@ -82,10 +82,10 @@ class WeightMap:
         return is_bias or (experts.fp32_router and hf_name.endswith(router))
 
     @cached_property
-    def _natives(self) -> Mapping[str, _Native]:
-        return dict(self._each())
+    def _native_params(self) -> Mapping[str, _NativeParam]:
+        return dict(self._iter_params())
 
-    def _each(self) -> Iterator[tuple[str, _Native]]:
+    def _iter_params(self) -> Iterator[tuple[str, _NativeParam]]:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         names = config.names
@@ -99,19 +99,19 @@ class WeightMap:
             mlp_norm = f"{stored}.{names.mlp_norm}"
             yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
             if experts := config.layer_experts(layer):
-                yield from self._mixture(at, experts)
+                yield from self._moe(at, experts)
             else:
-                yield from self._network(at, stored)
+                yield from self._mlp(at, stored)
         yield from self._norm("model.norm", f"{names.backbone}.{names.norm}")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
-    def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _Native]]:
+    def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         leaves = ("weight",) if self.config.norm == "rms" else ("weight", "bias")
         for leaf in leaves:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _Native]]:
+    def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _NativeParam]]:
         config = self.config
         at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
         width, parts = config.hidden_size, config.qkv_features
@@ -121,8 +121,8 @@ class WeightMap:
         if self.merge_qkv:
             for leaf, rest in leaves.items():
                 yield (
-                    f"{at}.{FUSED}.{leaf}",
-                    _Native(
+                    f"{at}.{QKV_PROJ}.{leaf}",
+                    _NativeParam(
                         (sum(parts.values()), *rest),
                         {f"{stored}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
                     ),
@@ -138,7 +138,7 @@ class WeightMap:
             for norm in ("q_norm", "k_norm"):
                 yield _same(f"{at}.{norm}.weight", (config.head_dim,))
 
-    def _network(self, layer: str, stored: str) -> Iterator[tuple[str, _Native]]:
+    def _mlp(self, layer: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of a dense layer."""
         config, names = self.config, self.config.names
         up, bias = (config.intermediate_size, config.hidden_size), config.mlp_bias
@@ -147,14 +147,14 @@ class WeightMap:
         yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
         yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
-    def _shared(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _Native]]:
+    def _shared_mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of shared experts."""
         up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
         for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
             yield from _linear(f"{at}.{part}", f"{stored}.{part}", up, bias)
         yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", up[::-1], bias)
 
-    def _mixture(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _Native]]:
+    def _moe(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _NativeParam]]:
         at, names = f"{layer}.mlp", experts.names
         stored = f"{layer}.{names.block}"
         scores = (experts.num_experts, self.config.hidden_size)
@@ -163,13 +163,13 @@ class WeightMap:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
         yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
         if experts.shared_intermediate_size:
-            yield from self._shared(
+            yield from self._shared_mlp(
                 f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_intermediate_size
             )
 
     def _experts(
         self, at: str, stored: str, experts: ExpertsConfig
-    ) -> Iterator[tuple[str, _Native]]:
+    ) -> Iterator[tuple[str, _NativeParam]]:
         count, inner, width = (
             experts.num_experts,
             experts.intermediate_size,
@@ -186,25 +186,25 @@ class WeightMap:
             yield _renamed(f"{at}.down_proj_bias", f"{stored}.down_proj_bias", (count, width))
             return
         names, each = experts.names, [f"{stored}.{number}" for number in range(count)]
-        into = {
+        gate_up_shapes = {
             f"{expert}.{part}.weight": (inner, width)
             for expert in each
             for part in (names.gate, names.up)
         }
-        yield f"{at}.gate_up_proj", _Native((count, 2 * inner, width), into)
-        out_of = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
-        yield f"{at}.down_proj", _Native((count, width, inner), out_of)
+        yield f"{at}.gate_up_proj", _NativeParam((count, 2 * inner, width), gate_up_shapes)
+        down_shapes = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
+        yield f"{at}.down_proj", _NativeParam((count, width, inner), down_shapes)
 
 
-def _same(name: str, shape: Shape) -> tuple[str, _Native]:
+def _same(name: str, shape: Shape) -> tuple[str, _NativeParam]:
     return _renamed(name, name, shape)
 
 
-def _renamed(name: str, stored: str, shape: Shape) -> tuple[str, _Native]:
-    return name, _Native(shape, {stored: shape})
+def _renamed(name: str, stored: str, shape: Shape) -> tuple[str, _NativeParam]:
+    return name, _NativeParam(shape, {stored: shape})
 
 
-def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Iterator[tuple[str, _Native]]:
+def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Iterator[tuple[str, _NativeParam]]:
     yield _renamed(f"{name}.weight", f"{stored}.weight", shape)
     if bias:
         yield _renamed(f"{name}.bias", f"{stored}.bias", shape[:1])

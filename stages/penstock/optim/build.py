@@ -10,9 +10,8 @@ from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import ConfigError
 from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.groups import RATE, Grouping, parameter_groups
-from penstock.optim.muon import Alone, Directions, Muon, Orthogonalizer
-from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors
-from penstock.optim.novograd import Alone as TensorsAlone
+from penstock.optim.muon import Directions, Muon, Orthogonalizer, UnshardedDirections
+from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors, UnshardedTensors
 from penstock.optim.optimizer_by_name import named_optimizer
 
 ADAMW_BETAS = (0.9, 0.95)
@@ -29,13 +28,13 @@ def build_optimizer(
     optim: OptimConfig,
     grouping: Grouping | None = None,
     *,
-    keeping: StatePrecision = EXACT,
+    precision: StatePrecision = EXACT,
     directions: Directions | None = None,
     tensors: Tensors | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the trainable parameters, with the groups of `parameter_groups`.
 
-    `keeping` applies to the optimizers implemented here: AdamW unless all is float32, Muon, and
+    `precision` applies to the optimizers implemented here: AdamW unless all is float32, Muon, and
     NovoGrad. `directions` computes Muon's updates and `tensors` NovoGrad's norms; the defaults are
     for parameters that are not sharded.
 
@@ -51,36 +50,36 @@ def build_optimizer(
             "no parameter of the model is trainable. "
             "Set lora.enable_lora, or load a model whose parameters are not all frozen."
         )
-    told: dict[str, Any] = dict(optim.optimizer_kwargs)
+    kwargs: dict[str, Any] = dict(optim.optimizer_kwargs)
     if optim.optimizer == "sgd":
         # Not fused: torch has no fused SGD kernel for sharded parameters (DTensor).
-        return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **told)
+        return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **kwargs)
     if "." in optim.optimizer:
         return named_optimizer(optim)(groups, lr=optim.lr)
     if optim.optimizer == "novograd":
         return NovoGrad(
             groups,
             lr=optim.lr,
-            betas=tuple(told.get("betas", BETAS)),
-            eps=told.get("eps", EPS),
-            grad_averaging=told.get("grad_averaging", False),
-            amsgrad=told.get("amsgrad", False),
-            keeping=keeping,
-            tensors=tensors or TensorsAlone(),
+            betas=tuple(kwargs.get("betas", BETAS)),
+            eps=kwargs.get("eps", EPS),
+            grad_averaging=kwargs.get("grad_averaging", False),
+            amsgrad=kwargs.get("amsgrad", False),
+            precision=precision,
+            tensors=tensors or UnshardedTensors(),
         )
-    beta1, beta2 = told.get("betas", ADAMW_BETAS)
-    adam = {"lr": optim.lr, "betas": (beta1, beta2), "eps": told.get("eps", ADAMW_EPS)}
+    beta1, beta2 = kwargs.get("betas", ADAMW_BETAS)
+    adam = {"lr": optim.lr, "betas": (beta1, beta2), "eps": kwargs.get("eps", ADAMW_EPS)}
     if optim.optimizer == "muon":
         return Muon(
             groups,
             **adam,
             momentum=optim.muon_momentum,
             nesterov=optim.muon_nesterov,
-            keeping=keeping,
-            directions=directions or Alone(newton_schulz_args(optim)),
+            precision=precision,
+            directions=directions or UnshardedDirections(newton_schulz_args(optim)),
         )
     if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
-        return AnyPrecisionAdamW(groups, **adam, keeping=keeping)
+        return AnyPrecisionAdamW(groups, **adam, precision=precision)
     # Fused: one pass over each tensor, instead of several temporaries of every weight's size.
     return torch.optim.AdamW(groups, **adam, fused=True)
 

@@ -14,15 +14,15 @@ RATE = "rate"
 MATRICES = "matrices"
 """Key of a parameter group: whether Muon updates its parameters."""
 
-FASTER = ".lora_B."
+LORA_B = ".lora_B."
 """Part of the names of LoRA B matrices, which are initialized to zero."""
 
-OF_EMBEDDING = ".embed_tokens."
+EMBEDDING_ADAPTER = ".embed_tokens."
 """Part of the names of embedding adapters, whose A matrix is the one initialized to zero."""
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
-RateOf = Callable[[str], float]
+LrMultiplierFn = Callable[[str], float]
 """Parameter name -> multiplier of the learning rate."""
 
 
@@ -36,23 +36,23 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = rate
 
 
-def alike(_: str) -> float:
+def constant_multiplier(_: str) -> float:
     """Multiplier 1 for all parameters."""
     return 1.0
 
 
-def layerwise_lr_decay(bound: float, num_layers: int) -> RateOf:
+def layerwise_lr_decay(bound: float, num_layers: int) -> LrMultiplierFn:
     """Layer-wise learning rate decay: multiplier b + d/(n+2) (1-b), with b the `bound` and n the
     number of layers. d is 0 for the embedding, i for layer i (from 0), and n+2 for the final norm
     and the LM head. The formula is ERNIEKit's, in which layer 0 has the embedding's rate."""
 
-    def rate_of(name: str) -> float:
+    def lr_multiplier(name: str) -> float:
         depth = 0 if "embed_" in name else num_layers + 2
         if layer := LAYER.search(name):
             depth = int(layer[1])
         return bound + depth / (num_layers + 2) * (1 - bound)
 
-    return rate_of
+    return lr_multiplier
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Grouping:
     no_decay_modules: Iterable[str] = ()
     no_decay_params: Iterable[str] = ()
     lora_plus_ratio: float = 1.0
-    rate_of: RateOf = alike
+    lr_multiplier: LrMultiplierFn = constant_multiplier
     matrices: Container[str] = field(default_factory=frozenset[str])
     """Names of the parameters that Muon updates."""
-    rate_of_matrices: float = 1.0
+    muon_lr_multiplier: float = 1.0
     """Learning rate multiplier of Muon matrices."""
 
 
@@ -91,12 +91,12 @@ def parameter_groups(
         is_exempt = any(part in module for part in grouping.no_decay_modules) or any(
             part in name for part in grouping.no_decay_params
         )
-        rate = grouping.rate_of(name)
-        if FASTER in name and OF_EMBEDDING not in name:
+        rate = grouping.lr_multiplier(name)
+        if LORA_B in name and EMBEDDING_ADAPTER not in name:
             rate *= grouping.lora_plus_ratio
         is_matrix = name in grouping.matrices
         if is_matrix:
-            rate *= grouping.rate_of_matrices
+            rate *= grouping.muon_lr_multiplier
         exempts = is_exempt or not grouping.weight_decay
         groups.setdefault((is_matrix, rate, exempts), []).append((name, parameter))
     return [

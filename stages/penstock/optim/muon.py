@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.optim.anyprecision import StatePrecision, as_it_is, move_along, step_adamw
+from penstock.optim.anyprecision import StatePrecision, apply_update, identity, step_adamw
 from penstock.optim.groups import MATRICES
 from penstock_kernels.newton_schulz import each_by_shape, newton_schulz
 
 Adjust = Literal["original", "match_rms_adamw"]
 
-MomentumOf = Callable[[nn.Parameter], torch.Tensor]
+MomentumFn = Callable[[nn.Parameter], torch.Tensor]
 """Parameter -> momentum of its local shard, in bfloat16. Updates the momentum buffer, so call it
 once per step."""
 
 Directions = Callable[
-    [Sequence[nn.Parameter], MomentumOf], Iterable[tuple[nn.Parameter, torch.Tensor]]
+    [Sequence[nn.Parameter], MomentumFn], Iterable[tuple[nn.Parameter, torch.Tensor]]
 ]
 """(parameters, momentum function) -> (parameter, update direction of its local shard), in any
 order. Sharded matrices need a distributed implementation."""
@@ -65,10 +65,10 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         momentum: float,
         nesterov: bool,
-        keeping: StatePrecision,
+        precision: StatePrecision,
         directions: Directions,
     ) -> None:
-        self.keeping, self._directions = keeping, directions
+        self.precision, self._directions = precision, directions
         super().__init__(
             params,
             {
@@ -85,54 +85,57 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update every parameter. AdamW parameters without a gradient are not changed."""
         assert closure is None
-        group_of: dict[nn.Parameter, dict[str, Any]] = {}
+        group_by_param: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
             if group[MATRICES]:
-                group_of.update(dict.fromkeys(group["params"], group))
+                group_by_param.update(dict.fromkeys(group["params"], group))
             else:
-                step_adamw(self.state, group, self.keeping)
+                step_adamw(self.state, group, self.precision)
 
-        def momentum_of(parameter: nn.Parameter) -> torch.Tensor:
-            return self._momentum(parameter, group_of[parameter])
+        def momentum_fn(parameter: nn.Parameter) -> torch.Tensor:
+            return self._momentum(parameter, group_by_param[parameter])
 
-        for parameter, direction in self._directions(list(group_of), momentum_of):
-            group, step = group_of[parameter], int(self.state[parameter]["step"].item())
-            kept = 1 - group["lr"] * group["weight_decay"]
-            move_along(parameter, direction, group["lr"], self.keeping, step, kept=kept)
+        for parameter, direction in self._directions(list(group_by_param), momentum_fn):
+            group, step = group_by_param[parameter], int(self.state[parameter]["step"].item())
+            decay = 1 - group["lr"] * group["weight_decay"]
+            apply_update(parameter, direction, group["lr"], self.precision, step, decay=decay)
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         """Update the momentum buffer, and return it, or the Nesterov momentum, in bfloat16."""
-        its, local = self.state[parameter], self.keeping.local
+        its, local = self.state[parameter], self.precision.local
         if not its:
             its["step"] = torch.zeros(())
-            its["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.keeping.states)
+            its["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.precision.states)
         its["step"] += 1
-        kept = local(its["momentum_buffer"])
+        buffer = local(its["momentum_buffer"])
         if parameter.grad is None:
-            gradient = torch.zeros_like(kept, dtype=torch.float32)
+            gradient = torch.zeros_like(buffer, dtype=torch.float32)
         else:
             gradient = local(parameter.grad).float()
-        now = kept if kept.dtype == torch.float32 else kept.float()
+        now = buffer if buffer.dtype == torch.float32 else buffer.float()
         now.lerp_(gradient, 1 - group["momentum"])
-        if now is not kept:
-            kept.copy_(now)
+        if now is not buffer:
+            buffer.copy_(now)
         ahead = gradient.lerp(now, group["momentum"]) if group["nesterov"] else now
         return ahead.bfloat16()
 
 
 @dataclass(frozen=True)
-class Alone:
+class UnshardedDirections:
     """Update directions of unsharded matrices, single or in a stack [..., N, K]."""
 
-    turning: Orthogonalizer
-    local: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    orthogonalizer: Orthogonalizer
+    local: Callable[[torch.Tensor], torch.Tensor] = identity
 
     def __call__(
-        self, parameters: Sequence[nn.Parameter], momentum_of: MomentumOf
+        self, parameters: Sequence[nn.Parameter], momentum_fn: MomentumFn
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield each parameter with its direction."""
         for parameter in parameters:
-            momentum = momentum_of(parameter)
+            momentum = momentum_fn(parameter)
             stack_BNK = momentum.view(-1, *momentum.shape[-2:])
-            turned = torch.stack(self.turning(list(stack_BNK))).float()
-            yield parameter, turned.view_as(momentum) * self.turning.size(momentum.shape[-2:])
+            update = torch.stack(self.orthogonalizer(list(stack_BNK))).float()
+            yield (
+                parameter,
+                update.view_as(momentum) * self.orthogonalizer.size(momentum.shape[-2:]),
+            )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from penstock.optim.anyprecision import StatePrecision, move_along
+from penstock.optim.anyprecision import StatePrecision, apply_update
 
 BETAS, EPS = (0.95, 0.98), 1e-8
 """Defaults of NeMo."""
@@ -20,7 +20,7 @@ BETAS, EPS = (0.95, 0.98), 1e-8
 SQUARES, LARGEST = "grad_sq", "max_grad_sq"
 """States with one number per tensor: the moving average of squared norms, and its maximum."""
 
-OF_TENSORS = (SQUARES, LARGEST)
+PER_TENSOR_STATES = (SQUARES, LARGEST)
 
 
 class Tensors(Protocol):
@@ -42,7 +42,7 @@ class Tensors(Protocol):
         ...
 
 
-class Alone(Tensors):
+class UnshardedTensors(Tensors):
     """For unsharded parameters: each is one tensor, or a stack of matrices [n, N, K]."""
 
     def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
@@ -79,11 +79,11 @@ class NovoGrad(torch.optim.Optimizer):
         eps: float,
         grad_averaging: bool,
         amsgrad: bool,
-        keeping: StatePrecision,
+        precision: StatePrecision,
         tensors: Tensors,
         weight_decay: float = 0.0,
     ) -> None:
-        self.keeping, self._tensors = keeping, tensors
+        self.precision, self._tensors = precision, tensors
         super().__init__(
             params,
             {
@@ -101,7 +101,7 @@ class NovoGrad(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None
         gradients = {
-            parameter: self.keeping.local(parameter.grad).contiguous()
+            parameter: self.precision.local(parameter.grad).contiguous()
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -122,8 +122,8 @@ class NovoGrad(torch.optim.Optimizer):
         its, (beta1, _) = self.state[parameter], group["betas"]
         if not its:
             its["step"] = torch.zeros(())
-            its["exp_avg"] = torch.zeros_like(parameter, dtype=self.keeping.states)
-            its.update({name: torch.zeros_like(squares) for name in _kept(group)})
+            its["exp_avg"] = torch.zeros_like(parameter, dtype=self.precision.states)
+            its.update({name: torch.zeros_like(squares) for name in _state_names(group)})
         its["step"] += 1
         direction = gradient.to(torch.float32, copy=True)
         parts = self._tensors.parts(parameter, direction)
@@ -131,18 +131,18 @@ class NovoGrad(torch.optim.Optimizer):
         for part, norm in zip(parts, norms, strict=True):
             part.div_(norm[:, None])
         if group["weight_decay"]:
-            weight = self.keeping.local(parameter.detach())
+            weight = self.precision.local(parameter.detach())
             direction.add_(weight, alpha=group["weight_decay"])
         if group["grad_averaging"]:
             direction.mul_(1 - beta1)
-        kept = self.keeping.local(its["exp_avg"])
+        kept = self.precision.local(its["exp_avg"])
         average = direction.add_(kept, alpha=beta1)
         kept.copy_(average)
-        move_along(parameter, average, group["lr"], self.keeping, int(its["step"].item()))
+        apply_update(parameter, average, group["lr"], self.precision, int(its["step"].item()))
 
 
-def _kept(group: Mapping[str, Any]) -> Sequence[str]:
-    return OF_TENSORS if group["amsgrad"] else (SQUARES,)
+def _state_names(group: Mapping[str, Any]) -> Sequence[str]:
+    return PER_TENSOR_STATES if group["amsgrad"] else (SQUARES,)
 
 
 def _norms(

@@ -12,22 +12,22 @@ from torch import nn
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
 
-OURS = {"Muon": "muon"}
+BUILTIN = {"Muon": "muon"}
 """torch.optim classes with a sharded implementation here."""
-UNFIT = {
+UNSUPPORTED = {
     "LBFGS": "computes the loss several times in a step",
-    "SparseAdam": "takes sparse gradients alone",
+    "SparseAdam": "supports only sparse gradients",
 }
 """Unsupported optimizers, with the reason."""
-ELSEWHERE = {
-    "lr": "That is decided by train.lr.",
-    "weight_decay": "That is decided by train.weight_decay.",
-    "params": "Those are the model's.",
+RESERVED_ARGUMENTS = {
+    "lr": "It is set by train.lr.",
+    "weight_decay": "It is set by train.weight_decay.",
+    "params": "They are the model's parameters.",
     "differentiable": "No gradient goes through a step here.",
 }
 """Arguments that `optimizer_kwargs` must not contain, with the reason."""
 
-TRIED = 1e-3
+TRIAL_LR = 1e-3
 """Learning rate for the trial construction that validates the arguments."""
 
 
@@ -40,42 +40,42 @@ def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
             arguments.
         CapabilityError: its package is not installed.
     """
-    name, told = optim.optimizer, optim.optimizer_kwargs
-    kind = _class_of(name)
-    taken = inspect.signature(kind).parameters
-    if optim.weight_decay and "weight_decay" not in taken:
+    name, kwargs = optim.optimizer, optim.optimizer_kwargs
+    optimizer_class = _resolve_class(name)
+    parameters = inspect.signature(optimizer_class).parameters
+    if optim.weight_decay and "weight_decay" not in parameters:
         raise ConfigError(
-            f"train.weight_decay is {optim.weight_decay:g}, and {name} knows no decay.\n"
+            f"train.weight_decay is {optim.weight_decay:g}, and {name} has no weight_decay.\n"
             "  Leave weight_decay out, or write another optimizer."
         )
-    for argument, value in told.items():
-        if argument in ELSEWHERE or argument not in taken:
-            own = [one for one in taken if one not in ELSEWHERE]
+    for argument, value in kwargs.items():
+        if argument in RESERVED_ARGUMENTS or argument not in parameters:
+            own = [one for one in parameters if one not in RESERVED_ARGUMENTS]
             near = get_close_matches(argument, own, 1)
             hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(own)}."
             raise ConfigError(
-                f"train.optimizer_kwargs.{argument} is {value}, and {name} takes no such thing."
-                f"\n  {ELSEWHERE.get(argument, hint)}"
+                f"train.optimizer_kwargs.{argument} is {value}, and {name} has no such argument."
+                f"\n  {RESERVED_ARGUMENTS.get(argument, hint)}"
             )
     arguments = {
         argument: tuple(value) if isinstance(value, list) else value
-        for argument, value in told.items()
+        for argument, value in kwargs.items()
     }
 
     def build(params: Any, lr: float) -> torch.optim.Optimizer:
-        return kind(params, lr=lr, **arguments)
+        return optimizer_class(params, lr=lr, **arguments)
 
     try:
-        build([nn.Parameter(torch.zeros(2, 2))], TRIED)
+        build([nn.Parameter(torch.zeros(2, 2))], TRIAL_LR)
     except (TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"{name} does not take train.optimizer_kwargs {dict(told)}: {error}.\n"
+            f"{name} does not take train.optimizer_kwargs {dict(kwargs)}: {error}.\n"
             "  Leave out what it does not take; its own defaults then hold."
         ) from None
     return build
 
 
-def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _resolve_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     package, _, leaf = name.rpartition(".")
     try:
         module = importlib.import_module(package)
@@ -84,21 +84,27 @@ def _class_of(name: str) -> Callable[..., torch.optim.Optimizer]:
             f"train.optimizer is {name}, and {package.partition('.')[0]} is not installed.\n"
             f"  pip install {package.partition('.')[0]}, or write adamw."
         ) from None
-    if leaf in OURS and package == "torch.optim":
-        raise ConfigError(f"train.optimizer is {name}; write {OURS[leaf]}, which can be sharded.")
-    if leaf in UNFIT:
+    if leaf in BUILTIN and package == "torch.optim":
         raise ConfigError(
-            f"train.optimizer is {name}, which {UNFIT[leaf]}.\n  Write another, such as adamw."
+            f"train.optimizer is {name}; write {BUILTIN[leaf]}, which can be sharded."
+        )
+    if leaf in UNSUPPORTED:
+        raise ConfigError(
+            f"train.optimizer is {name}, which {UNSUPPORTED[leaf]}.\n  Write another, "
+            "such as adamw."
         )
     found: Any = getattr(module, leaf, None)
     is_one = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
     if not is_one or found is torch.optim.Optimizer:
         there = [
             other
-            for other, kind in vars(module).items()
-            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+            for other, optimizer_class in vars(module).items()
+            if isinstance(optimizer_class, type)
+            and issubclass(optimizer_class, torch.optim.Optimizer)
         ]
         near = get_close_matches(leaf, there, 1)
         hint = f"Did you mean {package}.{near[0]}?" if near else f"It has {', '.join(there)}."
-        raise ConfigError(f"train.optimizer is {name}, and {package} has no such one.\n  {hint}")
+        raise ConfigError(
+            f"train.optimizer is {name}, and {package} has no such optimizer.\n  {hint}"
+        )
     return found

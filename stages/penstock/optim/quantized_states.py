@@ -21,7 +21,7 @@ MOMENTS: Mapping[str, Moment] = {"exp_avg": "first", "exp_avg_sq": "second"}
 BLOCK = 128
 """Values per scale. Even, so that a block of 4-bit codes is whole bytes."""
 
-AT_ONCE = BLOCK << 17
+CHUNK = BLOCK << 17
 """Values processed at a time, so that a few fp32 temporaries take less than a large matrix."""
 
 LEVELS: Mapping[Form, int] = {"int8": 255, "int4": 15}
@@ -43,8 +43,8 @@ def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compres
     Second moments must be at least 0. A block with a non-finite value dequantizes to non-finite
     values.
     """
-    parts = values.detach().reshape(-1).split(AT_ONCE)
-    codes, scales = zip(*(_compressed(part, moment, form) for part in parts), strict=True)
+    parts = values.detach().reshape(-1).split(CHUNK)
+    codes, scales = zip(*(_quantize(part, moment, form) for part in parts), strict=True)
     return Compressed(torch.cat(codes), torch.cat(scales))
 
 
@@ -55,7 +55,7 @@ def dequantize_states(
     codes_N, scales_K2 = compressed
     if form == "int4":
         codes_N = torch.stack([codes_N & 15, codes_N >> 4], dim=1).view(-1)[:count]
-    codes_KB = _in_blocks(codes_N)
+    codes_KB = _to_blocks(codes_N)
     first_K1, step_K1 = scales_K2.split(1, dim=1)
     values_KB = codes_KB.float().mul_(step_K1).add_(first_K1)
     if moment == "second":
@@ -68,9 +68,9 @@ def size_in(form: Form, count: int) -> tuple[int, int]:
     return (count if form == "int8" else -(-count // 2)), -(-count // BLOCK)
 
 
-def _compressed(flat_N: torch.Tensor, moment: Moment, form: Form) -> Compressed:
-    of_blocks = _of_first if moment == "first" else _of_second
-    codes_KB, scales_K2 = of_blocks(_in_blocks(flat_N.float()), LEVELS[form])
+def _quantize(flat_N: torch.Tensor, moment: Moment, form: Form) -> Compressed:
+    of_blocks = _quantize_first_moment if moment == "first" else _quantize_second_moment
+    codes_KB, scales_K2 = of_blocks(_to_blocks(flat_N.float()), LEVELS[form])
     codes_N = codes_KB.view(-1)[: len(flat_N)]
     if form == "int4":
         even_N = F.pad(codes_N, (0, len(codes_N) % 2))
@@ -78,11 +78,13 @@ def _compressed(flat_N: torch.Tensor, moment: Moment, form: Form) -> Compressed:
     return Compressed(codes_N.contiguous(), scales_K2)
 
 
-def _in_blocks(flat_N: torch.Tensor) -> torch.Tensor:
+def _to_blocks(flat_N: torch.Tensor) -> torch.Tensor:
     return F.pad(flat_N, (0, -len(flat_N) % BLOCK)).view(-1, BLOCK)
 
 
-def _of_first(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_first_moment(
+    blocks_KB: torch.Tensor, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     # Symmetric around 0, so that 0 stays exactly 0.
     half = levels // 2
     step_K1 = _steps(blocks_KB.abs().amax(1, keepdim=True) / half)
@@ -90,7 +92,9 @@ def _of_first(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch
     return codes_KB.to(torch.uint8), torch.cat([-half * step_K1, step_K1], dim=1)
 
 
-def _of_second(blocks_KB: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_second_moment(
+    blocks_KB: torch.Tensor, levels: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     logs_KB, is_zero_KB = blocks_KB.log2(), blocks_KB == 0
     high_K1 = logs_KB.amax(1, keepdim=True)
     low_K1 = logs_KB.masked_fill_(is_zero_KB, torch.inf).amin(1, keepdim=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.optimizer import OptimConfig
 
-WITHOUT_WARMUP = 10_000
+DEFAULT_TIMESCALE = 10_000
 """Default timescale of `inverse_sqrt` without warmup: steps until the rate falls to about 0.7."""
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SchedulePoint:
     """A step's position in the schedule; the names are those of the module docstring."""
 
     s: int
@@ -26,13 +26,13 @@ class _Place:
     E: int
 
     @property
-    def beyond(self) -> int:
+    def decay_steps(self) -> int:
         """Number of decay steps done."""
         return self.s - self.W - self.H
 
     @property
     def p(self) -> float:
-        return min(1.0, self.beyond / max(1, self.E - self.W - self.H))
+        return min(1.0, self.decay_steps / max(1, self.E - self.W - self.H))
 
 
 def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
@@ -62,14 +62,14 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
         return _noam(step, warmup_steps(optim, total_steps), optim)
     warmup = warmup_steps(optim, total_steps)
     if warmup and step <= warmup:
-        ahead = _ahead(optim)
+        ahead = _plus_one(optim)
         return optim.lr_start + (optim.lr - optim.lr_start) * (step + ahead) / (warmup + ahead)
     end = int(total_steps * optim.lr_decay_ratio) - more.constant_steps
     if style in ENDING and step >= end:
         return optim.lr_min
     if step < warmup + more.hold_steps:
         return optim.lr
-    return _WAYS[style](_Place(step, total_steps, warmup, more.hold_steps, end), optim)
+    return _SCHEDULES[style](_SchedulePoint(step, total_steps, warmup, more.hold_steps, end), optim)
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
@@ -79,40 +79,40 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     return int(total_steps * optim.lr_warmup_ratio)
 
 
-def _ahead(optim: OptimConfig) -> int:
+def _plus_one(optim: OptimConfig) -> int:
     return 1 if optim.lr_schedule_kwargs.warmup_style == "plus_one" else 0
 
 
-def _between(optim: OptimConfig, share: float) -> float:
+def _interpolate(optim: OptimConfig, share: float) -> float:
     return optim.lr_min + (optim.lr - optim.lr_min) * share
 
 
-def _not_below(optim: OptimConfig, share: float) -> float:
+def _clamp_to_min(optim: OptimConfig, share: float) -> float:
     return max(optim.lr_min, optim.lr * share)
 
 
-def _wave(progress: float, cycles: float) -> float:
+def _cosine(progress: float, cycles: float) -> float:
     return (1 + math.cos(2 * math.pi * cycles * progress)) / 2
 
 
-def _stable(at: _Place, optim: OptimConfig) -> float:
+def _wsd(at: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
     steps = at.N // 10 if more.decay_steps is None else more.decay_steps
-    begins = at.E - steps
-    if at.s < begins:
+    decay_start = at.E - steps
+    if at.s < decay_start:
         return optim.lr
-    progress = (at.s - begins) / max(1, steps)
+    progress = (at.s - decay_start) / max(1, steps)
     shares = {
         "linear": 1 - progress,
-        "cosine": _wave(progress, more.num_cycles),
+        "cosine": _cosine(progress, more.num_cycles),
         "sqrt": 1 - math.sqrt(progress),
     }
-    return _between(optim, shares[more.decay_shape])
+    return _interpolate(optim, shares[more.decay_shape])
 
 
-def _inverse_sqrt(at: _Place, optim: OptimConfig) -> float:
-    scale = optim.lr_schedule_kwargs.timescale or at.W + _ahead(optim) or WITHOUT_WARMUP
-    return _not_below(optim, math.sqrt(scale / (at.beyond + scale)))
+def _inverse_sqrt(at: _SchedulePoint, optim: OptimConfig) -> float:
+    scale = optim.lr_schedule_kwargs.timescale or at.W + _plus_one(optim) or DEFAULT_TIMESCALE
+    return _clamp_to_min(optim, math.sqrt(scale / (at.decay_steps + scale)))
 
 
 def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
@@ -122,31 +122,37 @@ def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
     return max(optim.lr_min, peak / math.sqrt(s))
 
 
-def _noam_hold(at: _Place, optim: OptimConfig) -> float:
+def _noam_hold(at: _SchedulePoint, optim: OptimConfig) -> float:
     scale = max(1, at.W)
-    return _not_below(optim, (scale / (at.beyond + scale)) ** optim.lr_schedule_kwargs.decay_rate)
+    return _clamp_to_min(
+        optim, (scale / (at.decay_steps + scale)) ** optim.lr_schedule_kwargs.decay_rate
+    )
 
 
-def _exponential(at: _Place, optim: OptimConfig) -> float:
+def _exponential(at: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
-    return _not_below(optim, more.gamma ** (at.beyond / more.step_size))
+    return _clamp_to_min(optim, more.gamma ** (at.decay_steps / more.step_size))
 
 
-def _stairs(at: _Place, optim: OptimConfig) -> float:
+def _step(at: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
-    return _not_below(optim, more.gamma ** (at.beyond // more.step_size))
+    return _clamp_to_min(optim, more.gamma ** (at.decay_steps // more.step_size))
 
 
-_WAYS: Mapping[str, Callable[[_Place, OptimConfig], float]] = {
+_SCHEDULES: Mapping[str, Callable[[_SchedulePoint, OptimConfig], float]] = {
     "constant": lambda _, optim: optim.lr,
-    "linear": lambda at, optim: _between(optim, 1 - at.p),
-    "cosine": lambda at, optim: _between(optim, _wave(at.p, optim.lr_schedule_kwargs.num_cycles)),
-    "polynomial": lambda at, optim: _between(optim, (1 - at.p) ** optim.lr_schedule_kwargs.power),
-    "wsd": _stable,
-    "square": lambda at, optim: _not_below(optim, (1 - at.p) ** 2),
-    "sqrt": lambda at, optim: _not_below(optim, math.sqrt(1 - at.s / at.E)),
+    "linear": lambda at, optim: _interpolate(optim, 1 - at.p),
+    "cosine": lambda at, optim: _interpolate(
+        optim, _cosine(at.p, optim.lr_schedule_kwargs.num_cycles)
+    ),
+    "polynomial": lambda at, optim: _interpolate(
+        optim, (1 - at.p) ** optim.lr_schedule_kwargs.power
+    ),
+    "wsd": _wsd,
+    "square": lambda at, optim: _clamp_to_min(optim, (1 - at.p) ** 2),
+    "sqrt": lambda at, optim: _clamp_to_min(optim, math.sqrt(1 - at.s / at.E)),
     "inverse_sqrt": _inverse_sqrt,
     "noam_hold": _noam_hold,
-    "step": _stairs,
+    "step": _step,
     "exponential": _exponential,
 }

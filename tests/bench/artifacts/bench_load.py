@@ -37,9 +37,9 @@ from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.param_shards import (
     LocalParam,
+    full_shard,
     local,
     make_local_param,
-    whole_piece,
 )
 from penstock.engine.distributed.ranks import ProcessInfo, init_process_group
 from penstock.engine.hf.load_weights import Readers, load_weights
@@ -102,7 +102,7 @@ def sharded(config: DecoderConfig) -> Decoder:
 def held_of(model: Decoder) -> list[LocalParam]:
     """Every parameter under its own name."""
     return [
-        make_local_param(name, parameter, [whole_piece(name, parameter.shape)])
+        make_local_param(name, parameter, [full_shard(name, parameter.shape)])
         for name, parameter in model.named_parameters()
     ]
 

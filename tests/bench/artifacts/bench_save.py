@@ -24,7 +24,7 @@ from torch import nn
 
 from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.checkpoint.train_state import TrainState
-from penstock.engine.distributed.param_shards import make_local_param, whole_piece
+from penstock.engine.distributed.param_shards import full_shard, make_local_param
 from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 
 REPEATS = 5
@@ -40,7 +40,7 @@ class Training:
         count = max(1, round(millions * 1e6 / WIDTH**2))
         self.matrices = [nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(count)]
         held = [
-            make_local_param(f"{number}.weight", one, (whole_piece(f"{number}.weight", one.shape),))
+            make_local_param(f"{number}.weight", one, (full_shard(f"{number}.weight", one.shape),))
             for number, one in enumerate(self.matrices)
         ]
         self.optimizer = torch.optim.AdamW(self.matrices, foreach=False)

@@ -68,7 +68,9 @@ def alone(lengths: Sequence[int], dtype: torch.dtype) -> list[str]:
     refusals: dict[str, list[str]] = {}
     for name in ("eager", *attention.fast):
         fast = attention.fast.get(name)
-        if fast and (reason := fast.unsupported_reason(q, k, v, documents, SCALE) or fast.missing_reason):
+        if fast and (
+            reason := fast.unsupported_reason(q, k, v, documents, SCALE) or fast.missing_reason
+        ):
             refusals.setdefault(reason, []).append(name)
             continue
         attend = attention.backend(name)

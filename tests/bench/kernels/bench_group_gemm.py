@@ -91,7 +91,7 @@ def main() -> None:
                 torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
                 for size in ((num_rows, K), (num_rows, N), (experts, N, K))
             )
-            refusal = group_gemm.fast["native"].refuses(x, weight, counts)
+            refusal = group_gemm.fast["native"].unsupported_reason(x, weight, counts)
             assert refusal is None, refusal
             for kind, product, given in (
                 ("forward", "by_rows", (x, weight, counts)),

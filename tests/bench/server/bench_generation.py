@@ -71,8 +71,8 @@ def prompts_of(case: Case) -> list[list[int]]:
 def ours(generator: Generator, case: Case) -> list[list[int]]:
     """The answers, one after another."""
     how = SamplingParams(max_tokens=case.new, temperature=case.temperature, seed=0)
-    prompts = [Prompt(ids, how, count=case.answers) for ids in prompts_of(case)]
-    return [one.tokens for each in generator.generate(prompts) for one in each.answers]
+    prompts = [Prompt(ids, how, num_completions=case.answers) for ids in prompts_of(case)]
+    return [one.tokens for each in generator.generate(prompts) for one in each.completions]
 
 
 @torch.no_grad()

@@ -101,8 +101,8 @@ def trl_batches(records: list[dict[str, Any]], place: Path) -> tuple[int, list[i
     """The tokens that TRL passes through its model in an epoch, padding included, and those of each
     side of a pair without it."""
 
-    def messages(turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    def messages(rope_impl: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in rope_impl]
 
     told = {
         "prompt": [messages(record["conversations"]) for record in records],

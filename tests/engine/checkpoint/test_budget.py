@@ -2,18 +2,24 @@
 
 import itertools
 import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.core.errors import StageError
 from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.folders import CheckpointNaming
+from penstock.rows.batches import StepSampler
 from penstock.rows.reader import PackedRows
 from penstock.train import duration
+from penstock.train.checkpointing import TrainerState
+from penstock.train.duration import Duration, build_duration
 from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.launch.upload_selection import files_to_download
@@ -122,7 +128,7 @@ def tell(loop, losses):
         accuracy = -abs(number - 3)
         return {"eval_loss": loss, "eval_perplexity": 1.0, "eval_token_accuracy": accuracy}
 
-    loop.held_out.evaluate = evaluate
+    loop.params_out.evaluate = evaluate
 
 
 LOSSES = [5.0, 4.0, 4.5, 3.99, 4.2, 3.9, 4.1, 4.3, 4.4, 1.0]
@@ -218,7 +224,7 @@ def test_a_run_that_goes_on_remembers_what_was_best_and_how_long_it_waited(folde
 def without_room(jobs):
     """Runs on a disk that is full in the middle of their second save, in the middle of the last
     one, and while the best one is named."""
-    write, point = checkpoint_manager.write_boxes, checkpoint_manager._name
+    write, point = checkpoint_manager.write_boxes, checkpoint_manager._write_best_file
 
     def failing(at):
         def write_some(boxes, folder, group):
@@ -235,12 +241,12 @@ def without_room(jobs):
     told = {}
     for name, its in jobs.items():
         checkpoint_manager.write_boxes = failing("_5." if name == "last" else "_2.")
-        checkpoint_manager._name = no_name if name == "nameless" else point
+        checkpoint_manager._write_best_file = no_name if name == "nameless" else point
         try:
             told[name] = runs.train_here(its)
         except StageError as error:
             told[name] = str(error)
-    checkpoint_manager.write_boxes, checkpoint_manager._name = write, point
+    checkpoint_manager.write_boxes, checkpoint_manager._write_best_file = write, point
     told["last, again"] = runs.train_here(jobs["last"])
     return told
 
@@ -284,6 +290,52 @@ def test_what_is_no_number_is_never_the_best():
     for _ in range(2):
         judge.update({"eval_loss": float("nan")})
     assert judge.should_stop
+
+
+@given(
+    losses=st.lists(st.integers(0, 12).map(lambda quarters: quarters / 4), max_size=12),
+    patience=st.integers(1, 3),
+    margin=st.sampled_from([0.0, 0.25, 0.5]),
+    falls=st.booleans(),
+)
+def test_a_wait_starts_anew_with_what_is_better_by_more_than_the_margin(
+    losses, patience, margin, falls
+):
+    metric = "eval_loss" if falls else "eval_token_accuracy"
+    stopping = EarlyStoppingConfig(metric=metric, patience=patience, min_delta=margin)
+    judge = EarlyStopping(SaveBestConfig(), stopping)
+    bettered, lowest = -1, math.inf
+    for number, loss in enumerate(losses):
+        judge.update({metric: loss if falls else -loss})
+        if lowest - loss > margin:
+            bettered, lowest = number, loss
+        assert judge.should_stop == (number - bettered >= patience)
+        # Whether the run goes on here makes no difference.
+        state = json.loads(json.dumps(judge.state_dict()))
+        judge = EarlyStopping(SaveBestConfig(), stopping)
+        judge.load_state_dict(state)
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_a_number_of_tokens_ends_a_run_at_one_step_from_wherever_it_goes_on(folder, most):
+    rows = PackedRows(folder / "packed" / "data" / "train")
+    lengths = rows.lengths()
+    train = job(folder, "goes on", max_tokens=int(2.5 * lengths.sum()), max_steps=most).config.train
+    batches = StepSampler(lengths, rows_per_step=4, seed=7, last_batch="drop")
+    at, found = TrainerState(batches.start()), []
+    while at.tokens < train.max_tokens and at.step != most:
+        found.append(build_duration(train, batches, lengths, at))
+        numbers = batches.rows(at.cursor).tolist()
+        at = TrainerState(
+            batches.advance(at.cursor),
+            at.step + 1,
+            at.tokens + int(lengths[numbers].sum()),
+            at.trained_tokens + sum(int((rows.row(n).labels >= 0).sum()) for n in numbers),
+        )
+    assert 0 < at.trained_tokens < at.tokens
+    assert at.step == most or at.tokens >= train.max_tokens
+    assert found == [Duration(at.step, "max_steps" if most else "max_tokens")] * at.step
+    assert len(found) > 3
 
 
 def test_another_machine_fetches_the_best_checkpoint_beside_the_newest(tmp_path):

@@ -49,14 +49,14 @@ def made(layout, *, merge_qkv):
 
 def step(trained, number):
     """An update by gradients that are the same numbers in every layout."""
-    for one in trained.held:
+    for one in trained.params:
         gradient = torch.zeros_like(one.parameter)
         for piece in one.shards:
             generator = generator_for(f"{number}:{piece.tensor}", 0)
             whole = torch.randn(piece.full_shape, generator=generator)
             piece.view(local(gradient)).copy_(cut(whole, piece))
         one.parameter.grad = gradient
-    trained.changes.run()
+    trained.pre_update_hooks.run()
     trained.optimizer.step()
 
 
@@ -249,7 +249,7 @@ def limited(root):
         again.finish()
         seen.append([path.name[-1] for path in complete_checkpoints(root)])
     other = TrainState(
-        trained.held, torch.optim.SGD([trained.held[0].parameter]), only_trained=False
+        trained.params, torch.optim.SGD([trained.params[0].parameter]), only_trained=False
     )
     with pytest.raises(ArtifactError, match="trained with adamw, and this run's optimizer is sgd"):
         CheckpointManager(root, other, ranks).load(root / "global_step_2")

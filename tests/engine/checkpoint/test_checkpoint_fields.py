@@ -81,7 +81,7 @@ def test_a_run_begins_with_as_much_of_a_checkpoint_as_is_written(folder):
     [found] = on_ranks(1, beginnings, first, jobs)
     assert "trained with adamw, and this run's optimizer is sgd" in found["another optimizer, all"]
     assert "take its weights alone" in found["another optimizer, all"]
-    assert "holds all of a model, and this run trains adapters alone" in found["initial adapters"]
+    assert "holds a full model, and this run trains adapters only" in found["initial adapters"]
     wanted = {
         "all": (3, True),
         "weights": (3, False),

@@ -113,7 +113,7 @@ def test_whatever_is_wrong_with_the_newest_checkpoint_the_run_ends_as_if_it_were
         assert aside == [f"global_step_{STEPS}"]
     [(said, same, _)] = on_ranks(1, resumed, its, whole, [(delete, "COMPLETE")])[0]
     assert same
-    assert f"checkpoint global_step_{STEPS} has no COMPLETE and is passed over" in said[0]
+    assert f"checkpoint global_step_{STEPS} has no COMPLETE and is skipped" in said[0]
 
 
 def refused(its, folders):
@@ -141,7 +141,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_and_a_named_one_that_is_damaged_a
     assert f"no checkpoint in {folder / 'none whole' / 'checkpoints'} is whole" in first
     assert "global_step_3: __0_0.distcp differs from its digest (in bytes 0 to " in first
     assert "global_step_2: __0_0.distcp differs" in first
-    assert "start anew with --fresh" in first
+    assert "start from scratch with --fresh" in first
     (folder / "nothing").mkdir()
     named = bad / "checkpoints" / f"global_step_{STEPS}"
     for setting in ("load_checkpoint_path", "init_checkpoint_path"):
@@ -261,7 +261,7 @@ def test_a_checkpoint_whose_best_one_is_damaged_is_not_resumed_from(folder):
     assert facts["checkpoint"] == f"checkpoints/{best}"
     assert same
     said = lines(its)
-    assert any(f"global_step_{STEPS} is passed over: the best checkpoint" in each for each in said)
+    assert any(f"global_step_{STEPS} is skipped: the best checkpoint" in each for each in said)
     assert any(f"checkpoint {best} is damaged: __0_0.distcp" in each for each in said)
 
 

@@ -62,7 +62,7 @@ def resumed(root):
     found = newest_whole_checkpoint(root, "this run", ranks, pytest.fail)
     assert found is not None
     state = manager.load(found)
-    read = {one.name: one.parameter.tolist() for one in trained.held}
+    read = {one.name: one.parameter.tolist() for one in trained.params}
     manager.save(7, state)
     manager.finish()
     return state["updates"], read
@@ -86,4 +86,4 @@ def after_updates(number):
     trained = made("copies", merge_qkv=True)
     for each in range(1, number + 1):
         step(trained, each)
-    return {one.name: one.parameter.tolist() for one in trained.held}
+    return {one.name: one.parameter.tolist() for one in trained.params}

@@ -202,7 +202,7 @@ def test_every_visible_pair_is_computed_once_and_no_other(ring, chunk, wanted, w
     for length in [*wanted, 2 * ring * chunk]:
         if rest := total - sum(lengths):
             lengths.append(min(length, rest))
-    plans = [ring_segments(lengths, ring, index).within(window) for index in range(ring)]
+    plans = [ring_segments(lengths, ring, index).with_window(window) for index in range(ring)]
     assert torch.equal(computed(plans, ring, total, window), visible(lengths, window).long())
 
 
@@ -224,7 +224,8 @@ def test_every_visible_pair_of_documents_that_branch_is_computed_once(ring, docu
     spans = whole_batch(lengths, branching).spans()
     assert spans
     plans = [
-        ring_segments(lengths, ring, index, spans=spans).within(window) for index in range(ring)
+        ring_segments(lengths, ring, index, spans=spans).with_window(window)
+        for index in range(ring)
     ]
     seen = visible(lengths, window, first_blind_rows(spans))
     assert torch.equal(computed(plans, ring, sum(lengths), window), seen.long())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.engine.distributed.parallel_dims import SIZES, build_parallel_dims
+from penstock.engine.distributed.parallel_dims import AXIS_FIELDS, build_parallel_dims
 from penstock.engine.distributed.reshard_policy import reshard_policy
 from penstock.engine.distributed.validate_layout import (
     ModelDims,
@@ -313,7 +313,7 @@ def test_a_layout_uses_every_process_or_another_is_proposed(world, mode, sizes, 
         run = loads(values)
         degrees = build_parallel_dims(run.train, world_size(run))
         assert degrees.world_size == world
-        for axis, setting in SIZES.items():
+        for axis, setting in AXIS_FIELDS.items():
             assert sizes[setting] in (-1, getattr(degrees, axis))
         return
     for change in proposals(text):

@@ -62,7 +62,7 @@ def look(job):
     fully_shard = data_parallel.fully_shard
     with patch.object(data_parallel, "fully_shard", sharding):
         loop = loop_of(job)
-    layout = loop.built.engine.layout
+    layout = loop.built.engine.model
     parameters = [one.parameter for one in layout.params]
     lengths, order = set(), []
     for part in layout.parts:

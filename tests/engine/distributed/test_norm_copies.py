@@ -11,8 +11,8 @@ from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.param_shards import (
     LocalParam,
     TensorShard,
+    full_shard,
     make_local_param,
-    whole_piece,
 )
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.clip_grad import gradient_norm
@@ -56,7 +56,7 @@ def test_copies_that_differ_by_piece_count_as_a_share_of_all_their_ranks():
 
 def test_the_norm_of_a_fused_step_counts_copies_as_a_share():
     parameter = nn.Parameter(torch.randn(3, WIDTH))
-    held = Copied("w", parameter, (whole_piece("w", (3, WIDTH)),), None)
+    held = Copied("w", parameter, (full_shard("w", (3, WIDTH)),), None)
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     fused = OptimizerInBackward(optimizer, [held], RANKS, PreUpdateHooks())
     weight = torch.randn(3, WIDTH)
@@ -69,7 +69,7 @@ def test_the_norm_of_a_fused_step_counts_copies_as_a_share():
 def test_exact_parameters_are_saved_as_they_are_where_others_are_rounded():
     router, weight = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2, 2))
     held = [
-        make_local_param(name, one, (whole_piece(name, one.shape),))
+        make_local_param(name, one, (full_shard(name, one.shape),))
         for name, one in (("router", router), ("weight", weight))
     ]
     optimizer = torch.optim.SGD([router, weight], lr=0.1)

@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_model import build_stage_modules
 from penstock.engine.distributed.pipeline_stages import (
-    described,
+    describe_pipeline,
     layers_of_stages,
     rank_stages,
     schedule_accepts,
@@ -24,7 +24,8 @@ def shown(stages, layers, **settings):
     config = config_of(layers, tied=True)
     parts = [part for index in range(stages) for part in build_stage_modules(config, train, index)]
     return " | ".join(
-        " ".join(["E"] * p.has_embedding + [f"L{n}" for n in p.layers] + ["N H"] * p.has_head) for p in parts
+        " ".join(["E"] * p.has_embedding + [f"L{n}" for n in p.layers] + ["N H"] * p.has_head)
+        for p in parts
     )
 
 
@@ -73,11 +74,11 @@ def test_stages_lie_on_ranks_in_a_loop_or_a_v():
 
 def test_the_number_of_stages_that_a_schedule_needs_is_filled_in_and_said():
     train = train_of(pipeline_parallel_schedule="ZBVZeroBubble")
-    assert described(train, 6) == (
+    assert describe_pipeline(train, 6) == (
         "pipeline: ZBVZeroBubble on 2 ranks x 2 stages (the schedule's least), "
         "layers 0 | 1-2 | 3-4 | 5"
     )
-    assert "(" not in described(train_of(), 6)
+    assert "(" not in describe_pipeline(train_of(), 6)
     three = train_of(
         pipeline_parallel_schedule="Interleaved1F1B", pipeline_parallel_virtual_stages=3
     )

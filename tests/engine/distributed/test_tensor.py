@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.names import native_name, parse_factor
+from penstock.adapters.names import native_name, parse_lora_name
 from penstock.engine.activations.checkpointing import Kind, apply_activation_checkpointing
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.data_parallel import FSDPPolicy, shard
@@ -120,7 +120,7 @@ def write_reference(case, folder):
 
 
 def canonical(name):
-    factor = parse_factor(name)
+    factor = parse_lora_name(name)
     return native_name(factor.hf_module, factor.side) if factor else name
 
 
@@ -130,7 +130,7 @@ def adapted(case, model, weights):
     decoder.load_state_dict({name: weights[name] for name in names.native_names()})
     inject(decoder, replace(SPEC, targets=case.targets))
     generator = torch.Generator().manual_seed(2)
-    factors = {n: p for n, p in decoder.named_parameters() if parse_factor(n)}
+    factors = {n: p for n, p in decoder.named_parameters() if parse_lora_name(n)}
     with torch.no_grad():
         for name, factor in factors.items():
             if ".lora_B." in name:
@@ -200,7 +200,7 @@ class Divided:
         self.model.zero_grad(set_to_none=True)
         loss = self.loss(ids, labels, **how)
         loss.backward()
-        reduce_partial_grads(self.held, self.mesh)
+        reduce_partial_grads(self.params, self.mesh)
         torch.testing.assert_close(
             loss.detach(), self.reference["loss"], rtol=LOSS_RTOL, atol=0, msg=f"{self.case}"
         )
@@ -208,7 +208,7 @@ class Divided:
 
     def check_gradients(self):
         wanted = {name for name in self.reference if name.startswith("grad:")}
-        for one in self.held:
+        for one in self.params:
             for piece in one.shards:
                 name = f"grad:{piece.tensor}"
                 assert (one.parameter.grad is not None) == (name in wanted), name
@@ -227,7 +227,7 @@ class Divided:
     def tally(self):
         """How much of each tensor is here, each number divided by the ranks that have it."""
         total: dict[str, Fraction] = defaultdict(Fraction)
-        for one in self.held:
+        for one in self.params:
             for piece in one.shards:
                 total[piece.tensor] += Fraction(piece.numel, piece.num_copies)
         return total
@@ -273,7 +273,7 @@ def ways_to_compute(cases, folder):
         loss = here.loss(ids, nothing)
         loss.backward()
         assert loss.item() == 0
-        assert all(not one.parameter.grad.any() for one in here.held)
+        assert all(not one.parameter.grad.any() for one in here.params)
         with torch.autocast("cpu", torch.bfloat16):
             rounded = here.loss(ids, labels)
         rounded.backward()
@@ -296,12 +296,14 @@ def sharded_steps(cases, folder):
         mine = slice(0, 2) if mesh.index("replicate", "shard") == 0 else slice(2, 4)
         loss = here.loss(ids[mine], labels[mine])
         loss.backward()
-        reduce_partial_grads(here.held, mesh)
+        reduce_partial_grads(here.params, mesh)
         here.check_gradients()
 
 
 def shard_all(model, mesh):
-    how = FSDPPolicy(reshard_after="nothing", param_dtype=None, reduce_dtype=None, offload=False, prefetch=False)
+    how = FSDPPolicy(
+        reshard_after="nothing", param_dtype=None, reduce_dtype=None, offload=False, prefetch=False
+    )
     shard(model, [*model.model.layers.values()], mesh, how)
 
 
@@ -401,5 +403,5 @@ def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):
 
 
 def _adapted(model: nn.Module) -> set[str]:
-    factors = (parse_factor(name) for name, _ in model.named_parameters())
+    factors = (parse_lora_name(name) for name, _ in model.named_parameters())
     return {factor.hf_module for factor in factors if factor}

@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
 def greedily(job):
     how = SamplingParams(temperature=0, max_tokens=NEW)
     prompts = [
-        Prompt(ids, how, scored=True, prompt_top_k=3, top_k=2 + number)
+        Prompt(ids, how, needs_prompt_logprobs=True, prompt_top_k=3, top_k=2 + number)
         for number, ids in enumerate(PROMPTS)
     ]
     return written(built_of(job), prompts)
@@ -118,18 +118,23 @@ def test_the_top_k_tokens_are_those_of_transformers(folder):
 
 
 MANY = [
-    Prompt(PROMPTS[0], SamplingParams(max_tokens=30, seed=1), count=3),
+    Prompt(PROMPTS[0], SamplingParams(max_tokens=30, seed=1), num_completions=3),
     Prompt(
         PROMPTS[2],
         SamplingParams(max_tokens=7, seed=2, temperature=0.7),
-        count=2,
-        scored=True,
+        num_completions=2,
+        needs_prompt_logprobs=True,
         top_k=3,
     ),
-    Prompt(PROMPTS[1], SamplingParams(max_tokens=19, seed=3, top_k=40), count=4, top_k=2),
-    Prompt(PROMPTS[3], SamplingParams(max_tokens=1, seed=4), count=2, prompt_top_k=2, top_k=1),
+    Prompt(PROMPTS[1], SamplingParams(max_tokens=19, seed=3, top_k=40), num_completions=4, top_k=2),
     Prompt(
-        PROMPTS[3], SamplingParams(max_tokens=12, seed=5, top_p=0.8), scored=True, prompt_top_k=5
+        PROMPTS[3], SamplingParams(max_tokens=1, seed=4), num_completions=2, prompt_top_k=2, top_k=1
+    ),
+    Prompt(
+        PROMPTS[3],
+        SamplingParams(max_tokens=12, seed=5, top_p=0.8),
+        needs_prompt_logprobs=True,
+        prompt_top_k=5,
     ),
     Prompt(PROMPTS[2], SamplingParams(max_tokens=26, seed=6, temperature=0)),
 ]
@@ -146,9 +151,9 @@ def in_little_room(job):
     built = built_of(job)
     found = {name: written(built, MANY, **its) for name, its in LITTLE_ROOM.items()}
     for name, its in {"afresh": {}, "afresh, some at a time": {"passed_tokens": 60}}.items():
-        found[name] = written(built, MANY, keeps_up_to=0, **its)
+        found[name] = written(built, MANY, max_cached_length=0, **its)
     # Some are kept, and some are not.
-    found["by turns"] = written(built, MANY, keeps_up_to=35)
+    found["by turns"] = written(built, MANY, max_cached_length=35)
     return found
 
 
@@ -231,7 +236,7 @@ def asked_alone_and_together(job):
     built = built_of(job)
     together = written(built, MANY)
     alone = [written(built, [prompt])[0] for prompt in MANY]
-    unseeded = Prompt(PROMPTS[0], SamplingParams(max_tokens=20), count=2)
+    unseeded = Prompt(PROMPTS[0], SamplingParams(max_tokens=20), num_completions=2)
     return together, alone, [written(built, [unseeded, unseeded]) for _ in range(2)]
 
 
@@ -244,7 +249,7 @@ def test_an_answer_depends_on_its_seed_and_nothing_else_that_is_asked(folder):
 
 def dropping(job):
     built = built_of(job)
-    [model] = built.engine.layout.parts
+    [model] = built.engine.model.parts
     found = written(built, MANY[:2])
     return found, all(part.training for part in model.modules())
 
@@ -282,7 +287,10 @@ def test_positions_that_go_by_length_are_turned_as_in_one_pass_over_what_there_i
     job = job_of(folder, "greedy by length", "by length")
     how = SamplingParams(max_tokens=None, seed=1)
     # The first two grow beyond what short documents are turned by; the last does not.
-    prompts = [Prompt(list(range(10)), how, count=2), Prompt([7], replace(how, max_tokens=9))]
+    prompts = [
+        Prompt(list(range(10)), how, num_completions=2),
+        Prompt([7], replace(how, max_tokens=9)),
+    ]
     [found] = on_ranks(1, written_by, job, prompts)
     model = read_model(folder / "by length")
     assert [len(tokens) for one in found for tokens in one["tokens"]] == [22, 22, 9]
@@ -300,7 +308,7 @@ def written_by(job, prompts):
 
 
 def kept_up_to(job):
-    return built_of(job).generator.keeps_up_to
+    return built_of(job).generator.max_cached_length
 
 
 def test_keys_are_kept_unless_a_document_grows_out_of_what_turned_them(folder):

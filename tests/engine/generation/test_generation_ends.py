@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 def stopped(job):
     """Answers that would go on for long, and what ends them."""
     built = built_of(job)
-    free = Prompt(PROMPTS[0], SamplingParams(max_tokens=100, seed=9), count=4)
+    free = Prompt(PROMPTS[0], SamplingParams(max_tokens=100, seed=9), num_completions=4)
     [plain] = written(built, [free])
     tokens = sorted({token for some in plain["tokens"] for token in some[5:9]})[:3]
     decode = byte_tokenizer().decode
@@ -39,10 +39,10 @@ def stopped(job):
     by_token, by_text, at_limit, none = written(
         built,
         [
-            replace(free, how=replace(free.how, stop_tokens=tuple(tokens))),
-            replace(free, how=replace(free.how, stop_texts=("never said", text))),
+            replace(free, how=replace(free.sampling, stop_tokens=tuple(tokens))),
+            replace(free, how=replace(free.sampling, stop_texts=("never said", text))),
             Prompt(list(range(30)) * 16, SamplingParams(seed=1)),
-            Prompt(PROMPTS[2], SamplingParams(max_tokens=0), scored=True),
+            Prompt(PROMPTS[2], SamplingParams(max_tokens=0), needs_prompt_logprobs=True),
         ],
     )
     return plain, tokens, by_token, text, by_text, at_limit, none
@@ -75,7 +75,7 @@ REFUSED = {
     "no token": Prompt([]),
     "prompt 0 has 512 tokens, and the model's context ends at 512": Prompt([1] * 512),
     "token 320, and the model's vocabulary ends at 319": Prompt([3, 320]),
-    "0 answers are asked": Prompt([1], count=0),
+    "0 completions are requested": Prompt([1], num_completions=0),
     "the top 400 tokens": Prompt([1], prompt_top_k=400),
     "the top 321 tokens": Prompt([1], top_k=321),
     "no tokenizer": Prompt([1], SamplingParams(stop_texts=(".",))),
@@ -89,14 +89,16 @@ def refused(job):
         with pytest.raises(ConfigError) as error:
             built.generator.generate([prompt])
         found[fault] = str(error.value)
-    [model] = built.engine.layout.parts
-    read = Prompt([1, 2, 3], SamplingParams(max_tokens=1), scored=True)
+    [model] = built.engine.model.parts
+    read = Prompt([1, 2, 3], SamplingParams(max_tokens=1), needs_prompt_logprobs=True)
     with pytest.raises(NotFiniteError):
         replace(built.generator, logits=endless_within(built.generator.logits)).generate([read])
     with torch.no_grad():
         model.get_parameter("model.norm.weight").fill_(float("nan"))
     with pytest.raises(NotFiniteError):
-        built.generator.generate([Prompt([1, 2], SamplingParams(max_tokens=3), scored=True)])
+        built.generator.generate(
+            [Prompt([1, 2], SamplingParams(max_tokens=3), needs_prompt_logprobs=True)]
+        )
     return found
 
 
@@ -123,13 +125,13 @@ def called_off(job):
     before = written(built, asked)
 
     def go_on():
-        passes.append(built.engine.layout.parts[0].training)
+        passes.append(built.engine.model.parts[0].training)
         if len(passes) == 3:
             raise CalledOffError
 
     with pytest.raises(CalledOffError):
         built.generator.generate(asked, between=go_on)
-    trains = built.engine.layout.parts[0].training
+    trains = built.engine.model.parts[0].training
     return before, written(built, asked), passes, trains
 
 

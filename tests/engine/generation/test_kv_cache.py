@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine.generation.kv_cache import (
-    STEP,
+    ALLOCATION_STEP,
     KVCache,
     Prefill,
     decode_segments,
@@ -93,12 +93,12 @@ def test_room_for_one_long_row_is_not_kept_for_each_of_many_short_ones():
     kept.drop(0)
     kept.cache.longest = 100
     kept.begin([90] * 100, [1] * 100)
-    assert kept.room <= 100 * (100 + STEP)
+    assert kept.room <= 100 * (100 + ALLOCATION_STEP)
     for _ in range(100):
         kept.drop(0)
     kept.cache.longest = 9000
     kept.begin([8000], [1])
-    assert kept.room <= 10_000 + 2 * STEP
+    assert kept.room <= 10_000 + 2 * ALLOCATION_STEP
 
 
 def test_no_more_room_is_made_than_rows_may_come_to():
@@ -107,7 +107,7 @@ def test_no_more_room_is_made_than_rows_may_come_to():
     kept.begin([100] * 5, [1] * 5)
     for _ in range(30):
         kept.go_on()
-        assert kept.room <= 5 * (130 + STEP)
+        assert kept.room <= 5 * (130 + ALLOCATION_STEP)
 
 
 @pytest.mark.parametrize("window", [1, 4, 20, None])

@@ -67,10 +67,10 @@ def told(answered: GenerationOutput) -> Told:
     """In plain numbers."""
     top_k_logprobs, theirs = ranked(answered.top_k_logprobs)
     return {
-        "tokens": [one.tokens for one in answered.answers],
-        "log_probs": [one.log_probs for one in answered.answers],
-        "ended": [one.ended for one in answered.answers],
-        "drawn among": [ranked(one.top_k_logprobs) for one in answered.answers],
+        "tokens": [one.tokens for one in answered.completions],
+        "log_probs": [one.log_probs for one in answered.completions],
+        "ended": [one.finish_reason for one in answered.completions],
+        "drawn among": [ranked(one.top_k_logprobs) for one in answered.completions],
         "read": None if answered.log_probs_T is None else answered.log_probs_T.tolist(),
         "top_k_logprobs": top_k_logprobs,
         "theirs": theirs,

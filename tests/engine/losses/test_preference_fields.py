@@ -9,7 +9,12 @@ import torch
 import transformers
 
 from penstock.config.schema.preference import PreferenceConfig
-from penstock.losses.preference import Answers, baseline, normalized, preference_losses
+from penstock.losses.preference import (
+    PreferenceInputs,
+    kl_baseline,
+    length_normalize,
+    preference_losses,
+)
 from tests.engine import loops, runs
 from tests.engine.inputs import MODELS, SHAPE
 from tests.engine.laid import alone
@@ -121,10 +126,10 @@ def loss_of(policy, prompts, reference, how: PreferenceConfig) -> float:
     tokens = torch.tensor([[len(answer) for answer in each.answers] for each in JUDGED])
     policy_DA = torch.from_numpy(policy)
     reference_DA = torch.from_numpy(reference) * how.has_reference
-    ratios_DA = normalized(policy_DA - reference_DA, tokens, how.normalization)
+    ratios_DA = length_normalize(policy_DA - reference_DA, tokens, how.normalization)
     desirable_D = torch.tensor([bool(each.desirable) for each in JUDGED])
-    start_A = baseline(ratios_DA.sum(0), torch.tensor(len(JUDGED)))
-    answers = Answers(ratios_DA, start_A, desirable_D, torch.tensor(GAPS))
+    start_A = kl_baseline(ratios_DA.sum(0), torch.tensor(len(JUDGED)))
+    answers = PreferenceInputs(ratios_DA, start_A, desirable_D, torch.tensor(GAPS))
     loss = preference_losses(answers, how).mean()
     good_D = desirable_D if how.loss_type == "kto" else torch.ones_like(desirable_D)
     learnt_D, tokens_D = policy_DA[:, 0], tokens[:, 0]

@@ -41,7 +41,7 @@ def held(job):
     loop = loop_of(job)
     parameters = list(decoder_of(loop).parameters())
     mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
-    kinds = type(decoder_of(loop)).__name__, type(loop.built.engine.layout.sync).__name__
+    kinds = type(decoder_of(loop)).__name__, type(loop.built.engine.model.sync).__name__
     return mine / sum(p.numel() for p in parameters), *kinds
 
 

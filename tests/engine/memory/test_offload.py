@@ -89,10 +89,10 @@ def assert_same(one, other):
         assert torch.equal(gradient, other[name]), name
 
 
-def stored(model, room=0):
+def stored(model, capacity=0):
     """A store into which a model's layers keep, and the copies it makes."""
     copies = Watched()
-    store = ActivationOffloader(CPU, copies, room=room)
+    store = ActivationOffloader(CPU, copies, capacity=capacity)
     offload([model], store)
     return store, copies
 
@@ -120,9 +120,9 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
     again, changes = WAYS[way]
     model = decoder(**changes)
     if again:
-        kind, modules, *mixtures = again
+        kind, modules, *moe_recompute = again
         apply_activation_checkpointing(
-            model, modules, kind, **({"mixtures": mixtures[0]} if mixtures else {})
+            model, modules, kind, **({"mixtures": moe_recompute[0]} if moe_recompute else {})
         )
     before = model.run_layer
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casting == "bf16")
@@ -152,7 +152,7 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
     assert all(copy() is None for copy in copies.in_host), "what came back stays in host memory"
     del loss
     assert not copies.still_here()
-    assert not store._staying
+    assert not store._resident
     # Neither weights nor what autocast makes of them.
     for parameter in model.parameters():
         for weight in (parameter.detach(), parameter.detach().bfloat16()):
@@ -164,15 +164,15 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
 @given(sizes=st.lists(st.integers(256, 600), min_size=1, max_size=12), share=st.floats(0, 1.1))
 def test_as_much_stays_as_there_is_room_for_and_it_is_the_newest(sizes, share):
     copies = Watched()
-    room = int(share * sum(sizes) * 4)
-    store = ActivationOffloader(CPU, copies, room=room)
+    capacity = int(share * sum(sizes) * 4)
+    store = ActivationOffloader(CPU, copies, capacity=capacity)
     tensors = [torch.full((size,), float(at)) for at, size in enumerate(sizes)]
     kept = [store.pack(store.start_group("layer"), tensor) for tensor in tensors]
     away = [int(data.view(torch.float32)[0]) for data in copies.left]
     assert away == list(range(len(away)))
     stays = 4 * sum(sizes[len(away) :])
-    assert stays <= room
-    assert not away or stays + 4 * sizes[away[-1]] > room, "one more would have fitted"
+    assert stays <= capacity
+    assert not away or stays + 4 * sizes[away[-1]] > capacity, "one more would have fitted"
     for back, tensor in zip(reversed(kept), reversed(tensors), strict=True):
         assert torch.equal(back(), tensor)
 
@@ -200,7 +200,7 @@ def test_micro_batches_in_flight_find_their_own(kind):
     for loss in losses:
         loss.backward()
     want = gradients(model)
-    store, copies = stored(model, room=3 * INPUT)
+    store, copies = stored(model, capacity=3 * INPUT)
     first, second = loss_of(model, 0), loss_of(model, 1)
     first.backward()
     third = loss_of(model, 2)
@@ -208,17 +208,17 @@ def test_micro_batches_in_flight_find_their_own(kind):
     third.backward()
     assert_same(gradients(model), want)
     assert copies.left
-    assert not store._staying
+    assert not store._resident
 
 
 def test_a_graph_that_nobody_goes_back_through_leaves_nothing():
     model = decoder()
-    store, copies = stored(model, room=20 * INPUT)
+    store, copies = stored(model, capacity=20 * INPUT)
     loss = loss_of(model)
-    assert store._staying
+    assert store._resident
     del loss
-    assert not store._staying
-    assert store._bytes_staying == 0
+    assert not store._resident
+    assert store._resident_bytes == 0
     assert all(copy() is None for copy in copies.in_host)
     with torch.no_grad():
         left = len(copies.left)
@@ -227,18 +227,18 @@ def test_a_graph_that_nobody_goes_back_through_leaves_nothing():
 
 
 def test_what_was_changed_in_place_is_not_given_back():
-    store = ActivationOffloader(CPU, SyncCopier(), room=1 << 20)
+    store = ActivationOffloader(CPU, SyncCopier(), capacity=1 << 20)
     tensor = torch.ones(1000)
     back = store.pack(store.start_group("pass"), tensor)
     assert torch.equal(back(), tensor)
     tensor.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place: it is at version 1"):
+    with pytest.raises(RuntimeError, match="modified in place: it is at version 1"):
         back()
 
 
 def test_views_of_one_storage_leave_once_and_come_back_as_they_were():
     copies = Watched()
-    store = ActivationOffloader(CPU, copies, room=0)
+    store = ActivationOffloader(CPU, copies, capacity=0)
     whole = torch.randn(40, 32)
     views = [whole, whole.T, whole[3:7, 1::2], whole.view(torch.int32)[5], whole[0, 0].expand(9, 9)]
     group = store.start_group("pass")
@@ -325,8 +325,8 @@ def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
         torch.cuda.reset_peak_memory_stats()
         for number, weight in enumerate(weights):
             group = store.start_group("layer" if number else "pass") if store else None
-            keeping = partial(store.keep, group) if store else lambda t: lambda: t.detach()
-            with torch.autograd.graph.saved_tensors_hooks(keeping, lambda kept: kept()):
+            precision = partial(store.keep, group) if store else lambda t: lambda: t.detach()
+            with torch.autograd.graph.saved_tensors_hooks(precision, lambda kept: kept()):
                 z = torch.tanh(z @ weight)
         z.square().sum().backward()
         return start.grad, torch.cuda.max_memory_allocated()
@@ -334,7 +334,7 @@ def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
     want, all_kept = passed(None)
     assert want is not None
     for _ in range(3):
-        got, peak = passed(ActivationOffloader(device, StreamCopier(device), room=0))
+        got, peak = passed(ActivationOffloader(device, StreamCopier(device), capacity=0))
         assert got is not None
         assert torch.equal(got, want)
         assert peak < all_kept - 6 * x.nbytes

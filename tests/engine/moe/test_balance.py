@@ -14,7 +14,7 @@ from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
-from penstock.engine.moe.balancing_settings import BIASED, SPARSE
+from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
 from penstock.models.registry import FAMILIES, get_family
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
@@ -131,7 +131,7 @@ def moved(job):
     loop = loop_of(job)
     before = parameters_of(loop)
     record = step(loop)
-    CheckpointManager(job.output_dir, loop.built.trained, init_process_group(60)).save(
+    CheckpointManager(job.output_dir, loop.built.train_state, init_process_group(60)).save(
         1, {"step": 1}
     )
     return before, parameters_of(loop), record
@@ -187,5 +187,7 @@ def test_the_families_with_experts_and_with_biases_are_those_that_are_listed():
         name: family.read({**sizes, **SHAPES.get(name, {})}).experts
         for name, family in FAMILIES.items()
     }
-    assert {name for name, experts in found.items() if experts} == set(SPARSE)
-    assert {n for n, experts in found.items() if experts and experts.selection_bias} == set(BIASED)
+    assert {name for name, experts in found.items() if experts} == set(MOE_FAMILIES)
+    assert {n for n, experts in found.items() if experts and experts.selection_bias} == set(
+        BIAS_FAMILIES
+    )

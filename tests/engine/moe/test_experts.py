@@ -39,7 +39,7 @@ def seen(job):
     """Ranks that share experts, experts here, exchanges of rows and of their numbers in one step,
     and its gradients."""
     loop = loop_of(job)
-    ranks = loop.built.engine.layout.mesh.expert_mesh()["expert"].mesh.tolist()
+    ranks = loop.built.engine.model.mesh.expert_mesh()["expert"].mesh.tolist()
     experts = decoder_of(loop).get_submodule("model.layers.0.mlp.experts")
     assert isinstance(experts, Experts)
     exchange, kinds = dist.all_to_all_single, []

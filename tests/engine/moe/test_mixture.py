@@ -66,7 +66,7 @@ def job(folder, out, family, **train):
 def read_saved_and_computed(job):
     """What was read, which is saved as well, and the gradients of a step."""
     loop = loop_of(job)
-    CheckpointManager(job.output_dir, loop.built.trained, init_process_group(60)).save(
+    CheckpointManager(job.output_dir, loop.built.train_state, init_process_group(60)).save(
         0, {"step": 0}
     )
     read = parameters_of(loop)

@@ -67,7 +67,10 @@ def looked_at(job):
     loop = loop_of(job)
     trained = {n: tuple(p.shape) for n, p in decoder_of(loop).named_parameters() if p.requires_grad}
     record = step(loop)
-    names = {id(held.parameter): held.name for held in loop.built.engine.model.params}
+    names = {
+        id(local_param.parameter): local_param.name
+        for local_param in loop.built.engine.model.params
+    }
     rates = {
         names[id(parameter)]: group["lr"]
         for group in loop.built.engine.optimizer.param_groups
@@ -234,7 +237,12 @@ REFUSED = {
     "whole modules": ({}, {"modules_to_save": ["lm_head"]}, CapabilityError, "penstock merge"),
     "no rank": ({}, {"r": 0}, ConfigError, "lora_rank: Input should be greater than 0"),
     "another kind": ({}, {"peft_type": "IA3"}, CapabilityError, "adapter of type IA3"),
-    "an expression": ({}, {"target_modules": ".*q_proj"}, ConfigError, "selects its layers in a way"),
+    "an expression": (
+        {},
+        {"target_modules": ".*q_proj"},
+        ConfigError,
+        "selects its layers in a way",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.adapters.names import EMBEDDING, parse_factor
+from penstock.adapters.names import EMBEDDING, parse_lora_name
 from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
@@ -63,7 +63,10 @@ def seen(job, steps=2):
         rows.append(loop.batches.rows(loop.at.cursor).tolist())
         step(loop)
         weights.append(parameters_of(loop))
-        of_each = {held.name: states.get(held.parameter) for held in loop.built.trained.held}
+        of_each = {
+            local_param.name: states.get(local_param.parameter)
+            for local_param in loop.built.train_state.params
+        }
         known.append({name: int(state["step"]) for name, state in of_each.items() if state})
     return rows, weights, known
 
@@ -84,7 +87,7 @@ def bearing_factors(model, weights):
     ours = {
         (factor.hf_module, factor.side): torch.tensor(array)
         for name, array in weights.items()
-        if (factor := parse_factor(name))
+        if (factor := parse_lora_name(name))
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,14 +125,14 @@ def test_weights_are_those_of_a_loop_that_merges_with_peft(folder):
             assert moved == 2 * 4 + 2, "all that is adapted has changed, and nothing else"
     starts = [weights[number] for number in (0, 2, 4)]
     for name in starts[0]:
-        if (factor := parse_factor(name)) is None:
+        if (factor := parse_lora_name(name)) is None:
             continue
         of_each = [start[name] for start in starts]
-        if factor.side == ("lora_A" if factor.of_embedding else "lora_B"):
+        if factor.side == ("lora_A" if factor.is_embedding else "lora_B"):
             assert not np.any(of_each), f"{name} does not start at zero"
         else:
             assert all(far(one, other) > 0.5 for one, other in combinations(of_each, 2)), name
-            if not factor.of_embedding:
+            if not factor.is_embedding:
                 ends = [np.abs(array).max() * array.shape[1] ** 0.5 for array in of_each]
                 assert all(0.8 < end <= 1 for end in ends), name
 
@@ -147,17 +150,19 @@ FORMS = {
 def merged_by_hand(weights, scale):
     """Every weight with its product, in fp64."""
     made = {
-        name: array.astype(np.float64) for name, array in weights.items() if not parse_factor(name)
+        name: array.astype(np.float64)
+        for name, array in weights.items()
+        if not parse_lora_name(name)
     }
     for name, array in weights.items():
-        factor = parse_factor(name)
+        factor = parse_lora_name(name)
         if factor is None or factor.side != "lora_A":
             continue
         b = weights[name.replace("lora_A", "lora_B")].astype(np.float64)
         product = scale * (b @ array.astype(np.float64))
         if factor.hf_module == EMBEDDING:
             made[f"{EMBEDDING}.weight"] += product.T
-        elif not factor.of_experts:
+        elif not factor.is_expert:
             made[f"{factor.hf_module}.weight"] += product
         elif (fused := factor.hf_module.replace(".*", "")) in made:
             made[fused] += np.swapaxes(product, -1, -2)
@@ -237,9 +242,9 @@ def test_a_checkpoint_of_another_kind_is_refused(folder):
         for here, there in pairs
     ]
     words = {
-        "apart": "adapters alone",
-        "merged": "a model with adapters merged into it",
-        "all": "all of a model",
+        "apart": "adapters only",
+        "merged": "a model with merged adapters",
+        "all": "a full model",
     }
     [said] = on_ranks(1, kinds, saving, others)
     assert len(said) == len(pairs)

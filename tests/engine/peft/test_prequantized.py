@@ -20,7 +20,7 @@ from penstock.engine.quantization import compressed_tensors
 from penstock.engine.quantization.bitsandbytes_nf4 import STATE
 from penstock.engine.quantization.prequantized import MODELOPT, published_in
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
-from penstock.models.quantization_config import declared_in
+from penstock.models.quantization_config import parse_quantization_config
 from penstock_kernels.quant import FORMATS, dequantize, quantize
 from penstock_kernels.quant.levels import NF4
 
@@ -59,11 +59,11 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
             dequantize(whole, torch.float32), wanted, **{"rtol": 0, "atol": 0, **tolerance}
         )
         read: list[int] = []
-        fill = folder._fill
+        init_adapters = folder._fill
 
         def counted(descriptor, into, place, name):
             read.append(len(into))
-            fill(descriptor, into, place, name)
+            init_adapters(descriptor, into, place, name)
 
         folder._fill = counted
         for first, end in ((0, 1), (1, 7), (rows // 2 - 3, rows // 2 + 3), (rows - 1, rows)):
@@ -360,7 +360,8 @@ def test_groups_that_a_format_does_not_have_are_refused():
 
 def test_settings_agree_with_what_is_published():
     nf4, int8, tiles = (
-        declared_in({"quantization_config": said}) for said in (NF4_SAID, INT8_SAID, FP8_SAID)
+        parse_quantization_config({"quantization_config": said})
+        for said in (NF4_SAID, INT8_SAID, FP8_SAID)
     )
     assert nf4 is not None
     assert int8 is not None

@@ -157,7 +157,10 @@ def test_modules_that_are_excluded_stay_as_they_are(folder):
     }
     [found] = on_ranks(1, each, trained, jobs)
     layers = {
-        name: {held.rpartition(".weight.")[0].removeprefix("model.layers.") for local_param in result[2]}
+        name: {
+            local_param.rpartition(".weight.")[0].removeprefix("model.layers.")
+            for local_param in result[2]
+        }
         for name, result in found.items()
     }
     network = {f"{n}.mlp.{part}_proj" for n in range(2) for part in ("gate", "up", "down")}

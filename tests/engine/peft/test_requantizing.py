@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.core.errors import StageError
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.hf.export import write_folders
@@ -95,14 +95,14 @@ def merged(job, spoilt=""):
     if loop.ranks.world_size > 1:
         # What one process does in one go ends within tiles here.
         requantize.STRETCH = 37 * 4 * 200
-    for held in engine.layout.params:
-        for piece in held.shards if parse_factor(held.name) else ():
+    for local_param in engine.model.params:
+        for piece in local_param.shards if parse_lora_name(local_param.name) else ():
             whole = factor(piece.tensor, piece.full_shape)
             if piece.tensor == spoilt:
                 whole[0] = float("inf")
-            copy_shard(whole, piece, piece.view(local(held.parameter).detach()))
-    assert engine.merging
-    engine.merging.merge(1)
+            copy_shard(whole, piece, piece.view(local(local_param.parameter).detach()))
+    assert engine.relora
+    engine.relora.merge(1)
     if loop.ranks.world_size == 1:
         save(loop)
     found = parameters_of(loop)
@@ -130,7 +130,7 @@ def test_one_process_quantizes_what_it_dequantized_and_added_to(folder, one_proc
             if f"{name}.codes" in found
         }
         before = {name: dequantize(value, torch.float32).numpy() for name, value in kept.items()}
-        factors = {n: factor(n, a.shape).numpy() for n, a in found.items() if parse_factor(n)}
+        factors = {n: factor(n, a.shape).numpy() for n, a in found.items() if parse_lora_name(n)}
         after = merged_by_hand({**before, **factors}, ALPHA / RANK)
         assert len(kept) == (7 if base == "dense" else 2 * 4 + 3 * 8 + 3)
         for name, value in kept.items():

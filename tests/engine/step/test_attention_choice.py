@@ -26,7 +26,11 @@ def choose(monkeypatch):
         written=None, capability=None, packages=(), model=None, ring=1, mixed=True, data=None
     ):
         for name in PACKAGES:
-            missing = None if name in packages else PACKAGES[name].missing_reason() or "its package is not"
+            missing = (
+                None
+                if name in packages
+                else PACKAGES[name].missing_reason() or "its package is not"
+            )
             monkeypatch.setitem(
                 attention.fast, name, replace(attention.fast[name], missing_reason=missing)
             )
@@ -66,11 +70,11 @@ THREE = "flash_attention_3"
         ),
         # Only by name.
         ({"capability": BLACKWELL, "packages": ["flash_attention_4"]}, "native", "capability 10.0"),
-        ({"written": "eager"}, "eager", "attention: eager (as is written)"),
+        ({"written": "eager"}, "eager", "attention: eager (configured)"),
         (
             {"written": "flash_attention_2", "capability": AMPERE, "packages": PACKAGES},
             "flash_attention_2",
-            "attention: flash_attention_2 (as is written)",
+            "attention: flash_attention_2 (configured)",
         ),
     ],
 )

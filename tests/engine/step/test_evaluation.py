@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,12 @@ from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.eval import evaluator
 from penstock.train.eval.evaluator import select_eval_rows
-from penstock.train.eval.token_metrics import perplexity
+from penstock.train.eval.token_metrics import TokenMetrics, perplexity
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, evaluated, loop_of
-from tests.engine.step.held_out import (
+from tests.engine.step.params_out import (
     NEW_TOKENS,
     by_transformers,
     greedy,
@@ -199,9 +201,9 @@ def passed(job):
         seen.append([len(group) for group in groups])
         return read_rows(rows, groups, reading)
 
-    assert loop.held_out is not None
+    assert loop.params_out is not None
     evaluator.read = noted
-    loop.held_out.evaluate(lambda: False)
+    loop.params_out.evaluate(lambda: False)
     evaluator.read = read_rows
     return seen
 
@@ -293,7 +295,7 @@ def all_starts(jobs):
     whole = bytes_and_losses(jobs["whole"])
     told = [
         interrupted(jobs["stopped"], 4, "evaluating"),
-        interrupted(jobs["stopped"], 5, "answering prompts"),
+        interrupted(jobs["stopped"], 5, "generating"),
     ]
     ends = killed(jobs["stopped"], 6), killed(jobs["killed"], 4)
     return whole, told, ends, bytes_and_losses(jobs["stopped"]), bytes_and_losses(jobs["killed"])
@@ -374,6 +376,26 @@ def test_a_model_that_has_diverged_gives_no_answers(folder):
 )
 def test_a_limit_takes_the_same_rows_from_everywhere(rows, limit, chosen):
     assert select_eval_rows(rows, limit, 3).tolist() == chosen
+
+
+def test_every_token_weighs_alike_in_an_evaluation_whichever_data_set_it_is_of(folder):
+    rows = PackedRows(folder / "packed" / "data" / "validation")
+    # Summed loss, tokens and those foretold of each data set, in two updates.
+    parts = [[[5.0, 2, 1], [100.0, 60, 12]], [[3.0, 2, 0], [200.0, 136, 87]]]
+    counts = iter(torch.tensor(parts, dtype=torch.float64))
+    evaluates = SimpleNamespace(counts=lambda *_: next(counts))
+    built: Any = SimpleNamespace(evaluator=evaluates)
+    ranks: Any = SimpleNamespace(device="cpu", all_reduce_sum=lambda counts: counts)
+    metrics = TokenMetrics(rows, built, ranks)
+    for _ in parts:
+        metrics.update([])
+    assert metrics.compute() == {
+        "eval_loss": 308 / 200,
+        "eval_perplexity": math.exp(308 / 200),
+        "eval_token_accuracy": 100 / 200,
+        "eval_loss/arithmetic": 8 / 4,
+        "eval_loss/poems": 300 / 196,
+    }
 
 
 def test_the_perplexity_of_a_hopeless_model_is_infinite():

@@ -143,11 +143,11 @@ def watched(job, work=a_step):
         rounded.append((kind, sharing, made.scales.flatten().tolist()[0]))
         return made
 
-    def turned(x, block, factor):
+    def transpose(x, block, factor):
         blocks.add(block)
         return turn(x, block, factor)
 
-    with patch.object(PRODUCTS, "quantize", seen), patch.object(PRODUCTS, "turn", turned):
+    with patch.object(PRODUCTS, "quantize", seen), patch.object(PRODUCTS, "turn", transpose):
         return rounded, blocks, work(job)
 
 
@@ -370,13 +370,13 @@ def test_layers_are_those_of_blocks_whose_sizes_serve_and_the_choice_is_told(fol
     dense = layers_of(folder)
     assert len(dense.chosen) == LAYERS
     fp8 = layout("told").more["fp8"]
-    turned = layers_of(folder, "tied", fp8={"hadamard": True})
-    assert turned.uneven == {f"model.layers.{n}.mlp.down_proj": (32, 48) for n in range(4)}
+    transpose = layers_of(folder, "tied", fp8={"hadamard": True})
+    assert transpose.uneven == {f"model.layers.{n}.mlp.down_proj": (32, 48) for n in range(4)}
     sparse = layers_of(folder, "experts")
     assert len(sparse.chosen) == 2 * 4 + 3, "the second layer alone has no experts"
     assert not any("experts" in name or name.endswith(".gate") for name in sparse.chosen)
     config = job(folder, layout("line", fp8={**fp8, "hadamard": True}, **ALONE)).config
-    line = turned.description(config.train.fp8)
+    line = transpose.description(config.train.fp8)
     assert "experts" not in line
     assert "; the 8 experts of each layer are not" in sparse.description(config.train.fp8)
     assert "16 linear layers in float8 (tensorwise, gradients e5m2, turned)" in line

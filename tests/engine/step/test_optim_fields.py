@@ -9,7 +9,7 @@ import torch
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.optim.grad_scaler import QUIET, GradScaler
+from penstock.engine.optim.grad_scaler import GROWTH_INTERVAL, GradScaler
 from penstock.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
@@ -38,7 +38,7 @@ def kept(job):
     """What is computed in, and what weights, gradients and states are kept in."""
     loop = loop_of(job)
     engine = loop.built.engine
-    [model] = engine.layout.parts
+    [model] = engine.model.parts
     computed, gradients = set(), set()
     layer = model.model.layers["1"]
     layer.register_forward_pre_hook(lambda _, inputs: computed.add(str(inputs[0].dtype)))
@@ -83,8 +83,10 @@ def after(job):
     loop = loop_of(job)
     name = "model.embed_tokens.weight"
     before = parameters_of(loop)[name]
-    for held in loop.built.engine.layout.trainable:
-        held.parameter.grad = torch.ones_like(held.parameter, dtype=held.parameter.grad_dtype)
+    for local_param in loop.built.engine.model.trainable:
+        local_param.parameter.grad = torch.ones_like(
+            local_param.parameter, dtype=local_param.parameter.grad_dtype
+        )
     for _ in range(4):
         loop.built.engine.optimizer.step()
     return float(np.mean(before - parameters_of(loop)[name]))
@@ -120,15 +122,15 @@ def offloaded(job):
     for _ in range(2):
         step(loop)
     engine = loop.built.engine
-    places = {local(held.parameter).data_ptr() for held in engine.layout.params}
+    places = {local(local_param.parameter).data_ptr() for local_param in engine.model.params}
     stepped = [p for group in engine.optimizer.param_groups for p in group["params"]]
     assert all(s.device.type == "cpu" for p in stepped for s in engine.optimizer.state[p].values())
     shared = sum(local(parameter).data_ptr() in places for parameter in stepped)
     root = job.output_dir / "checkpoints"
-    checkpoints = CheckpointManager(root, loop.built.trained, loop.ranks)
+    checkpoints = CheckpointManager(root, loop.built.train_state, loop.ranks)
     checkpoints.save(2, {})
     again = loop_of(job)
-    CheckpointManager(root, again.built.trained, again.ranks).load(root / "global_step_2")
+    CheckpointManager(root, again.built.train_state, again.ranks).load(root / "global_step_2")
     assert parameters_of(again).keys() == parameters_of(loop).keys()
     again.at = loop.at
     step(again)
@@ -163,7 +165,7 @@ def fused(job):
     engine, there = loop.built.engine, []
     engine.optimizer.register_step_pre_hook(
         lambda *_: there.append(
-            sum(one.parameter.grad is not None for one in engine.layout.trainable)
+            sum(one.parameter.grad is not None for one in engine.model.trainable)
         )
     )
     told = [step(loop) for _ in range(3)]
@@ -206,7 +208,10 @@ def test_a_fused_step_uses_one_gradient_at_a_time_and_learns_the_same(folder):
         ({"optimizer_offload": "cpu"}, "there is no CUDA device"),
         ({"fuse_optimizer_step": True, "max_grad_norm": 0.0}, "4 is 4 micro-batches"),
         ({"optimizer": "torch.optim.Nadam"}, r"Did you mean torch\.optim\.NAdam\?"),
-        ({"optimizer": "torch.optim.RAdam", "optimizer_kwargs": {"eta": 1}}, "takes no such thing"),
+        (
+            {"optimizer": "torch.optim.RAdam", "optimizer_kwargs": {"eta": 1}},
+            "has no such argument",
+        ),
     ],
 )
 def test_what_this_machine_cannot_step_is_refused(folder, train, says):
@@ -216,7 +221,7 @@ def test_what_this_machine_cannot_step_is_refused(folder, train, says):
 
 def rates(job):
     loop = loop_of(job)
-    name_of = {id(one.parameter): one.name for one in loop.built.engine.layout.params}
+    name_of = {id(one.parameter): one.name for one in loop.built.engine.model.params}
     return {
         name_of[id(parameter)]: group["lr"]
         for group in loop.built.engine.optimizer.param_groups
@@ -239,7 +244,7 @@ def scaled(job):
     loop, found = loop_of(job), []
     for _ in range(3):
         found.append((step(loop), parameters_of(loop)))
-    return found, loop.built.engine.scaling and loop.built.engine.scaling.as_json()
+    return found, loop.built.engine.grad_scaler and loop.built.engine.grad_scaler.as_json()
 
 
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
@@ -270,7 +275,7 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
 
 def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_nothing():
     scale = GradScaler(4.0)
-    for _ in range(QUIET - 1):
+    for _ in range(GROWTH_INTERVAL - 1):
         scale.on_finite_step()
     assert scale.scale == 4.0
     scale.on_finite_step()
@@ -280,11 +285,33 @@ def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_no
 
 def test_a_scale_counts_quiet_steps_from_the_last_overflow():
     scale = GradScaler(4.0)
-    for _ in range(QUIET - 1):
+    for _ in range(GROWTH_INTERVAL - 1):
         scale.on_finite_step()
     assert scale.on_overflow()
     scale.on_finite_step()
     assert scale.as_json() == {"scale": 2.0, "quiet": 1}
+
+
+@pytest.mark.parametrize("overflows", [(), (5,), (GROWTH_INTERVAL - 1,)])
+def test_a_scale_grows_at_the_same_step_from_wherever_a_run_goes_on(overflows):
+    def scales(first, start, end):
+        scale, found = first, []
+        for number in range(start, end):
+            if number in overflows:
+                scale.on_overflow()
+            else:
+                scale.on_finite_step()
+            found.append(scale.scale)
+        return scale, found
+
+    last = 2 * GROWTH_INTERVAL + 9
+    _, whole = scales(GradScaler(4.0), 0, last)
+    for stop in (1, 6, GROWTH_INTERVAL - 1, GROWTH_INTERVAL, GROWTH_INTERVAL + 500):
+        before, found = scales(GradScaler(4.0), 0, stop)
+        again = GradScaler(4.0)
+        again.restore(json.loads(json.dumps(before.as_json())))
+        assert found + scales(again, stop, last)[1] == whole
+    assert len(set(whole)) > 1
 
 
 def overflowing_once(job):
@@ -292,7 +319,7 @@ def overflowing_once(job):
     weights are finite and others then."""
     loop = loop_of(job)
     first, before = step(loop), parameters_of(loop)
-    scaling = loop.built.engine.scaling
+    scaling = loop.built.engine.grad_scaler
     assert scaling is not None
     scaling.scale = 1024.0
     second, after = step(loop), parameters_of(loop)
@@ -320,7 +347,7 @@ def resumed(job):
 def loop_after(job):
     loop = loop_of(job)
     loop._resume()
-    scaling = loop.built.engine.scaling
+    scaling = loop.built.engine.grad_scaler
     assert scaling is not None
     return scaling.as_json()
 

@@ -113,11 +113,15 @@ def take_steps(loop, steps):
     """Steps of the optimizer along drawn gradients."""
     engine = loop.built.engine
     for step in steps:
-        for held in engine.layout.trainable:
-            gradient = torch.zeros_like(held.parameter, dtype=held.parameter.grad_dtype)
-            for piece in held.shards:
-                copy_shard(drawn(piece.tensor, piece.full_shape, step), piece, piece.view(local(gradient)))
-            held.parameter.grad = gradient
+        for local_param in engine.layout.trainable:
+            gradient = torch.zeros_like(
+                local_param.parameter, dtype=local_param.parameter.grad_dtype
+            )
+            for piece in local_param.shards:
+                copy_shard(
+                    drawn(piece.tensor, piece.full_shape, step), piece, piece.view(local(gradient))
+                )
+            local_param.parameter.grad = gradient
         set_lr(engine.optimizer, LR)
         engine.optimizer.step()
 
@@ -298,13 +302,15 @@ def gone_on(pairs):
     for name, (first, second) in pairs.items():
         loop = loop_of(first)
         take_steps(loop, range(HALF))
-        saved = CheckpointManager(first.output_dir / name, loop.built.trained, loop.ranks)
+        saved = CheckpointManager(first.output_dir / name, loop.built.train_state, loop.ranks)
         saved.save(HALF, {})
         take_steps(loop, range(HALF, 2 * HALF))
         again, other = loop_of(first), loop_of(second)
         for one in (again, other):
             root = first.output_dir / name
-            CheckpointManager(root, one.built.trained, one.ranks).load(root / f"global_step_{HALF}")
+            CheckpointManager(root, one.built.train_state, one.ranks).load(
+                root / f"global_step_{HALF}"
+            )
             take_steps(one, range(HALF, 2 * HALF))
         found[name] = (
             bits_of(loop),

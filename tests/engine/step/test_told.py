@@ -10,7 +10,7 @@ import torch
 
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.distributed.ranks import init_process_group
-from penstock.engine.non_finite import NonFiniteReport, told
+from penstock.engine.non_finite import NonFiniteReport, format_reports
 from penstock.engine.optim.norm_metrics import norm_layer_name
 from penstock.engine.train_step import StepResult
 from penstock.rows.collate import MicroBatch
@@ -129,9 +129,9 @@ def test_norms_are_told_as_far_as_is_asked(folder):
 def poisoned(job):
     """What is said when one row's tokens have no numbers."""
     loop = loop_of(job)
-    for held in loop.built.engine.model.params:
-        if held.name == "model.embed_tokens.weight":
-            held.parameter.data[POISON] = math.nan
+    for local_param in loop.built.engine.model.params:
+        if local_param.name == "model.embed_tokens.weight":
+            local_param.parameter.data[POISON] = math.nan
     steps = [
         [
             (number, rank)
@@ -165,7 +165,7 @@ def test_a_number_that_is_not_finite_is_traced_to_its_rank_step_and_row(folder):
 
 def test_an_overflow_on_the_way_back_names_the_rows_of_the_step():
     fine = NonFiniteReport((), 0.0, None, (4, 9))
-    said = told([fine, NonFiniteReport((), 0.0, "model.norm.weight", (7,))])
+    said = format_reports([fine, NonFiniteReport((), 0.0, "model.norm.weight", (7,))])
     assert "packed row(s) are 4, 7, 9" in said
     assert "model.norm.weight (rank 1)" in said
 

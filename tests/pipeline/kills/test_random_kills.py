@@ -244,7 +244,7 @@ def damaged_and_resumed(its, whole):
         ]
         for name, what in done.items():
             [line] = [each for each in said if each.startswith(f"checkpoint {name} ")]
-            count[f"{what}: {'passed over' if 'passed over' in line else 'damaged'}"] += 1
+            count[f"{what}: {'skipped' if 'is skipped' in line else 'damaged'}"] += 1
         count["damages"] += len(done)
         count["reruns to equal bytes"] += 1
     return dict(sorted(count.items()))

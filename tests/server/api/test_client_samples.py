@@ -354,7 +354,7 @@ def test_a_long_text_among_numbers_takes_no_more_memory_than_itself():
     assert peak < 1_000_000
 
 
-NO_NUMBERS = [
+NON_NUMERIC_ROPE_KEYS = [
     [1, "a"],
     [[1, 2], 3],
     [[[1]], [[1], [2]]],
@@ -376,7 +376,7 @@ NO_NUMBERS = [
 def test_weights_that_are_no_numbers_are_refused():
     async def scenario():
         async with client() as (http, _):
-            for weights in NO_NUMBERS:
+            for weights in NON_NUMERIC_ROPE_KEYS:
                 bad = sample([1, 2], target_tokens=[2, 3], weights=weights)
                 answer = await forward_backward(http, bad)
                 assert answer.status_code == 400, weights

@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(model, tmp_path):
     refused = {
         "room for 1 to 16": opening("a", 17),
         "train_unembed=False": opening("a", 8, train_unembed=True),
-        "nothing is to learn": opening("a", 8, train_attn=False),
+        "nothing would be trained": opening("a", 8, train_attn=False),
         "momentum: adamw takes": CreateModelCommand(
             model="a", lora=None, optimizer_config=OptimizerConfig(kwargs={"momentum": 0.9})
         ),

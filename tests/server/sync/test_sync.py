@@ -96,7 +96,7 @@ def live_of(job, loop):
     names = family.weight_map(family.read(hf_config))
     quantizing = quantization_args(job.config)
     return RankModelView(
-        loop.built.trained.held,
+        loop.built.trained.params,
         names,
         family.roles,
         adapting=resolve_model_source(job.config).adapting,
@@ -316,7 +316,7 @@ IMPOSSIBLE = [
     ({"quantization": {"quant_method": "awq"}}, "quant_method is 'awq'"),
     ({"quantization": {"quant_method": "fp8", "bits": 8}}, "quantization.bits is not known"),
     ({"master_address": "192.0.2.1"}, "cannot listen at 192.0.2.1:0"),
-    ({"master_address": "0"}, "that is every address of this machine"),
+    ({"master_address": "0"}, "the address is unspecified"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.losses.policy import LossInputs, sequence_losses, token_losses
 from penstock.server.protocol.losses import PARAMS
 from penstock.server.protocol.types import Array
@@ -106,7 +106,7 @@ def require_gradients_of(tuned, resident):
     theirs = dict(tuned.named_parameters())
     assert resident.gradients
     for name, gradient in resident.gradients.items():
-        factor = parse_factor(name)
+        factor = parse_lora_name(name)
         assert factor
         judge = theirs[f"base_model.model.{factor.hf_module}.{factor.side}.default.weight"].grad
         narrow = gradient[:8] if factor.side == "lora_A" else gradient[:, :8]

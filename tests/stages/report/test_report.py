@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
-from penstock.train.launch.job import JOB, LOGS, OUTCOME, SAMPLES, ENVIRONMENT, Job
+from penstock.train.launch.job import ENVIRONMENT, JOB, LOGS, OUTCOME, SAMPLES, Job
 from penstock.train.metrics import recorder
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.report import write_comparison, write_report

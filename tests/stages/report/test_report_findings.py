@@ -5,8 +5,12 @@ import re
 import pytest
 
 from penstock.core.files import read_json, write_json
-from penstock.train.eval.eval_results import MAX_COMPLETIONS, write_held_out_results, write_task_scores
-from penstock.train.launch.job import EVAL_RESULTS, ENVIRONMENT
+from penstock.train.eval.eval_results import (
+    MAX_COMPLETIONS,
+    write_held_out_results,
+    write_task_scores,
+)
+from penstock.train.launch.job import ENVIRONMENT, EVAL_RESULTS
 from penstock.train.report import write_report
 from penstock.train.report.warnings import collect_warnings
 from tests.stages.report.report_pages import Page, chart_of, points, report_of, section_of

@@ -331,5 +331,9 @@ def test_mlflow_goes_where_it_is_told(tmp_path, monkeypatch):
 
 def test_events_of_tensorboard_go_where_it_is_written(tmp_path):
     told = {"use_tensorboard": True, "log_dir": str(tmp_path / "events")}
-    assert RunInfo.from_job(job_in(tmp_path / "a", train=told)).tensorboard_dir == tmp_path / "events"
-    assert RunInfo.from_job(job_in(tmp_path / "a")).tensorboard_dir == tmp_path / "a" / "tensorboard"
+    assert (
+        RunInfo.from_job(job_in(tmp_path / "a", train=told)).tensorboard_dir == tmp_path / "events"
+    )
+    assert (
+        RunInfo.from_job(job_in(tmp_path / "a")).tensorboard_dir == tmp_path / "a" / "tensorboard"
+    )

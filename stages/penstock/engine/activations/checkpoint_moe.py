@@ -13,22 +13,22 @@ from functools import partial
 
 import torch
 
-from penstock.engine.activations.recompute_once import SavedTensorSlot, casting_as_now
-from penstock.engine.activations.saved_tensors import Kept, save_for_backward, unpack_hook
+from penstock.engine.activations.recompute_once import SavedTensorSlot, current_autocast
+from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward, unpack_hook
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.experts import Experts, call_experts
 from penstock.models.layers.moe import MoE
 
 
-def checkpoint_moe_act(mixture: MoE, again: Callable[..., torch.Tensor]) -> None:
+def checkpoint_moe_act(moe: MoE, recompute: Callable[..., torch.Tensor]) -> None:
     """Register recomputation on an MoE layer, in place.
 
-    `again` recomputes a whole module: the shared experts, which do not communicate.
+    `recompute` recomputes a whole module: the shared experts, which do not communicate.
     """
-    mixture.experts.run = checkpoint_expert_gates
-    shared: CallHook = partial(again, mixture.run_shared)
-    mixture.run_shared = shared
+    moe.experts.run = checkpoint_expert_gates
+    shared: CallHook = partial(recompute, moe.run_shared)
+    moe.run_shared = shared
 
 
 def checkpoint_expert_gates(
@@ -57,7 +57,7 @@ class _Call:
         # The dropout RNG may belong to another micro-batch by then.
         self._gated = preserve_dropout_rng(experts.gate_up)
         # Not the tensor itself, which would keep the graph before it alive.
-        self._x_RD, self._wanted = save_for_backward(x_RD), x_RD.requires_grad
+        self._x_RD, self._requires_grad = save_for_backward(x_RD), x_RD.requires_grad
         self._counts_E = counts_E
         self._places: list[weakref.ref[SavedTensorSlot] | None] = []
         self._results: list[
@@ -65,13 +65,13 @@ class _Call:
         ] = []
         self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
-        self._casting = casting_as_now(x_RD.device.type)
-        there = (x_RD, counts_E, *experts.parameters())
-        self._there = {_storage_pointer(tensor) for tensor in there}
+        self._autocast = current_autocast(x_RD.device.type)
+        resident = (x_RD, counts_E, *experts.parameters())
+        self._resident_storages = {_storage_pointer(tensor) for tensor in resident}
 
-    def pack_first_half(self, tensor: torch.Tensor) -> Kept:
+    def pack_first_half(self, tensor: torch.Tensor) -> SavedTensor:
         """Pack hook: keep a tensor that is in memory anyway, else save an empty slot."""
-        if _storage_pointer(tensor) in self._there:
+        if _storage_pointer(tensor) in self._resident_storages:
             self._places.append(None)
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
@@ -83,7 +83,7 @@ class _Call:
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
         self._inner = _storage_pointer(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
-    def pack_second_half(self, tensor: torch.Tensor) -> Kept:
+    def pack_second_half(self, tensor: torch.Tensor) -> SavedTensor:
         """Pack hook of the second half: only the first half's output, or its rows, gets a slot."""
         memory, dtype, offset = self._inner
         if _storage_pointer(tensor) != memory or tensor.dtype != dtype:
@@ -110,9 +110,9 @@ class _Call:
             found.append(tensor.detach())
             return found[-1]
 
-        x_RD = self._x_RD().detach().requires_grad_(self._wanted)
+        x_RD = self._x_RD().detach().requires_grad_(self._requires_grad)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, torch.enable_grad(), self._casting:
+        with hooks, torch.enable_grad(), self._autocast:
             inner_RF = self._gated(x_RD, self._counts_E)
         for place, tensor in zip(self._places, found, strict=True):
             if place and (slot := place()):

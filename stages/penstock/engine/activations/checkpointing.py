@@ -15,7 +15,7 @@ from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.decoder import Decoder
 from penstock.models.layers.attention import SelfAttention
-from penstock.models.layers.block import SOCKETS
+from penstock.models.layers.block import CALL_HOOKS
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.moe import MoE
@@ -24,12 +24,12 @@ from penstock.models.layers.router_observer import preserve_observer
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two implementations, and one for backward passes that are split (zero bubble)."""
 
-CORE = "core_attn"
+CORE_ATTENTION = "core_attn"
 """Core attention without its projections: softmax(q @ k.T) @ v, which is recomputed from q, k and v
 (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
 """
 
-Mixtures = Literal["whole", "gates"]
+MoERecompute = Literal["whole", "gates"]
 """What is recomputed of an MoE layer: everything, which dispatches tokens a second time, or only
 the gated activation inside experts (`train.moe_checkpoint_method`).
 """
@@ -42,13 +42,17 @@ def checkpoint_kind(train: TrainConfig) -> Kind:
     return "reentrant" if train.enable_reentrant else "plain"
 
 
-def checkpoint_moe_settings(train: TrainConfig) -> Mixtures:
+def checkpoint_moe_settings(train: TrainConfig) -> MoERecompute:
     """The recomputed part of MoE layers."""
     return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
 
 
 def apply_activation_checkpointing(
-    model: Decoder, modules: Sequence[str] | None, kind: Kind, *, mixtures: Mixtures = "whole"
+    model: Decoder,
+    modules: Sequence[str] | None,
+    kind: Kind,
+    *,
+    moe_recompute: MoERecompute = "whole",
 ) -> None:
     """Register recomputation of whole layers, or of the named modules in each layer.
 
@@ -56,43 +60,46 @@ def apply_activation_checkpointing(
     `None` then means both its parts. Hooks registered before run inside the recomputation, so a
     second time in the backward pass, with the same dropout masks.
     """
-    again = partial(_again, FORMS[kind])
+    recompute = partial(_with_recomputation, IMPLEMENTATIONS[kind])
     layers = list(model.model.layers.values())
-    apart: dict[nn.Module, MoE] = {}
-    if mixtures == "gates":
+    moe_layers: dict[nn.Module, MoE] = {}
+    if moe_recompute == "gates":
         networks = ((layer, layer.get_submodule("mlp")) for layer in layers)
-        apart = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
+        moe_layers = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:
-        model.run_layer = partial(_unless, apart, again, model.run_layer)
-    for name in SOCKETS if modules is None else modules:
-        if name == CORE:
+        model.run_layer = partial(_recompute_unless_moe, moe_layers, recompute, model.run_layer)
+    for name in CALL_HOOKS if modules is None else modules:
+        if name == CORE_ATTENTION:
             for layer in layers:
                 attention = layer.get_submodule("self_attn")
                 assert isinstance(attention, SelfAttention)
-                attention.run_core = partial(again, attention.run_core)
+                attention.run_core = partial(recompute, attention.run_core)
             continue
-        if name not in SOCKETS:
+        if name not in CALL_HOOKS:
             raise ConfigError(
-                f"train.recompute_modules names {name}; a layer has {', '.join((*SOCKETS, CORE))}."
+                f"train.recompute_modules names {name}; a layer has "
+                f"{', '.join((*CALL_HOOKS, CORE_ATTENTION))}."
             )
-        for layer in apart if modules is None else layers:
-            if name == "mlp" and layer in apart:
-                checkpoint_moe_act(apart[layer], again)
+        for layer in moe_layers if modules is None else layers:
+            if name == "mlp" and layer in moe_layers:
+                checkpoint_moe_act(moe_layers[layer], recompute)
             else:
-                setattr(layer, SOCKETS[name], partial(again, getattr(layer, SOCKETS[name])))
+                setattr(
+                    layer, CALL_HOOKS[name], partial(recompute, getattr(layer, CALL_HOOKS[name]))
+                )
 
 
-def _unless(
-    apart: Collection[nn.Module],
-    again: Callable[..., Any],
+def _recompute_unless_moe(
+    moe_layers: Collection[nn.Module],
+    recompute: Callable[..., Any],
     run: CallHook,
     module: nn.Module,
     *args: Any,
 ) -> Any:
-    return run(module, *args) if module in apart else again(run, module, *args)
+    return run(module, *args) if module in moe_layers else recompute(run, module, *args)
 
 
-def _again(
+def _with_recomputation(
     form: Callable[..., Any], run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any
 ) -> Any:
     if not torch.is_grad_enabled():
@@ -116,4 +123,4 @@ def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) ->
     return checkpoint(run, module, x, *rest, use_reentrant=True, preserve_rng_state=False)
 
 
-FORMS = {"plain": _plain, "reentrant": _reentrant, "once": checkpoint_once}
+IMPLEMENTATIONS = {"plain": _plain, "reentrant": _reentrant, "once": checkpoint_once}

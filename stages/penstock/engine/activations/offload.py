@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from penstock.engine.activations.saved_tensors import Kept, saved_tensors_to
+from penstock.engine.activations.saved_tensors import SavedTensor, saved_tensors_to
 from penstock.models.decoder import Decoder
 from penstock.models.layers.call_hook import CallHook
 
@@ -36,7 +36,7 @@ class Copies(Protocol):
         """Copy back to the device."""
         ...
 
-    def wait(self, copied: Any) -> None:
+    def wait(self, event: Any) -> None:
         """Make later computation wait for the copy."""
         ...
 
@@ -50,30 +50,30 @@ class StreamCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._leaving = torch.cuda.Stream(device)
-        self._coming = torch.cuda.Stream(device)
+        self._offloading = torch.cuda.Stream(device)
+        self._fetching = torch.cuda.Stream(device)
 
     def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         # Pinned, because pageable memory is copied synchronously. Torch caches pinned memory.
         copy = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
-        return copy, self._copied(copy, data, self._leaving)
+        return copy, self._copy_on(copy, data, self._offloading)
 
     def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         copy = torch.empty(data.shape, dtype=torch.uint8, device=self._device)
-        return copy, self._copied(copy, data, self._coming)
+        return copy, self._copy_on(copy, data, self._fetching)
 
-    def wait(self, copied: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(copied)
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _copied(
+    def _copy_on(
         self, copy: torch.Tensor, data: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             copy.copy_(data, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(stream)
-        return copied
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
 
 
 class SyncCopier:
@@ -88,14 +88,14 @@ class SyncCopier:
     def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         return data.clone(), None
 
-    def wait(self, copied: None) -> None:
-        del copied
+    def wait(self, event: None) -> None:
+        del event
 
 
-SMALLEST = 1024
+MIN_BYTES = 1024
 """Bytes. Smaller tensors stay: copying them takes as long as copying one of this size."""
 
-CAST = "ToCopyBackward0"
+TO_COPY_NODE = "ToCopyBackward0"
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Group:
 
     before: "Group | None"
     """The group of the previous layer, which the backward pass needs next."""
-    bundles: "list[weakref.ref[OffloadedStorage]]" = field(
+    storages: "list[weakref.ref[OffloadedStorage]]" = field(
         default_factory=list["weakref.ref[OffloadedStorage]"]
     )
     is_wanted: bool = False
@@ -128,8 +128,8 @@ class OffloadedStorage:
         assert self.here is not None
         if self.here._version != self.version:
             raise RuntimeError(
-                "a tensor that the backward pass wants was changed in place: it is at version "
-                f"{self.here._version}, and was kept at version {self.version}"
+                "a saved tensor was modified in place: it is at version "
+                f"{self.here._version}, and was saved at version {self.version}"
             )
         return self.here
 
@@ -141,117 +141,117 @@ class OffloadedStorage:
 
 
 class ActivationOffloader:
-    """Saves tensors of one device, of which `room` bytes stay there.
+    """Saves tensors of one device, of which `capacity` bytes stay there.
 
     An offloaded tensor keeps its device memory until two groups later, so up to two groups use
     extra memory; in the backward pass, the needed group and the next one.
     """
 
-    def __init__(self, device: torch.device, copies: Copies, *, room: int) -> None:
-        self._device, self._copies, self._room = device, copies, room
-        self._known: weakref.WeakValueDictionary[int, OffloadedStorage] = (
+    def __init__(self, device: torch.device, copies: Copies, *, capacity: int) -> None:
+        self._device, self._copies, self._capacity = device, copies, capacity
+        self._by_pointer: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._staying: dict[int, weakref.ref[OffloadedStorage]] = {}
-        self._bytes_staying = 0
-        self._leaving: deque[list[tuple[weakref.ref[OffloadedStorage], Any]]] = deque([[]])
-        self._coming: list[tuple[torch.Tensor, Any]] = []
+        self._resident: dict[int, weakref.ref[OffloadedStorage]] = {}
+        self._resident_bytes = 0
+        self._offloading: deque[list[tuple[weakref.ref[OffloadedStorage], Any]]] = deque([[]])
+        self._fetching: list[tuple[torch.Tensor, Any]] = []
         self._newest: Group | None = None
 
     def start_group(self, what: Literal["pass", "layer"]) -> Group:
         """Start a group for a layer call; `pass` marks the first layer of a forward pass."""
         self._newest = Group(self._newest if what == "layer" else None)
-        self._leaving.append([])
-        while len(self._leaving) > 2:
-            for kept, copied in self._leaving.popleft():
-                bundle = kept()
-                if bundle is not None and bundle.away is not None:
-                    self._copies.wait(copied)
-                    bundle.here = None
+        self._offloading.append([])
+        while len(self._offloading) > 2:
+            for kept, event in self._offloading.popleft():
+                stored = kept()
+                if stored is not None and stored.away is not None:
+                    self._copies.wait(event)
+                    stored.here = None
         return self._newest
 
-    def pack(self, group: Group, tensor: torch.Tensor) -> Kept:
+    def pack(self, group: Group, tensor: torch.Tensor) -> SavedTensor:
         """Save a tensor in a group. Weights are not saved: they stay in memory anyway."""
         if not self._is_offloadable(tensor):
             stays = tensor.detach()
             return lambda: stays
-        bundle = self._bundle(tensor.detach())
-        group.bundles.append(weakref.ref(bundle))
+        stored = self._get_storage(tensor.detach())
+        group.storages.append(weakref.ref(stored))
         dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
         offset = int(tensor.storage_offset())
 
-        def given_back() -> torch.Tensor:
+        def unpack() -> torch.Tensor:
             self._prefetch(group)
-            storage = bundle.on_device().untyped_storage()
+            storage = stored.on_device().untyped_storage()
             view = torch.empty(0, dtype=dtype, device=storage.device)
             return view.set_(storage, offset, shape, stride)
 
-        return given_back
+        return unpack
 
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
             type(tensor) is torch.Tensor
             and tensor.device.type == self._device.type
-            and tensor.untyped_storage().nbytes() >= SMALLEST
+            and tensor.untyped_storage().nbytes() >= MIN_BYTES
             and not _is_weight(tensor)
         )
 
-    def _bundle(self, tensor: torch.Tensor) -> OffloadedStorage:
+    def _get_storage(self, tensor: torch.Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
-        known = self._known.get(storage.data_ptr())
+        known = self._by_pointer.get(storage.data_ptr())
         # Another storage may have the address of one that was freed.
         if known and known.of() is storage and known.version == tensor._version:
             return known
-        bundle = OffloadedStorage(tensor)
-        self._known[storage.data_ptr()] = bundle
-        self._keep_on_device(bundle)
-        return bundle
+        stored = OffloadedStorage(tensor)
+        self._by_pointer[storage.data_ptr()] = stored
+        self._keep_on_device(stored)
+        return stored
 
-    def _keep_on_device(self, bundle: OffloadedStorage) -> None:
-        number, size = id(bundle), bundle.size
+    def _keep_on_device(self, stored: OffloadedStorage) -> None:
+        number, size = id(stored), stored.size
 
-        def gone(_: Any) -> None:
-            if self._staying.pop(number, None):
-                self._bytes_staying -= size
+        def on_freed(_: Any) -> None:
+            if self._resident.pop(number, None):
+                self._resident_bytes -= size
 
-        self._staying[number] = weakref.ref(bundle, gone)
-        self._bytes_staying += size
-        while self._bytes_staying > self._room:
-            oldest = next(iter(self._staying.values()))()
+        self._resident[number] = weakref.ref(stored, on_freed)
+        self._resident_bytes += size
+        while self._resident_bytes > self._capacity:
+            oldest = next(iter(self._resident.values()))()
             assert oldest is not None
-            self._release_kept(oldest)
-            oldest.away, copied = self._copies.to_host(oldest.data())
-            self._leaving[-1].append((weakref.ref(oldest), copied))
+            self._forget_resident(oldest)
+            oldest.away, event = self._copies.to_host(oldest.data())
+            self._offloading[-1].append((weakref.ref(oldest), event))
 
-    def _release_kept(self, bundle: OffloadedStorage) -> None:
-        if self._staying.pop(id(bundle), None):
-            self._bytes_staying -= bundle.size
+    def _forget_resident(self, stored: OffloadedStorage) -> None:
+        if self._resident.pop(id(stored), None):
+            self._resident_bytes -= stored.size
 
     def _prefetch(self, group: Group) -> None:
         if group.is_wanted:
             return
         group.is_wanted = True
         self._fetch(group)
-        for _, copied in self._coming:
-            self._copies.wait(copied)
-        self._coming.clear()
+        for _, event in self._fetching:
+            self._copies.wait(event)
+        self._fetching.clear()
         if group.before:
             self._fetch(group.before)
 
     def _fetch(self, group: Group) -> None:
         """Bring all tensors of the group back to the device."""
-        for kept in group.bundles:
-            bundle = kept()
-            if bundle is None:
+        for kept in group.storages:
+            stored = kept()
+            if stored is None:
                 continue
-            self._release_kept(bundle)
-            if bundle.here is None:
-                assert bundle.away is not None
-                bundle.here, copied = self._copies.to_device(bundle.away)
-                bundle.version = bundle.here._version
+            self._forget_resident(stored)
+            if stored.here is None:
+                assert stored.away is not None
+                stored.here, event = self._copies.to_device(stored.away)
+                stored.version = stored.here._version
                 # Kept here too: its memory must not be freed while it is written.
-                self._coming.append((bundle.here, copied))
-            bundle.away = None
+                self._fetching.append((stored.here, event))
+            stored.away = None
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
@@ -260,7 +260,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     if isinstance(base, nn.Parameter):
         return True
     made_by = base.grad_fn
-    if made_by is None or made_by.name() != CAST:
+    if made_by is None or made_by.name() != TO_COPY_NODE:
         return False
     leaf = made_by.next_functions[0][0]
     return isinstance(getattr(leaf, "variable", None), nn.Parameter)
@@ -269,7 +269,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffloader:
     """The offloader of this rank, with `gigabytes` of the newest activations left on the device."""
     copies: Copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
-    return ActivationOffloader(device, copies, room=int(gigabytes * 1e9))
+    return ActivationOffloader(device, copies, capacity=int(gigabytes * 1e9))
 
 
 def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
@@ -280,10 +280,10 @@ def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
     """
     for part in parts:
         first = next(iter(part.model.layers.values()), None)
-        part.run_layer = partial(_offloaded, store, first, part.run_layer)
+        part.run_layer = partial(_run_offloaded, store, first, part.run_layer)
 
 
-def _offloaded(
+def _run_offloaded(
     store: ActivationOffloader,
     first: nn.Module | None,
     run: CallHook,

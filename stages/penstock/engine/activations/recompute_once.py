@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.engine.activations.saved_tensors import Kept, save_for_backward
+from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward
 
 
 class SavedTensorSlot:
@@ -22,7 +22,7 @@ class SavedTensorSlot:
     """
 
 
-class _EnoughError(Exception):
+class _RecomputedError(Exception):
     """All saved tensors are recomputed: stop early."""
 
 
@@ -48,7 +48,7 @@ class _Call:
         self._slots: list[weakref.ref[SavedTensorSlot]] = []
         self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
-        self._casting = casting_as_now(device)
+        self._autocast = current_autocast(device)
 
     def pack(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
         """Pack hook: a slot for the tensor."""
@@ -80,21 +80,21 @@ class _Call:
                 saved[slot] = tensor
             left -= 1
             if not left:
-                raise _EnoughError
+                raise _RecomputedError
             return tensor
 
         args = [arg.detached() if isinstance(arg, _Argument) else arg for arg in self._args]
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         try:
-            with hooks, torch.enable_grad(), self._casting:
+            with hooks, torch.enable_grad(), self._autocast:
                 self._run(*args)
-        except _EnoughError:
+        except _RecomputedError:
             pass
         assert not left, "a call must save as many tensors the second time"
         return saved
 
 
-def casting_as_now(device: str) -> torch.autocast:
+def current_autocast(device: str) -> torch.autocast:
     """The current autocast state, for later: a backward pass runs without autocast."""
     dtype = torch.get_autocast_dtype(device)
     return torch.autocast(device, dtype=dtype, enabled=torch.is_autocast_enabled(device))
@@ -104,7 +104,7 @@ def casting_as_now(device: str) -> torch.autocast:
 class _Argument:
     """A tensor argument of a call."""
 
-    kept: Kept
+    kept: SavedTensor
     wants_gradient: bool
 
     @staticmethod

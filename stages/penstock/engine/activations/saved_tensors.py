@@ -11,34 +11,34 @@ from contextvars import ContextVar
 
 import torch
 
-Kept = Callable[[], torch.Tensor]
+SavedTensor = Callable[[], torch.Tensor]
 """Returns the stored tensor; may be called repeatedly."""
 
-Keeper = Callable[[torch.Tensor], Kept]
+SaveFn = Callable[[torch.Tensor], SavedTensor]
 """Stores a tensor without its graph."""
 
-_KEPT_BY: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
+_SAVE_FN: ContextVar[SaveFn | None] = ContextVar("keeper", default=None)
 
 
 @contextmanager
-def saved_tensors_to(keeper: Keeper) -> Iterator[None]:
+def saved_tensors_to(keeper: SaveFn) -> Iterator[None]:
     """Context manager: autograd and `save_for_backward` store tensors with `keeper`."""
-    before = _KEPT_BY.set(keeper)
+    before = _SAVE_FN.set(keeper)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keeper, unpack_hook):
             yield
     finally:
-        _KEPT_BY.reset(before)
+        _SAVE_FN.reset(before)
 
 
-def save_for_backward(tensor: torch.Tensor) -> Kept:
+def save_for_backward(tensor: torch.Tensor) -> SavedTensor:
     """Store a tensor without its graph."""
-    if keeper := _KEPT_BY.get():
+    if keeper := _SAVE_FN.get():
         return keeper(tensor)
     alone = tensor.detach()
     return lambda: alone
 
 
-def unpack_hook(kept: Kept) -> torch.Tensor:
+def unpack_hook(kept: SavedTensor) -> torch.Tensor:
     """The unpack hook for autograd: return the stored tensor."""
     return kept()

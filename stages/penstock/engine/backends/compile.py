@@ -18,17 +18,17 @@ from penstock.models.layers.block import Block
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.experts import call_experts
 from penstock.models.layers.module_registry import OpModule
-from penstock.models.layers.moe import MoE, dispatch_here, no_op
+from penstock.models.layers.moe import MoE, dispatch_locally, no_op
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import HAS_TRITON
 
 COMPILERS = ("g++", "clang++")
 
 
-def require_compiler(device: torch.device, wish: str, instead: str) -> None:
+def require_compiler(device: torch.device, setting: str, instead: str) -> None:
     """Raise CapabilityError if nothing compiles for the device.
 
-    `wish` is the setting that needs it; `instead` says what to write.
+    `setting` is the setting that needs it; `instead` says what to write.
     """
     if device.type == "cpu":
         if any(map(shutil.which, COMPILERS)):
@@ -39,7 +39,7 @@ def require_compiler(device: torch.device, wish: str, instead: str) -> None:
     else:
         missing = "Triton is not installed"
     raise CapabilityError(
-        f"{wish}, and nothing compiles for {device.type} here: {missing}.\n  {instead}"
+        f"{setting}, and nothing compiles for {device.type} here: {missing}.\n  {instead}"
     )
 
 
@@ -60,23 +60,23 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
         for module in layer.modules():
             if isinstance(module, OpModule):
                 module.register_op()
-        for module in _programs(layer):
+        for module in _modules_to_compile(layer):
             # Not the module's call, which runs FSDP's hooks.
             module.forward = torch.compile(module.forward, dynamic=True)
 
 
-def _programs(block: Block) -> Iterator[nn.Module]:
+def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
     """The modules to compile separately."""
-    is_alone = block.run_attn is call and block.run_mlp is call
-    networks = list(_of_network(block.mlp))
-    if is_alone and networks == [block.mlp] and _is_one_unit(block):
+    has_no_hooks = block.run_attn is call and block.run_mlp is call
+    networks = list(_mlp_modules_to_compile(block.mlp))
+    if has_no_hooks and networks == [block.mlp] and _is_one_fsdp_unit(block):
         yield block
     else:
         yield block.self_attn
         yield from networks
 
 
-def _of_network(network: nn.Module) -> Iterator[nn.Module]:
+def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
     """The modules to compile separately in a feed-forward network."""
     if not isinstance(network, MoE):
         yield network
@@ -84,20 +84,20 @@ def _of_network(network: nn.Module) -> Iterator[nn.Module]:
     experts = network.experts
     # The reference grouped GEMM reads the row count of each expert on the host, and MoE activation
     # checkpointing uses saved-tensor hooks: neither can be compiled.
-    whole = (
+    compiles_experts = (
         experts.run is call_experts and experts.operations.group_gemm is not group_gemm.reference
     )
-    stays = network.dispatch is dispatch_here and network.arrive is no_op
-    if whole and stays and network.run_shared is call and _is_one_unit(network):
+    is_local = network.dispatch is dispatch_locally and network.finish_dispatch is no_op
+    if compiles_experts and is_local and network.run_shared is call and _is_one_fsdp_unit(network):
         yield network
         return
     yield network.gate
-    if whole:
+    if compiles_experts:
         yield experts
     if network.shared_experts is not None:
         yield network.shared_experts
 
 
-def _is_one_unit(module: nn.Module) -> bool:
+def _is_one_fsdp_unit(module: nn.Module) -> bool:
     """Whether no part of it is an FSDP unit of its own, with hooks that gather its weights."""
     return not any(isinstance(part, FSDPModule) for part in module.modules() if part is not module)

@@ -30,7 +30,7 @@ def select_layer_ops(model: ModelConfig) -> LayerOps:
     return layer_operations(
         norms=_choice(model.rmsnorm_native),
         gates=_choice(model.activation_native),
-        turns=_choice(model.rope_native),
+        rope_impl=_choice(model.rope_native),
     )
 
 

@@ -13,7 +13,7 @@ from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.block import block
 from penstock_kernels.flash_packages import PACKAGES
 
-WANTED = ("flash_attention_3", "native", "sdpa", "eager")
+PREFERRED = ("flash_attention_3", "native", "sdpa", "eager")
 """The default backends, best first."""
 
 
@@ -27,22 +27,25 @@ def choose_attention(
 
     Raises CapabilityError, with the reason, for a backend that does not support them.
     """
-    written = run.model.attn_implementation
+    configured = run.model.attn_implementation
     branches, over_ring = run.data.shares_prompts, run.train.ringattn_parallel_size > 1
     casts = run.model.attention_cast_bf16
     dtype: torch.dtype = torch.bfloat16 if casts else getattr(torch, run.train.computes_in)
-    drops = run.train.dropout.attention > 0
-    asked = _Asked(config, device, dtype, branches=branches, over_ring=over_ring, drops=drops)
-    refusals = {name: asked.unsupported_reason(name) for name in ("eager", *attention.fast)}
-    if written and (reason := refusals[written]):
-        serving = [name for name in WANTED if refusals[name] is None]
+    has_dropout = run.train.dropout.attention > 0
+    requirements = _Requirements(
+        config, device, dtype, branches=branches, over_ring=over_ring, has_dropout=has_dropout
+    )
+    refusals = {name: requirements.unsupported_reason(name) for name in ("eager", *attention.fast)}
+    if configured and (reason := refusals[configured]):
+        serving = [name for name in PREFERRED if refusals[name] is None]
         raise CapabilityError(
-            f"model.attn_implementation is {written}, which cannot compute this model's attention "
+            f"model.attn_implementation is {configured}, which cannot compute this "
+            "model's attention "
             f"here: {reason}.\n"
-            f"  Write {' or '.join(serving)}, or leave it out to get the best there is."
+            f"  Write {' or '.join(serving)}, or leave it out to select the best supported one."
         )
-    chosen = written or next(name for name in WANTED if refusals[name] is None)
-    reason = "as is written" if written else _why(chosen, refusals)
+    chosen = configured or next(name for name in PREFERRED if refusals[name] is None)
+    reason = "configured" if configured else _explain_choice(chosen, refusals)
     if chosen in PACKAGES and over_ring:
         reason = f"{reason}; native for what comes over the ring"
     notify(f"attention: {chosen} ({reason})" if reason else f"attention: {chosen}")
@@ -50,7 +53,7 @@ def choose_attention(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Requirements:
     """The requirements on attention."""
 
     config: DecoderConfig
@@ -60,15 +63,15 @@ class _Asked:
     branches: bool
     """Whether documents have branches that do not see each other."""
     over_ring: bool
-    drops: bool
+    has_dropout: bool
     """Whether attention dropout is used."""
 
     def unsupported_reason(self, name: str) -> str | None:
         """Why this backend does not support it; None if it does."""
         if name == "eager":
             return None
-        if self.drops:
-            return "it drops no weights (train.dropout.attention)"
+        if self.has_dropout:
+            return "it has no attention dropout (train.dropout.attention)"
         backend, config = attention.fast[name], self.config
         q_1NH, k_1KH, sinks_N = (
             torch.empty(size, dtype=self.dtype, device=self.device)
@@ -82,20 +85,20 @@ class _Asked:
         if self.branches:
             start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
             segments = replace(segments, start_rows=start_rows_1)
-        given = (q_1NH, k_1KH, k_1KH, segments, config.head_dim**-0.5)
+        args = (q_1NH, k_1KH, k_1KH, segments, config.head_dim**-0.5)
         reason = backend.unsupported_reason(
-            *given,
+            *args,
             config.sliding_window if config.sliding_layers else None,
             sinks_N if config.attention_sinks else None,
         )
         if reason is None and self.branches and self.over_ring:
-            reason = block.fast[name].unsupported_reason(*given)
+            reason = block.fast[name].unsupported_reason(*args)
         # Do not report a backend as missing if it could not be used when installed.
         return reason or backend.missing_reason
 
 
-def _why(chosen: str, refusals: Mapping[str, str | None]) -> str:
+def _explain_choice(chosen: str, refusals: Mapping[str, str | None]) -> str:
     """Why no better backend was chosen; backends with the same reason are grouped."""
-    better = WANTED[: WANTED.index(chosen)]
+    better = PREFERRED[: PREFERRED.index(chosen)]
     grouped = groupby(better, key=refusals.__getitem__)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in grouped)

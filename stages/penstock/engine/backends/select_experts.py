@@ -46,7 +46,8 @@ def select_moe_backend(
         raise CapabilityError(
             f"model.moe_implementation is {written}, which cannot compute this model's experts "
             f"here: {refusals[written]}.\n"
-            f"  Write {' or '.join([*serving, 'eager'])}, or leave it out to get the best there is."
+            f"  Write {' or '.join([*serving, 'eager'])}, or leave it out to select the "
+            "best supported one."
         )
     if written not in ("eager", *refusals):
         raise CapabilityError(

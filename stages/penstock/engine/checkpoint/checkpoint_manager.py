@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.core.cache.folder_digests import ALGORITHM, FileDigest, FolderDigests, digest_of_file
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, atomic_write, fsync, regular_files, remove, write_json
@@ -41,7 +41,7 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.checkpoint.train_state import States, TrainState
 from penstock.engine.distributed.ranks import ProcessInfo
 
-ADAPTERS, MERGED, MODEL = "adapters alone", "a model with adapters merged into it", "all of a model"
+ADAPTERS, MERGED, MODEL = "adapters only", "a model with merged adapters", "a full model"
 """The kinds of content of a checkpoint."""
 
 DEFAULT = CheckpointNaming()
@@ -75,7 +75,7 @@ class CheckpointManager:
         self._group = its
         self._copies = StagingBuffers() if writes == "behind" else None
         if self._copies:
-            trained.changes.register(self._copies.wait)
+            trained.pre_update_hooks.register(self._copies.wait)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -150,10 +150,10 @@ class CheckpointManager:
         folder = self.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
         try:
-            self._on_main_process(lambda: _name(folder, self.root / BEST))
+            self._on_main_process(lambda: _write_best_file(folder, self.root / BEST))
         except OSError as error:
             raise StageError(
-                f"{self.root / BEST} cannot be written: {_why_unwritten(error, self.root)}.\n"
+                f"{self.root / BEST} cannot be written: {_explain_write_error(error, self.root)}.\n"
                 "  Make room in train.output_dir."
             ) from error
         self.keep_best(step)
@@ -190,9 +190,11 @@ class CheckpointManager:
         """
         mine = ADAPTERS
         if not self._trained.only_trained:
-            bears = any(parse_factor(held.name) for held in self._trained.held)
+            has_adapters = any(
+                parse_lora_name(local_param.name) for local_param in self._trained.params
+            )
             # A pipeline stage may have no adapters.
-            mine = MERGED if self._ranks.any_rank(bears) else MODEL
+            mine = MERGED if self._ranks.any_rank(has_adapters) else MODEL
         if there != mine:
             raise ArtifactError(
                 f"{folder} holds {there}, and this run trains {mine}.\n"
@@ -234,13 +236,13 @@ class CheckpointManager:
         final = self.root / self._naming.name(step, state)
         aside = self.root / f"{final.name}{PART}"
         try:
-            self._on_main_process(lambda: _make_anew(aside))
+            self._on_main_process(lambda: _recreate(aside))
             digests = self._gather_digests(write_boxes(boxes, aside, self._group))
             self._on_main_process(lambda: _publish(aside, final, state, digests))
             self._on_main_process(lambda: self._delete_old(final))
         except (OSError, CheckpointException) as error:
             # Rank 0's reason: it reads the free disk space before the partial save is deleted.
-            why = [_why_unwritten(error, self.root)]
+            why = [_explain_write_error(error, self.root)]
             dist.broadcast_object_list(why, src=0, group=self._group)
             # A partial save would use the disk space that the next save needs.
             with suppress(OSError):
@@ -289,14 +291,14 @@ class CheckpointManager:
 def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
     if state["adapter_only"]:
         return ADAPTERS
-    return MERGED if any(map(parse_factor, files.read_metadata().state_dict_metadata)) else MODEL
+    return MERGED if any(map(parse_lora_name, files.read_metadata().state_dict_metadata)) else MODEL
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__.lower()
 
 
-def _make_anew(folder: Path) -> None:
+def _recreate(folder: Path) -> None:
     remove(folder)
     folder.mkdir(parents=True)
 
@@ -313,7 +315,7 @@ def _publish(
         remove(old)
 
 
-def _why_unwritten(error: BaseException, folder: Path) -> str:
+def _explain_write_error(error: BaseException, folder: Path) -> str:
     """The reason in one sentence, with the free space if the disk is full."""
     cause = first_rank_error(error)
     if is_full_disk(cause):
@@ -323,7 +325,7 @@ def _why_unwritten(error: BaseException, folder: Path) -> str:
     return describe_os_error(cause) if isinstance(cause, OSError) else str(cause)
 
 
-def _name(folder: Path, file: Path) -> None:
+def _write_best_file(folder: Path, file: Path) -> None:
     (folder / BEST_MARK).touch()
     fsync(folder)
     with atomic_write(file) as part:

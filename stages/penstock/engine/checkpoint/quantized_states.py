@@ -28,7 +28,7 @@ from penstock.optim.quantized_states import (
     size_in,
 )
 
-PLACED = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
+BOX_NAME = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
 
 
 def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[str, ShardView]]:
@@ -39,7 +39,7 @@ def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[st
     if moment is None or box.data.dim() == 0:
         yield name, box
     elif box.data.numel():
-        part = _Part(name, form, box.offsets, tuple(box.data.shape))
+        part = _QuantizedBox(name, form, box.offsets, tuple(box.data.shape))
         for leaf, tensor in quantize_states(box.data, moment, form)._asdict().items():
             yield f"{part}@{leaf}", whole_box(tensor)
 
@@ -70,16 +70,20 @@ class QuantizedStates:
         return left
 
     @cached_property
-    def _parts(self) -> Mapping[str, Sequence["_Part"]]:
-        found: dict[str, list[_Part]] = {}
+    def _parts(self) -> Mapping[str, Sequence["_QuantizedBox"]]:
+        found: dict[str, list[_QuantizedBox]] = {}
         for key in self.files.read_metadata().state_dict_metadata:
-            if match := PLACED.fullmatch(key):
+            if match := BOX_NAME.fullmatch(key):
                 name, form, offsets, shape = match.groups()
-                part = _Part(name, cast("Form", form), _numbers(offsets), _numbers(shape))
+                part = _QuantizedBox(
+                    name, cast("Form", form), _parse_ints(offsets), _parse_ints(shape)
+                )
                 found.setdefault(name, []).append(part)
         return found
 
-    def _fill(self, name: str, parts: Sequence["_Part"], boxes: Sequence[ShardView]) -> None:
+    def _fill(
+        self, name: str, parts: Sequence["_QuantizedBox"], boxes: Sequence[ShardView]
+    ) -> None:
         needed = [part for part in parts if any(part.overlaps(box) for box in boxes)]
         empty = {part: part.empty() for part in needed}
         read_boxes(
@@ -104,7 +108,7 @@ class QuantizedStates:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _QuantizedBox:
     """A quantized box of a tensor."""
 
     name: str
@@ -155,5 +159,5 @@ class _Part:
         ]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_ints(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))

@@ -79,7 +79,7 @@ def newest_whole_checkpoint(
         else []
     )
     damaged: dict[str, list[str]] = {}
-    useless: dict[str, list[str]] = {}
+    unusable: dict[str, list[str]] = {}
     chosen: Path | None = None
     for name in ranks.all_gather(names)[0]:
         folder = root / name
@@ -88,15 +88,15 @@ def newest_whole_checkpoint(
         if faults := find_checkpoint_faults(folder, ranks):
             damaged[name] = faults
         elif faults := _faults_of_needed(folder, ranks, needs):
-            useless[name] = faults
+            unusable[name] = faults
         else:
             chosen = folder
             break
-    if chosen is None and (damaged or useless):
-        raise _none_whole(root, damaged | useless)
+    if chosen is None and (damaged or unusable):
+        raise _all_damaged_error(root, damaged | unusable)
     if ranks.is_main_process:
         clean_partial_saves(root)
-        for line in _passed_over(root, chosen, damaged, useless):
+        for line in _report_skipped(root, chosen, damaged, unusable):
             warn(line)
     ranks.barrier()
     return chosen
@@ -120,17 +120,17 @@ def _faults_of_needed(folder: Path, ranks: ProcessInfo, needs: Needs) -> list[st
     return found
 
 
-def _passed_over(
+def _report_skipped(
     root: Path,
     chosen: Path | None,
     damaged: Mapping[str, Sequence[str]],
-    useless: Mapping[str, Sequence[str]],
+    unusable: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """A line for each checkpoint newer than the chosen one; damaged ones are moved aside."""
     end = f"resuming from {chosen.name}" if chosen else "there is none to resume from"
     lines = [
-        f"checkpoint {name} is passed over: {in_brief(faults)}; {end}"
-        for name, faults in useless.items()
+        f"checkpoint {name} is skipped: {in_brief(faults)}; {end}"
+        for name, faults in unusable.items()
     ]
     for name, faults in damaged.items():
         try:
@@ -142,13 +142,13 @@ def _passed_over(
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         is_incomplete = (folder / STATE).is_file() and not (folder / COMPLETE).is_file()
         if is_incomplete and folder.name != DAMAGED and checkpoint_step(folder) > newest:
-            lines.append(f"checkpoint {folder.name} has no {COMPLETE} and is passed over; {end}")
+            lines.append(f"checkpoint {folder.name} has no {COMPLETE} and is skipped; {end}")
     return lines
 
 
-def _none_whole(root: Path, faults: Mapping[str, Sequence[str]]) -> ArtifactError:
-    told = "".join(f"\n    {name}: {in_brief(each)}" for name, each in faults.items())
+def _all_damaged_error(root: Path, faults: Mapping[str, Sequence[str]]) -> ArtifactError:
+    lines = "".join(f"\n    {name}: {in_brief(each)}" for name, each in faults.items())
     return ArtifactError(
-        f"no checkpoint in {root} is whole:{told}\n"
-        "  Restore these files from a copy, or start anew with --fresh."
+        f"no checkpoint in {root} is valid:{lines}\n"
+        "  Restore these files from a copy, or start from scratch with --fresh."
     )

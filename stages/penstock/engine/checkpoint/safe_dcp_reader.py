@@ -31,7 +31,7 @@ from penstock.engine.checkpoint.folders import damaged_error, read_file
 
 METADATA = ".metadata"
 
-_KNOWN = {
+_ALLOWED = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -108,11 +108,11 @@ class CheckpointFiles(FileSystemReader):
 def _require_inside(metadata: object) -> None:
     """Raise DamagedError if it is no metadata, or names files outside the folder."""
     if not isinstance(metadata, Metadata):
-        raise _unsound(f"it holds a {type(metadata).__name__}")
+        raise _invalid(f"it holds a {type(metadata).__name__}")
     for info in metadata.storage_data.values():
         path = info.relative_path
         if not isinstance(path, str) or PurePosixPath(path).name != path or "\0" in path:
-            raise _unsound(f"it names the file {path}")
+            raise _invalid(f"it names the file {path}")
 
 
 def _require_sound(metadata: Metadata) -> None:
@@ -120,14 +120,14 @@ def _require_sound(metadata: Metadata) -> None:
     stored = cast("dict[Any, Any]", metadata.storage_data)
     for info in stored.values():
         if not _are_counts([info.offset, info.length]) or info.transform_descriptors:
-            raise _unsound(f"it does not say where in {info.relative_path} tensors lie")
+            raise _invalid(f"it does not say where in {info.relative_path} tensors lie")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
-            raise _unsound(f"it names a tensor {name!r}")
+            raise _invalid(f"it names a tensor {name!r}")
         if isinstance(entry, BytesStorageMetadata):
             continue
         if not isinstance(entry, TensorStorageMetadata):
-            raise _unsound(f"of {name} it holds a {type(entry).__name__}")
+            raise _invalid(f"of {name} it holds a {type(entry).__name__}")
         _require_tensor(name, entry, stored)
 
 
@@ -136,20 +136,20 @@ def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, A
     if not isinstance(properties, TensorProperties) or not isinstance(
         properties.dtype, torch.dtype
     ):
-        raise _unsound(f"it does not say the dtype of {name}")
+        raise _invalid(f"it does not say the dtype of {name}")
     if not isinstance(size, torch.Size):
-        raise _unsound(f"it does not say the shape of {name}")
+        raise _invalid(f"it does not say the shape of {name}")
     found = 0
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk, size):
-            raise _unsound(f"a part of {name} lies outside of it")
+            raise _invalid(f"a part of {name} lies outside of it")
         info = stored.get(MetadataIndex(name, chunk.offsets))
         count = prod(chunk.sizes)
         if info is None or info.length < count * properties.dtype.itemsize:
-            raise _unsound(f"it does not say where all of {name} lies")
+            raise _invalid(f"it does not say where all of {name} lies")
         found += count
     if found < prod(size):
-        raise _unsound(f"it holds {found} of {prod(size)} numbers of {name}")
+        raise _invalid(f"it holds {found} of {prod(size)} numbers of {name}")
 
 
 def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
@@ -166,26 +166,26 @@ def _are_counts(values: Sequence[Any]) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
-def _unsound(reason: str) -> DamagedError:
+def _invalid(reason: str) -> DamagedError:
     return DamagedError(f"{METADATA} is not that of a checkpoint: {reason}")
 
 
-class _KnownNames:
+class _AllowedNames:
     """Unpickler mixin that allows known names only."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The object of this name. Raises UnpicklingError for unknown names."""
-        if name in _KNOWN.get(module, ()):
+        if name in _ALLOWED.get(module, ()):
             return getattr(sys.modules[module], name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-class _Unpickler(_KnownNames, pickle.Unpickler):
+class _Unpickler(_AllowedNames, pickle.Unpickler):
     """For bytes that a digest has verified."""
 
 
 # A flipped bit makes the C unpickler allocate memory for four billion objects.
-class _CarefulUnpickler(_KnownNames, pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUntypedBaseClass]
+class _CarefulUnpickler(_AllowedNames, pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUntypedBaseClass]
     """For unverified bytes."""

@@ -24,7 +24,7 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.optim.tensor_norms import numbers_of
 from penstock.optim.groups import set_lr
-from penstock.optim.novograd import OF_TENSORS
+from penstock.optim.novograd import PER_TENSOR_STATES
 from penstock.optim.quantized_states import Form
 
 MODEL = "model."
@@ -42,15 +42,15 @@ def _all_of_them(boxes: Boxes) -> Boxes:
 class TrainState:
     """The model's parameters and the optimizer's state, as this rank holds them."""
 
-    held: Sequence[LocalParam]
+    params: Sequence[LocalParam]
     optimizer: torch.optim.Optimizer
     only_trained: bool
     """Leave out frozen parameters: they are loaded from the base model."""
     stepped: Sequence[LocalParam] | None = None
-    """The parameters that the optimizer steps, if they are CPU copies; None: `held`."""
+    """The parameters that the optimizer steps, if they are CPU copies; None: `params`."""
     states: Literal["saved", "left out"] = "saved"
     """Whether optimizer states are saved; those in a checkpoint are always read."""
-    changes: PreUpdateHooks = field(default_factory=PreUpdateHooks)
+    pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
     """The hooks called before any of it is modified."""
     rounded_to: torch.dtype | None = None
     """The dtype in which weights are saved; None: the dtype of the parameters."""
@@ -91,12 +91,12 @@ class TrainState:
         read_boxes(QuantizedStates(files).read(boxes), files)
 
     def _kept(self) -> Iterator[LocalParam]:
-        for held in self.held:
-            if held.parameter.requires_grad or not self.only_trained:
-                yield held
+        for local_param in self.params:
+            if local_param.parameter.requires_grad or not self.only_trained:
+                yield local_param
 
     def _step_counts(self) -> Sequence[LocalParam]:
-        return self.held if self.stepped is None else self.stepped
+        return self.params if self.stepped is None else self.stepped
 
     def _all(self) -> Iterator[tuple[str, ShardView]]:
         yield from self._parameters()
@@ -109,19 +109,19 @@ class TrainState:
             yield from compressed_boxes(name, box, self.compressed_to)
 
     def _parameters(self) -> Iterator[tuple[str, ShardView]]:
-        for held in self._kept():
-            part = local(held.parameter.detach())
-            is_rounded = part.is_floating_point() and id(held.parameter) not in self.exact
-            yield from _boxes(held, part, MODEL, "", self.rounded_to if is_rounded else None)
+        for local_param in self._kept():
+            part = local(local_param.parameter.detach())
+            is_rounded = part.is_floating_point() and id(local_param.parameter) not in self.exact
+            yield from _boxes(local_param, part, MODEL, "", self.rounded_to if is_rounded else None)
 
     def _states(self) -> Iterator[tuple[str, ShardView]]:
-        for held in self._step_counts():
-            part = local(held.parameter.detach())
-            for name, value in self.optimizer.state.get(held.parameter, {}).items():
-                if name in OF_TENSORS:
-                    yield from _boxes_of_tensors(held, f".{name}", value)
+        for local_param in self._step_counts():
+            part = local(local_param.parameter.detach())
+            for name, value in self.optimizer.state.get(local_param.parameter, {}).items():
+                if name in PER_TENSOR_STATES:
+                    yield from _boxes_of_tensors(local_param, f".{name}", value)
                 elif isinstance(value, torch.Tensor):
-                    yield from _state_boxes(held, f".{name}", local(value), part)
+                    yield from _state_boxes(local_param, f".{name}", local(value), part)
 
     def _make_states(self, files: CheckpointFiles) -> None:
         """Make the optimizer create its states with a step of zero gradients at learning rate 0.
@@ -130,9 +130,9 @@ class TrainState:
         afterwards.
         """
         there = _states(files)
-        for held in self._step_counts():
-            if held.shards and there.get(held.shards[0].tensor):
-                parameter = held.parameter
+        for local_param in self._step_counts():
+            if local_param.shards and there.get(local_param.shards[0].tensor):
+                parameter = local_param.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
         set_lr(self.optimizer, 0.0)
@@ -151,7 +151,7 @@ def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
 
 
 def _state_boxes(
-    held: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
+    local_param: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
     """The boxes of an optimizer state.
 
@@ -163,23 +163,23 @@ def _state_boxes(
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
         for part in flatten()[0]:
-            yield from _state_boxes(held, f"{end}_{part}", getattr(value, part), like[:0])
+            yield from _state_boxes(local_param, f"{end}_{part}", getattr(value, part), like[:0])
     elif value.shape == like.shape:
-        yield from _boxes(held, value, OPTIMIZER, end)
+        yield from _boxes(local_param, value, OPTIMIZER, end)
     elif value.dim():
-        for piece in held.shards[:1]:
+        for piece in local_param.shards[:1]:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
     else:
-        for piece in held.shards:
+        for piece in local_param.shards:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
 def _boxes_of_tensors(
-    held: LocalParam, end: str, value: torch.Tensor
+    local_param: LocalParam, end: str, value: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
     """The boxes of a state with one number per tensor: per matrix of a stack, otherwise one."""
     start = 0
-    for piece in held.shards:
+    for piece in local_param.shards:
         numbers = numbers_of(piece)
         own, start = value[start : start + len(numbers)], start + len(numbers)
         is_stack = len(piece.full_shape) == 3
@@ -192,13 +192,13 @@ def _boxes_of_tensors(
 
 
 def _boxes(
-    held: LocalParam,
+    local_param: LocalParam,
     part: torch.Tensor,
     begin: str,
     end: str,
     rounded_to: torch.dtype | None = None,
 ) -> Iterator[tuple[str, ShardView]]:
-    for piece in held.shards:
+    for piece in local_param.shards:
         box = ShardView(piece.full_shape, piece.offsets, piece.view(part), rounded_to)
         yield f"{begin}{piece.tensor}{end}", box
 

@@ -29,26 +29,26 @@ class ControlBroadcast:
         Ranks do not wait forever: rank 0 must send something, even an empty frame, before the
         timeout.
         """
-        return self._from(0, frame)
+        return self._broadcast_from(0, frame)
 
-    def all_gather_errors(self, fault: bytes | None) -> list[bytes | None]:
+    def all_gather_errors(self, error: bytes | None) -> list[bytes | None]:
         """All-gather the error of each rank, in rank order; None for ranks without an error."""
-        marks = torch.zeros(self._ranks.world_size, dtype=torch.int64)
-        marks[self._ranks.rank] = fault is not None
-        dist.all_reduce(marks, group=self._group)
+        has_error = torch.zeros(self._ranks.world_size, dtype=torch.int64)
+        has_error[self._ranks.rank] = error is not None
+        dist.all_reduce(has_error, group=self._group)
         return [
-            self._from(rank, fault or b"") if mark else None
-            for rank, mark in enumerate(marks.tolist())
+            self._broadcast_from(rank, error or b"") if flag else None
+            for rank, flag in enumerate(has_error.tolist())
         ]
 
-    def _from(self, rank: int, frame: bytes) -> bytes:
+    def _broadcast_from(self, rank: int, frame: bytes) -> bytes:
         size = torch.tensor([len(frame)])
         dist.broadcast(size, src=rank, group=self._group)
         if not (count := int(size.item())):
             return b""
         if self._ranks.rank == rank:
-            told = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+            payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         else:
-            told = torch.empty(count, dtype=torch.uint8)
-        dist.broadcast(told, src=rank, group=self._group)
-        return told.numpy().tobytes()
+            payload = torch.empty(count, dtype=torch.uint8)
+        dist.broadcast(payload, src=rank, group=self._group)
+        return payload.numpy().tobytes()

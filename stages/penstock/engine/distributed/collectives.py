@@ -25,30 +25,40 @@ parallelism).
 """
 
 
-SumsIn = torch.dtype | None
+ReduceDtype = torch.dtype | None
 """The dtype of reductions; None: the dtype of the tensor."""
 
 
 def copy_to_tp_region(
-    x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
+    x_TD: torch.Tensor,
+    group: dist.ProcessGroup,
+    residual: Residual,
+    reduce_dtype: ReduceDtype = None,
 ) -> torch.Tensor:
     """Enter a tensor-parallel region: all tokens of the residual stream on every rank.
 
     The gradient is summed over the group. Each rank passes all tokens (`whole`) or its own
     consecutive share of them (`split`, which is all-gathered).
     """
-    return (_Copy if residual == "whole" else _Gather).apply(x_TD, group, sums)
+    return (_CopyToRegion if residual == "whole" else _GatherToRegion).apply(
+        x_TD, group, reduce_dtype
+    )
 
 
 def reduce_from_tp_region(
-    x_TD: torch.Tensor, group: dist.ProcessGroup, residual: Residual, sums: SumsIn = None
+    x_TD: torch.Tensor,
+    group: dist.ProcessGroup,
+    residual: Residual,
+    reduce_dtype: ReduceDtype = None,
 ) -> torch.Tensor:
     """Leave a tensor-parallel region: all-reduce (`whole`) or reduce-scatter over tokens (`split`).
 
     Raises:
         ValueError: for `split`, if the tokens do not divide evenly.
     """
-    return (_Sum if residual == "whole" else _Scatter).apply(x_TD, group, sums)
+    return (_ReduceFromRegion if residual == "whole" else _ScatterFromRegion).apply(
+        x_TD, group, reduce_dtype
+    )
 
 
 def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -57,7 +67,7 @@ def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -
     If they do not divide evenly, zeros are appended. In the backward pass all ranks get the
     gradient of all tokens.
     """
-    return _KeepShare.apply(x_TD, group)
+    return _ScatterTokens.apply(x_TD, group)
 
 
 def gather_from_sequence_parallel(
@@ -69,7 +79,7 @@ def gather_from_sequence_parallel(
 
     What follows must be computed identically on all ranks, so that each has the complete gradient.
     """
-    return _GatherShares.apply(x_TD, group)[:count]
+    return _GatherTokens.apply(x_TD, group)[:count]
 
 
 def gather_columns(
@@ -83,7 +93,7 @@ def gather_columns(
     return _GatherColumns.apply(x_CV, group, widths)
 
 
-def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_dim0(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather equally large tensors along dimension 0."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
@@ -91,39 +101,47 @@ def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return out
 
 
-def _summed(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+def _all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+) -> torch.Tensor:
     # A copy: the caller may still need the tensor.
-    total = x.to(sums or x.dtype, copy=True, memory_format=torch.contiguous_format)
+    total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total.to(x.dtype)
 
 
-def _scattered(x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+def _reduce_scatter_dim0(
+    x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+) -> torch.Tensor:
     tokens, rest = divmod(x.shape[0], group.size())
     if rest:
         # Checked here because a backend may abort the process without a message.
         raise ValueError(f"{x.shape[0]} tokens cannot be shared evenly by {group.size()} ranks")
-    out = x.new_empty((tokens, *x.shape[1:]), dtype=sums)
+    out = x.new_empty((tokens, *x.shape[1:]), dtype=reduce_dtype)
     _reduce_scatter(out, x.to(out.dtype).contiguous(), group=group)
     return out.to(x.dtype)
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
-        ctx.group, ctx.sums = group, sums
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed(grads[0], ctx.group, ctx.sums), None, None
+        return _all_reduce(grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+    ) -> torch.Tensor:
         del ctx
-        return _summed(x, group, sums)
+        return _all_reduce(x, group, reduce_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -131,26 +149,30 @@ class _Sum(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
-        ctx.group, ctx.sums = group, sums
-        return gathered(x, group)
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
+        return all_gather_dim0(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scattered(grads[0], ctx.group, ctx.sums), None, None
+        return _reduce_scatter_dim0(grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, sums: SumsIn) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+    ) -> torch.Tensor:
         ctx.group = group
-        return _scattered(x, group, sums)
+        return _reduce_scatter_dim0(x, group, reduce_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gathered(grads[0], ctx.group), None, None
+        return all_gather_dim0(grads[0], ctx.group), None, None
 
 
 def local_share(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -160,7 +182,7 @@ def local_share(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return x.chunk(group.size())[group.rank()].contiguous()
 
 
-class _KeepShare(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group, ctx.count = group, x.shape[0]
@@ -168,14 +190,14 @@ class _KeepShare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gathered(grads[0], ctx.group)[: ctx.count], None
+        return all_gather_dim0(grads[0], ctx.group)[: ctx.count], None
 
 
-class _GatherShares(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return gathered(x, group)
+        return all_gather_dim0(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -191,7 +213,7 @@ class _GatherColumns(torch.autograd.Function):
         ctx.first, ctx.width = sum(widths[:rank]), widths[rank]
         # Collectives need equal sizes.
         padded = torch.nn.functional.pad(x, (0, max(widths) - widths[rank]))
-        parts = gathered(padded, group).chunk(group.size())
+        parts = all_gather_dim0(padded, group).chunk(group.size())
         return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1)
 
     @staticmethod

@@ -18,7 +18,7 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.ring_attention import Ring, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
-from penstock.engine.generation.kv_cache import keeping
+from penstock.engine.generation.kv_cache import with_kv_cache
 from penstock.models.layers.attention import AttentionFn
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import first_blind_rows
@@ -74,7 +74,7 @@ class ContextParallel:
     def attention_fn(self, backend: str) -> AttentionFn:
         """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
-        inner = ring.attend(backend) if ring else keeping(attention.backend(backend))
+        inner = ring.attend(backend) if ring else with_kv_cache(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
 
     def all_reduce_sum(self, mine: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, BucketedAllReduce
-from penstock.engine.distributed.device_mesh import ROWS, Mesh
+from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.expert_parallel import moe_layers
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, make_local_param
 from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
@@ -195,7 +195,7 @@ def sharding(train: TrainConfig) -> FSDPPolicy:
 
 
 def gradient_sync(
-    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], held: Sequence[LocalParam]
+    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], params: Sequence[LocalParam]
 ) -> GradSync:
     """Return the gradient sync over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
@@ -204,7 +204,7 @@ def gradient_sync(
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
     by_copies: dict[int, list[LocalParam]] = {}
-    for one in held:
+    for one in params:
         by_copies.setdefault(id(one.replica_group), []).append(one)
     return ReplicatedSync(
         [
@@ -280,7 +280,7 @@ def local_params(
 def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
     """The ranks that hold the same part of most weights as this one; None if there is no other."""
     if train.data_parallel_mode != "fsdp2":
-        return mesh.group(*ROWS)
+        return mesh.group(*DATA_AXES)
     replicate = mesh.fsdp_mesh(train.cp_fsdp_mode)["replicate"]
     return replicate.get_group() if replicate.size() > 1 else None
 

@@ -1,6 +1,6 @@
 """Device mesh: ranks as a grid of parallel dimensions, and the process groups along its axes.
 
-This is the only file that decides the position of a rank. Ranks along the last axis are neighbours
+This is the only file that decides the position of a rank. Ranks along the last axis are adjacent
 and communicate most; those along the first axis communicate least.
 """
 
@@ -18,45 +18,50 @@ Axis = Literal["pipeline", "replicate", "shard", "ring", "ulysses", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """The axes, outermost first."""
 
-Folding = Literal["all", "ulysses_only", "ring_only", "none"]
+CpFsdpMode = Literal["all", "ulysses_only", "ring_only", "none"]
 """Which context-parallel axes also shard the weights (`train.cp_fsdp_mode`)."""
 
-FOLDED: dict[Folding, tuple[Axis, ...]] = {
+FOLDED_AXES: dict[CpFsdpMode, tuple[Axis, ...]] = {
     "all": ("ring", "ulysses"),
     "ulysses_only": ("ulysses",),
     "ring_only": ("ring",),
     "none": (),
 }
 
-Placement = Literal["neighbours", "strangers"]
+Placement = Literal["adjacent", "strided"]
 """Which ranks form an expert-parallel group (`train.ep_outside`)."""
 
-ROWS: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
+DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
 """Axes whose ranks compute other tokens with the same weights; gradients are summed over them."""
 
 
 class Mesh:
-    """The grid as one rank sees it. Every rank must ask for the same groups in the same order."""
+    """The device mesh from the view of one rank.
+
+    Creating a process group is collective, so every rank must request the same groups in the same
+    order.
+    """
 
     def __init__(
         self,
-        degrees: ParallelDims,
+        dims: ParallelDims,
         rank: int,
         device_type: str,
         *,
-        experts: Placement = "neighbours",
+        experts: Placement = "adjacent",
     ) -> None:
         """The world size must be the product of the degrees.
 
-        Experts are shared by `neighbours`, or by `strangers`: ranks as far apart as possible.
+        Experts are sharded over `adjacent` ranks, or over `strided` ones: ranks as far apart as
+        possible.
         """
         self._placement: Placement = experts
-        self.dims, self.rank = degrees, rank
+        self.dims, self.rank = dims, rank
         self.device_type = device_type
-        self._grid = torch.arange(degrees.world_size).reshape([self.size(axis) for axis in AXES])
-        place = (self._grid == rank).nonzero()[0].tolist()
-        self._place: dict[Axis, int] = dict(zip(AXES, place, strict=True))
-        self._views: dict[object, DeviceMesh] = {}
+        self._grid = torch.arange(dims.world_size).reshape([self.size(axis) for axis in AXES])
+        coords = (self._grid == rank).nonzero()[0].tolist()
+        self._coords: dict[Axis, int] = dict(zip(AXES, coords, strict=True))
+        self._meshes: dict[object, DeviceMesh] = {}
 
     def size(self, *axes: Axis) -> int:
         """The number of ranks along these axes."""
@@ -66,16 +71,16 @@ class Mesh:
         """This rank's index among those that differ from it in these axes only."""
         found = 0
         for axis in axes:
-            found = found * self.size(axis) + self._place[axis]
+            found = found * self.size(axis) + self._coords[axis]
         return found
 
     def ranks(self, *axes: Axis) -> list[int]:
         """The ranks that differ from this one in these axes only, in the order of `index`."""
-        return self._laid([axes])[self._others([axes])].tolist()
+        return self._grid_by_axes([axes])[self._rest_index([axes])].tolist()
 
     def group(self, *axes: Axis) -> dist.ProcessGroup | None:
         """The process group of those ranks; None if this rank is the only one."""
-        return self._view([axes]).get_group("0") if self.size(*axes) > 1 else None
+        return self._device_mesh([axes]).get_group("0") if self.size(*axes) > 1 else None
 
     def adjacent_group(self, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks along `tensor` that includes this rank; None for
@@ -86,18 +91,20 @@ class Mesh:
         if count == 1:
             return None
         assert self.size("tensor") % count == 0, f"{count} of {self.size('tensor')} ranks"
-        key = "neighbours", count
-        if key not in self._views:
-            self._views[key] = DeviceMesh(
-                self.device_type, self._grid.reshape(-1, count), mesh_dim_names=("rest", "near")
+        key = "adjacent", count
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh(
+                self.device_type, self._grid.reshape(-1, count), mesh_dim_names=("rest", "adjacent")
             )
-        return self._views[key].get_group("near")
+        return self._meshes[key].get_group("adjacent")
 
-    def fsdp_mesh(self, folding: Folding) -> DeviceMesh:
+    def fsdp_mesh(self, folding: CpFsdpMode) -> DeviceMesh:
         """The weight mesh: replicas along `replicate`, shards along `shard` (HSDP)."""
-        shard: tuple[Axis, ...] = ("shard", *FOLDED[folding])
-        replicate: tuple[Axis, ...] = tuple(axis for axis in ROWS if axis not in shard)
-        return self._view([replicate, shard], names=("replicate", "shard"))["replicate", "shard"]
+        shard: tuple[Axis, ...] = ("shard", *FOLDED_AXES[folding])
+        replicate: tuple[Axis, ...] = tuple(axis for axis in DATA_AXES if axis not in shard)
+        return self._device_mesh([replicate, shard], names=("replicate", "shard"))[
+            "replicate", "shard"
+        ]
 
     def expert_mesh(self) -> DeviceMesh:
         """The expert mesh of this pipeline stage.
@@ -105,39 +112,39 @@ class Mesh:
         `expert` ranks share a layer's experts; `shard` ranks hold the same experts and shard their
         weights.
         """
-        if "experts" not in self._views:
+        if "experts" not in self._meshes:
             stages = self._grid.reshape(self.size("pipeline"), -1)
             count = self.dims.expert
-            if self._placement == "neighbours":
+            if self._placement == "adjacent":
                 laid = stages.reshape(len(stages), 1, -1, count)
             else:
                 laid = stages.reshape(len(stages), 1, count, -1).transpose(2, 3)
-            self._views["experts"] = DeviceMesh(
+            self._meshes["experts"] = DeviceMesh(
                 self.device_type,
                 laid.contiguous(),
                 mesh_dim_names=("rest", "replicate", "shard", "expert"),
             )
-        return self._views["experts"]
+        return self._meshes["experts"]
 
     @property
     def shards_experts_separately(self) -> bool:
         """Whether experts are sharded differently from the other weights."""
         return self.dims.expert > 1 or self.dims.tensor > 1
 
-    def _view(
+    def _device_mesh(
         self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None
     ) -> DeviceMesh:
         """The grid reshaped to one axis per part, after one axis of all remaining axes."""
         key = tuple(parts), names
-        if key not in self._views:
-            self._views[key] = DeviceMesh(
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh(
                 self.device_type,
-                self._laid(parts),
+                self._grid_by_axes(parts),
                 mesh_dim_names=("rest", *(names or map(str, range(len(parts))))),
             )
-        return self._views[key]
+        return self._meshes[key]
 
-    def _laid(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
+    def _grid_by_axes(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
         """Rank numbers, shape [remaining, *sizes of the parts]."""
         rest: tuple[Axis, ...] = tuple(
             axis for axis in AXES if not any(axis in part for part in parts)
@@ -146,6 +153,6 @@ class Mesh:
         sizes = [self.size(*part) for part in (rest, *parts)]
         return self._grid.permute([AXES.index(axis) for axis in order]).reshape(sizes)
 
-    def _others(self, parts: Sequence[tuple[Axis, ...]]) -> int:
+    def _rest_index(self, parts: Sequence[tuple[Axis, ...]]) -> int:
         rest: list[Axis] = [axis for axis in AXES if not any(axis in part for part in parts)]
         return self.index(*rest)

@@ -20,7 +20,7 @@ from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert, unpermute
 
-Plug = Callable[[MoE, dist.ProcessGroup, int], None]
+RegisterDispatcher = Callable[[MoE, dist.ProcessGroup, int], None]
 """Registers a token dispatcher on an MoE layer, given its group and total number of experts."""
 
 
@@ -29,19 +29,21 @@ def moe_layers(model: Decoder) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
-    """Keep this rank's experts of every layer, and register token dispatchers with `plug`; in
-    place.
+def parallelize_experts(
+    model: Decoder, mesh: Mesh, register_dispatcher: RegisterDispatcher
+) -> None:
+    """Keep this rank's experts of every layer, and register token dispatchers with
+    `register_dispatcher`; in place.
 
     Call it on every rank before anything is sharded. The size of the expert-parallel group must
     divide the number of experts. Does nothing without expert parallelism.
     """
     if mesh.dims.expert == 1:
         return
-    along = mesh.expert_mesh()["expert"]
-    group, index, size = along.get_group(), along.get_local_rank(), along.size()
-    for mixture in moe_layers(model):
-        experts = mixture.experts
+    expert_mesh = mesh.expert_mesh()["expert"]
+    group, index, size = expert_mesh.get_group(), expert_mesh.get_local_rank(), expert_mesh.size()
+    for moe in moe_layers(model):
+        experts = moe.experts
         total = experts.num_experts
         assert total % size == 0, f"{total} experts over {size} ranks"
         experts.num_experts = total // size
@@ -49,17 +51,17 @@ def parallelize_experts(model: Decoder, mesh: Mesh, plug: Plug) -> None:
         for name, parameter in list(experts.named_parameters()):
             mine = parameter.detach().chunk(size)[index].clone()
             owner, _, leaf = name.rpartition(".")
-            kept = nn.Parameter(mine, requires_grad=parameter.requires_grad)
-            setattr(experts.get_submodule(owner), leaf, kept)
-        plug(mixture, group, total)
+            local_param = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+            setattr(experts.get_submodule(owner), leaf, local_param)
+        register_dispatcher(moe, group, total)
 
 
-def use_all_to_all_dispatcher(mixture: MoE, group: dist.ProcessGroup, total: int) -> None:
+def use_all_to_all_dispatcher(moe: MoE, group: dist.ProcessGroup, total: int) -> None:
     """Dispatch tokens by all-to-all, which every backend supports."""
-    mixture.dispatch = Dispatch(group, total)
+    moe.dispatch = AllToAllDispatcher(group, total)
 
 
-class Dispatch:
+class AllToAllDispatcher:
     """All-to-all token dispatcher of an MoE layer whose experts are on several ranks.
 
     Five all-to-alls per layer and micro-batch: the row counts, the rows, their outputs, and in the
@@ -85,22 +87,22 @@ class Dispatch:
         order = sort_by_expert(choice_TK, self.num_experts)
         # Rows sorted by expert are sorted by rank as well.
         rows = operations.permute(x_TD, order)
-        leaving = order.counts.reshape(self.group.size(), -1)
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, group=self.group)
-        sends, receives = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
-        arrived_RD = _Exchange.apply(rows, sends, receives, self.group)
+        send_counts = order.counts.reshape(self.group.size(), -1)
+        recv_counts = torch.empty_like(send_counts)
+        dist.all_to_all_single(recv_counts, send_counts, group=self.group)
+        send_splits, recv_splits = torch.stack((send_counts.sum(1), recv_counts.sum(1))).tolist()
+        received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
         # Received rows are ordered by source rank, then by expert.
-        numbers = torch.arange(experts.num_experts, device=arriving.device)
-        expert_R = numbers.repeat(self.group.size()).repeat_interleave(arriving.flatten())
-        here = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
-        y_RD = experts(operations.permute(arrived_RD, here), here.counts)
-        made_RD = unpermute(y_RD, None, here)
-        returned = _Exchange.apply(made_RD, receives, sends, self.group)
+        expert_ids = torch.arange(experts.num_experts, device=recv_counts.device)
+        expert_R = expert_ids.repeat(self.group.size()).repeat_interleave(recv_counts.flatten())
+        local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
+        y_RD = experts(operations.permute(received_RD, local_order), local_order.counts)
+        outputs_RD = unpermute(y_RD, None, local_order)
+        returned = _AllToAll.apply(outputs_RD, recv_splits, send_splits, self.group)
         return operations.unpermute(returned, weights_TK, order)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """All-to-all of rows: `sends[i]` to rank i and `receives[i]` from it.
 
     The backward pass runs the reverse all-to-all.
@@ -110,21 +112,21 @@ class _Exchange(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: torch.Tensor,
-        sends: list[int],
-        receives: list[int],
+        send_splits: list[int],
+        recv_splits: list[int],
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        ctx.sends, ctx.receives, ctx.group = sends, receives, group
-        return _exchanged(rows, sends, receives, group)
+        ctx.send_splits, ctx.recv_splits, ctx.group = send_splits, recv_splits, group
+        return _all_to_all(rows, send_splits, recv_splits, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.receives, ctx.sends, ctx.group), None, None, None
+        return _all_to_all(grads[0], ctx.recv_splits, ctx.send_splits, ctx.group), None, None, None
 
 
-def _exchanged(
-    rows: torch.Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
+def _all_to_all(
+    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    out = rows.new_empty((sum(receives), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receives, sends, group=group)
+    out = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
     return out

@@ -4,7 +4,7 @@ This process is rank 0 of the group and hosts the store for rendezvous. The othe
 `init_process_group` machinery, which puts `<name>`, `<name>/` and the device type before every key;
 SGLang, and projects derived from OpenRLHF, join such a group this way. It is not registered with
 torch, so training never waits for it and no group is split from it, and this process can leave it
-while others still hang in it.
+while other processes still wait in it.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ from torch.distributed import PrefixStore, TCPStore
 from penstock.core import env
 from penstock.engine.launch.stores import listening_store
 
-ENDS_NOBODY = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+NCCL_NO_ABORT_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """Otherwise NCCL's watchdog and its monitor would end this process for an error of another process.
 """
 
-WITHOUT_NUMBERS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that backends do not support; they are sent as bytes."""
 
 
@@ -55,9 +55,11 @@ class ExternalProcessGroup:
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
         found = str(socket.getaddrinfo(address, None)[0][4][0])
         if ipaddress.ip_address(found.partition("%")[0]).is_unspecified:
-            # Anybody could write to a store on all interfaces, and 0.0.0.0 is no address to connect
-            # to.
-            raise OSError("that is every address of this machine, and one is wanted")
+            # Any machine could write to a store on all interfaces, and nothing can connect to
+            # 0.0.0.0.
+            raise OSError(
+                "the address is unspecified (all interfaces); write the address of one interface"
+            )
         self._server, self.port = listening_store(address, port, timeout=self._timeout, size=size)
         # A separate connection: closing the server ends what waits on this one.
         store = TCPStore(address, self.port, size, timeout=self._timeout, wait_for_workers=False)
@@ -89,7 +91,7 @@ class ExternalProcessGroup:
         torch.cuda.set_device(self._device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        with env.meanwhile(ENDS_NOBODY):
+        with env.meanwhile(NCCL_NO_ABORT_ENV):
             self._backend = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -97,7 +99,7 @@ class ExternalProcessGroup:
 
         Raises RuntimeError if another process is gone or does not receive in time.
         """
-        assert self._backend is not None, "nobody has joined"
+        assert self._backend is not None, "call join first"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if self._device.type == "cuda":
@@ -106,7 +108,7 @@ class ExternalProcessGroup:
         else:
             options.timeout = self._tensor_timeout
         sent = [tensor.contiguous() for tensor in tensors]
-        sent = [one.view(torch.uint8) if one.dtype in WITHOUT_NUMBERS else one for one in sent]
+        sent = [one.view(torch.uint8) if one.dtype in FP8_DTYPES else one for one in sent]
         works = [self._backend.broadcast([one], options) for one in sent]
         try:
             while works:

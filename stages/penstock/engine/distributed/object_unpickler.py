@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import distributed_c10d
 
-PLAIN = {
+ALLOWED_NAMES = {
     *(("builtins", name) for name in ("bytearray", "complex", "frozenset", "range", "set")),
     ("collections", "OrderedDict"),
     ("collections", "deque"),
@@ -27,17 +27,17 @@ PLAIN = {
     ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch", "device"),
-    ("torch.serialization", "_get_layout"),  # finds a layout by its name
+    ("torch.serialization", "_get_layout"),  # looks up a layout by name
     ("traceback", "FrameSummary"),
     ("traceback", "StackSummary"),
     *((__name__, name) for name in ("rebuild_tensor", "rebuild_array")),
 }
 """Allowed by module and name: functions that a message may call with any arguments."""
-RECORDS_OF = ("penstock.", "torch.distributed.checkpoint.")
+RECORD_MODULES = ("penstock.", "torch.distributed.checkpoint.")
 """Modules whose records are rebuilt."""
-EXCEPTIONS_OF = ("builtins", "penstock", "torch")
+EXCEPTION_PACKAGES = ("builtins", "penstock", "torch")
 """Packages whose exceptions are rebuilt."""
-NUMBERS = "biufc"
+NUMERIC_KINDS = "biufc"
 """Numpy dtype kinds that hold only numbers."""
 
 
@@ -49,7 +49,7 @@ class ObjectPickler(pickle.Pickler):
         if type(obj) is torch.Tensor:
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return rebuild_tensor, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
-        if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in NUMBERS:
+        if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in NUMERIC_KINDS:
             shape = obj.shape if isinstance(obj, np.ndarray) else None
             return rebuild_array, (obj.tobytes(), obj.dtype.str, shape)
         if isinstance(obj, BaseException):
@@ -67,12 +67,12 @@ class ObjectUnpickler(pickle.Unpickler):
         # A message must never trigger an import.
         module = sys.modules.get(module_name)
         found = vars(module).get(global_name) if module else None
-        if (module_name, global_name) in PLAIN or isinstance(found, torch.dtype):
+        if (module_name, global_name) in ALLOWED_NAMES or isinstance(found, torch.dtype):
             return found
         if isinstance(found, type) and found.__module__ == module_name and _is_record(found):
             return found
         raise pickle.UnpicklingError(
-            f"{module_name}.{global_name} is no record that ranks may send one another"
+            f"{module_name}.{global_name} is not a type that ranks may send to one another"
         )
 
 
@@ -86,16 +86,16 @@ def rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> t
 def rebuild_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any:
     """A numeric array from its bytes; without a shape, a numpy scalar."""
     kind = np.dtype(dtype)
-    if kind.kind not in NUMBERS:
-        raise pickle.UnpicklingError(f"{dtype} is no type of numbers")
+    if kind.kind not in NUMERIC_KINDS:
+        raise pickle.UnpicklingError(f"{dtype} is not a numeric dtype")
     found = np.frombuffer(bytearray(data), dtype=kind)
     return found[0] if shape is None else found.reshape(shape)
 
 
 def _is_record(found: type) -> bool:
     if issubclass(found, BaseException):
-        return found.__module__.partition(".")[0] in EXCEPTIONS_OF
-    return found.__module__.startswith(RECORDS_OF) and (
+        return found.__module__.partition(".")[0] in EXCEPTION_PACKAGES
+    return found.__module__.startswith(RECORD_MODULES) and (
         dataclasses.is_dataclass(found)
         or issubclass(found, enum.Enum)
         or (issubclass(found, tuple) and hasattr(found, "_fields"))

@@ -18,7 +18,7 @@ from penstock.engine.distributed.suggest_layout import (
     suggest_change,
 )
 
-SIZES: Mapping[str, str] = {
+AXIS_FIELDS: Mapping[str, str] = {
     "pipeline": "pipeline_parallel_size",
     "replicate": "data_parallel_replicate_size",
     "shard": "data_parallel_shard_size",
@@ -28,9 +28,9 @@ SIZES: Mapping[str, str] = {
 }
 """The setting of each axis, outermost axis first."""
 
-EXPERTS = "expert_parallel_size"
+EXPERT_FIELD = "expert_parallel_size"
 
-DATA = ("replicate", "shard")
+DATA_AXES = ("replicate", "shard")
 """Axes whose size may be -1, to be inferred."""
 
 
@@ -66,7 +66,7 @@ class ParallelDims:
 
     def __str__(self) -> str:
         """The axes with more than one rank, by the names of their settings."""
-        names = {**SIZES, "expert": EXPERTS}
+        names = {**AXIS_FIELDS, "expert": EXPERT_FIELD}
         sizes = {names[axis]: size for axis, size in asdict(self).items() if size > 1}
         return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 process"
 
@@ -102,47 +102,52 @@ def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
 
 def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
     """The degrees that multiply to `world`, or an error."""
-    sizes = {axis: getattr(train, field) for axis, field in SIZES.items()}
-    fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA)
+    sizes = {axis: getattr(train, field) for axis, field in AXIS_FIELDS.items()}
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA_AXES)
     left, rest = divmod(world, fixed)
     if rest or not left:
-        taken = [axis for axis, size in sizes.items() if axis not in DATA and size > 1]
-        product = " x ".join(f"{SIZES[axis]} {sizes[axis]}" for axis in taken)
+        taken = [axis for axis, size in sizes.items() if axis not in DATA_AXES and size > 1]
+        product = " x ".join(f"{AXIS_FIELDS[axis]} {sizes[axis]}" for axis in taken)
         several = f" (= {fixed})" if len(taken) > 1 else ""
         largest_first = sorted(taken, key=lambda axis: -sizes[axis])
         return LayoutError(
-            f"{_processes(world)} cannot be laid out as train.{product}{several}: "
+            f"{_format_processes(world)} cannot be laid out as train.{product}{several}: "
             f"{world} is no multiple of {fixed}",
-            tuple(f"train.{SIZES[axis]}" for axis in largest_first),
+            tuple(f"train.{AXIS_FIELDS[axis]}" for axis in largest_first),
         )
     replicate, shard = sizes["replicate"], sizes["shard"]
-    if misfit := _of_mode(train, world, left):
-        return misfit
+    if error := _check_mode(train, world, left):
+        return error
     if train.data_parallel_mode == "fsdp2":
         replicate = 1 if replicate == -1 else replicate
         shard = left // replicate if shard == -1 else shard
     else:
         replicate, shard = (left if replicate == -1 else replicate), 1
     if replicate * shard != left:
-        written = [axis for axis in DATA if sizes[axis] != -1]
-        said = " and ".join(f"train.{SIZES[axis]} is {sizes[axis]}" for axis in written)
+        written = [axis for axis in DATA_AXES if sizes[axis] != -1]
+        sizes_set = " and ".join(f"train.{AXIS_FIELDS[axis]} is {sizes[axis]}" for axis in written)
         return LayoutError(
-            f"{said}, and {_left(world, left)} to be shared out",
+            f"{sizes_set}, and {_remaining(world, left)} to be shared out",
             # The other data-parallel axis is best inferred if it was left out.
-            tuple(f"train.{SIZES[axis]}" for axis in DATA if train.data_parallel_mode == "fsdp2"),
+            tuple(
+                f"train.{AXIS_FIELDS[axis]}"
+                for axis in DATA_AXES
+                if train.data_parallel_mode == "fsdp2"
+            ),
         )
     experts, in_stage = train.expert_parallel_size, world // train.pipeline_parallel_size
     if in_stage % experts:
         stage = "a pipeline stage has" if train.pipeline_parallel_size > 1 else "there are"
         return LayoutError(
-            f"train.{EXPERTS} is {experts}, and {stage} {in_stage} processes, which experts cannot "
+            f"train.{EXPERT_FIELD} is {experts}, and {stage} {in_stage} processes, which "
+            "experts cannot "
             "be shared out over evenly",
-            (f"train.{EXPERTS}",),
+            (f"train.{EXPERT_FIELD}",),
         )
     return ParallelDims(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
 
 
-def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
+def _check_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
     """The error of an invalid combination with the data-parallel mode itself."""
     mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
     replicate = train.data_parallel_replicate_size
@@ -161,7 +166,7 @@ def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
     if mode == "none" and left > 1:
         return LayoutError(
             "train.data_parallel_mode is none, which trains on one copy of the weights, and "
-            f"{_left(world, left)} to be shared out",
+            f"{_remaining(world, left)} to be shared out",
             ("train.data_parallel_mode",),
         )
     return None
@@ -170,7 +175,7 @@ def _of_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
 def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
     """Other sizes for each axis on `world` ranks, and other data-parallel modes."""
     found: list[LayoutSuggestion] = []
-    for axis, field in SIZES.items():
+    for axis, field in AXIS_FIELDS.items():
         now = getattr(train, field)
         if now == -1 and axis == "shard":
             continue  # inferred from the others
@@ -183,9 +188,9 @@ def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
     now = train.expert_parallel_size
     for size in range(1, world + 1) if now > 1 else ():
         if world % size == 0 and size != now:
-            written = EXPERTS in train.model_fields_set
+            written = EXPERT_FIELD in train.model_fields_set
             distance = abs(math.log2(size / now)) + (0.01 if size > now else 0)
-            found.append(LayoutSuggestion(f"train.{EXPERTS}", size, distance, written))
+            found.append(LayoutSuggestion(f"train.{EXPERT_FIELD}", size, distance, written))
     for distance, mode in enumerate(("fsdp2", "ddp", "none"), 1):
         if mode != train.data_parallel_mode:
             name = "data_parallel_mode"
@@ -197,7 +202,9 @@ def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
 
 def fallback_dims(train: TrainConfig) -> dict[str, Any]:
     """The settings of a layout with data parallelism only."""
-    plain = {field: -1 if axis in DATA else 1 for axis, field in SIZES.items()} | {EXPERTS: 1}
+    plain = {field: -1 if axis in DATA_AXES else 1 for axis, field in AXIS_FIELDS.items()} | {
+        EXPERT_FIELD: 1
+    }
     plain = {name: size for name, size in plain.items() if getattr(train, name) not in (size, 1)}
     mode = {"data_parallel_mode": "fsdp2"} if train.data_parallel_mode == "none" else {}
     return {f"train.{name}": value for name, value in {**mode, **plain}.items()}
@@ -237,10 +244,10 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
     return steps
 
 
-def _left(world: int, left: int) -> str:
+def _remaining(world: int, left: int) -> str:
     others = f" ({world}, divided by {world // left} for the other axes)" if left != world else ""
-    return f"{_processes(left)}{others} {'is' if left == 1 else 'are'}"
+    return f"{_format_processes(left)}{others} {'is' if left == 1 else 'are'}"
 
 
-def _processes(world: int) -> str:
+def _format_processes(world: int) -> str:
     return "1 process" if world == 1 else f"{world} processes"

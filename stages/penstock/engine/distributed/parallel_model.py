@@ -16,14 +16,14 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.engine.distributed.tensor_parallel import reduce_partial_grads
-from penstock.models.decoder import Decoder, PipelineStageModules, Reduce
+from penstock.models.decoder import Decoder, OutputFn, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.dropout import DropoutRNG, dropout_rng
 from penstock.models.layers.router_observer import RouterObserver, observe_routers
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.attention import VarlenMetadata
 
-Casting = Callable[[], AbstractContextManager[object]]
+AutocastContext = Callable[[], AbstractContextManager[object]]
 """Context manager around a forward pass, such as autocast."""
 
 
@@ -35,7 +35,7 @@ class ModelInputs:
     position_ids_T: torch.Tensor  # noqa: N815 - T names the dimension
     segments: VarlenMetadata
     """Document boundaries, as this rank's attention needs them."""
-    output_fn: Reduce
+    output_fn: OutputFn
     """Function from hidden states and LM head to the summed loss of this rank's tokens."""
     dropout: DropoutRNG | None = None
     """Dropout RNG; None: no dropout."""
@@ -61,7 +61,7 @@ class ParallelModel:
     sync: GradSync
     pipeline: "Pipeline | None"
     """None without pipeline parallelism."""
-    autocast: Casting
+    autocast: AutocastContext
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
@@ -70,7 +70,7 @@ class ParallelModel:
     @property
     def trainable(self) -> list[LocalParam]:
         """The trainable parameters."""
-        return [held for held in self.params if held.parameter.requires_grad]
+        return [local_param for local_param in self.params if local_param.parameter.requires_grad]
 
     @property
     def model_parallel_size(self) -> int:
@@ -87,7 +87,7 @@ class ParallelModel:
     def build_inputs(
         self,
         batch: MicroBatch,
-        reduce: Reduce,
+        reduce: OutputFn,
         device: torch.device,
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
@@ -111,12 +111,12 @@ class ParallelModel:
             total = self.pipeline.forward_backward(calls)
             self.heartbeat.set_phase("backward")
         else:
-            total = self._one_by_one(calls)
+            total = self._accumulate(calls)
         self.sync.wait()
         reduce_partial_grads(self.trainable, self.mesh)
         if self.pipeline:
             self.pipeline.all_reduce_tied_grads()
-        return self._share(total)
+        return self._tp_share(total)
 
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """The summed losses without gradients, in fp64."""
@@ -124,8 +124,8 @@ class ParallelModel:
             if self.pipeline:
                 total = self.pipeline.forward(calls).double()
             else:
-                total = torch.stack([self._reduced(call).double() for call in calls]).sum()
-        return self._share(total)
+                total = torch.stack([self._forward_one(call).double() for call in calls]).sum()
+        return self._tp_share(total)
 
     @contextmanager
     def eval_mode(self) -> Generator[None]:
@@ -144,40 +144,40 @@ class ParallelModel:
         if self.pipeline:
             self.pipeline.forward([call])
         else:
-            self._reduced(call)
+            self._forward_one(call)
 
     @torch.no_grad()
     def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
         """Run a forward pass as in training for router observers, without a loss."""
-        calls = [replace(call, output_fn=_nothing) for call in calls]
+        calls = [replace(call, output_fn=_no_loss) for call in calls]
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
             for call in calls:
-                self._reduced(call)
+                self._forward_one(call)
 
-    def _one_by_one(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
+    def _accumulate(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)
         for index, call in enumerate(calls):
             self.sync.prepare_backward(last=index == len(calls) - 1)
             self.heartbeat.set_phase("forward")
-            loss = self._reduced(call)
+            loss = self._forward_one(call)
             self.heartbeat.set_phase("backward")
             loss.backward()
             total += loss.detach()
         return total
 
-    def _reduced(self, call: ModelInputs) -> torch.Tensor:
+    def _forward_one(self, call: ModelInputs) -> torch.Tensor:
         [model] = self.parts
         with self.autocast(), dropout_rng(call.dropout), observe_routers(call.router_observer):
             return model(call.input_ids_T, call.position_ids_T, call.segments, call.output_fn)
 
-    def _share(self, total: torch.Tensor) -> torch.Tensor:
+    def _tp_share(self, total: torch.Tensor) -> torch.Tensor:
         # Ranks along the tensor axis compute the same sum; one of them reports it.
         return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)
 
 
-def _nothing(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
+def _no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
     return hidden_TD.new_zeros(())
 
 

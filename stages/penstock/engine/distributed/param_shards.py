@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-Shared = Literal["tensor", "kv"]
+GradReduceAxis = Literal["tensor", "kv"]
 """The ranks that hold copies: the whole tensor axis, or those with the same key-value heads."""
 
 
@@ -40,7 +40,7 @@ class TensorShard:
     """The number of ranks of one pipeline stage's tensor axis, or of stages, that hold this same
     box.
     """
-    grad_reduce: Shared | None = None
+    grad_reduce: GradReduceAxis | None = None
     """The ranks over which the gradients of the copies must be summed; None: each is complete."""
 
     @property
@@ -72,7 +72,7 @@ class TensorShard:
         )
 
 
-def whole_piece(tensor: str, shape: Iterable[int]) -> TensorShard:
+def full_shard(tensor: str, shape: Iterable[int]) -> TensorShard:
     """The shard that is a full tensor."""
     shape = tuple(shape)
     return TensorShard(tensor, shape, (0,) * len(shape), shape)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from penstock.config.schema.train import TrainConfig
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.parallel_model import Casting, ModelInputs
+from penstock.engine.distributed.parallel_model import AutocastContext, ModelInputs
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.distributed.pipeline_stages import stages_of_rank, virtual_stages
 from penstock.models.decoder import Decoder
@@ -45,24 +45,24 @@ class Pipeline:
         *,
         device: torch.device,
         residual: Literal["whole", "split"] = "whole",
-        casting: Casting = nullcontext,
-        pulse: Heartbeat | None = None,
+        autocast: AutocastContext = nullcontext,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """`parts` are those of `build_stage_modules`, in that order, sharded or not.
 
         With a `residual` split over the tensor axis, each rank sends its own part of the hidden
-        states. `casting` is entered around each forward pass, and never around a backward pass.
-        `pulse` reports each pass that computes gradients, and the time between passes.
+        states. `autocast` is entered around each forward pass, and never around a backward pass.
+        `heartbeat` reports each pass that computes gradients, and the time between passes.
         """
         self._parts, self._train, self._device = parts, train, device
         self._width = parts[0].config.hidden_size
-        self._share = mesh.size("tensor") if residual == "split" else 1
+        self._tp_share = mesh.size("tensor") if residual == "split" else 1
         self._dtype: torch.dtype = getattr(torch, train.computes_in)
-        self._casting, self._pulse = casting, pulse or Heartbeat()
-        self._numbers = stages_of_rank(train, mesh.index("pipeline"))
+        self._autocast, self._heartbeat = autocast, heartbeat or Heartbeat()
+        self._stage_indices = stages_of_rank(train, mesh.index("pipeline"))
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)
         ranks = mesh.ranks("pipeline")
-        self._rank_of = {
+        self._rank_by_stage = {
             stage: rank for at, rank in enumerate(ranks) for stage in stages_of_rank(train, at)
         }
         # A separate group: in a shared one, P2P messages would interleave with collectives in a
@@ -70,21 +70,21 @@ class Pipeline:
         group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._running: _Running | None = None
+        self._schedule_run: _ScheduleRun | None = None
 
     def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """Compute the gradients of all micro-batches, accumulated onto existing gradients.
 
-        All calls must have the same number of tokens. Returns the sum of the last stage's `reduce`
-        results, detached; 0 on ranks without the last stage. Gradients of an FSDP model are reduced
-        once, at the end.
+        All calls must have the same number of tokens. Returns the sum of the last stage's
+        `output_fn` results, detached; 0 on ranks without the last stage. Gradients of an FSDP model
+        are reduced once, at the end.
         """
         key = (len(calls), len(calls[0].position_ids_T))
-        if self._running is None or self._running.key != key:
+        if self._schedule_run is None or self._schedule_run.key != key:
             # Keep only the newest: each owns input and output buffers for every micro-batch.
-            self._running = None
-            self._running = self._prepare(*key)
-        return self._running.step(calls)
+            self._schedule_run = None
+            self._schedule_run = self._prepare(*key)
+        return self._schedule_run.step(calls)
 
     @torch.no_grad()
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
@@ -95,25 +95,25 @@ class Pipeline:
         # order.
         for call in calls:
             hidden_TD: torch.Tensor | None = None
-            for number, part in zip(self._numbers, self._parts, strict=True):
+            for number, part in zip(self._stage_indices, self._parts, strict=True):
                 inputs = call.input_ids_T
                 if number:
                     inputs = self._receive(number - 1, hidden_TD, len(call.position_ids_T))
                 with (
-                    self._casting(),
+                    self._autocast(),
                     dropout_rng(call.dropout),
                     observe_routers(call.router_observer),
                 ):
-                    given = part(inputs, call.position_ids_T, call.segments, call.output_fn)
+                    output = part(inputs, call.position_ids_T, call.segments, call.output_fn)
                 if number == self._num_stages - 1:
-                    total += given
-                elif number + 1 in self._numbers:
-                    hidden_TD = given
+                    total += output
+                elif number + 1 in self._stage_indices:
+                    hidden_TD = output
                 else:
-                    to = self._rank_of[number + 1]
-                    given = given.contiguous()
+                    to = self._rank_by_stage[number + 1]
+                    output = output.contiguous()
                     # Keep the tensor with its message: memory that is being sent must not be freed.
-                    sending.append((dist.isend(given, to, group=self._group), given))
+                    sending.append((dist.isend(output, to, group=self._group), output))
         for message, _ in sending:
             message.wait()
         return total
@@ -146,7 +146,7 @@ class Pipeline:
     def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
-        other = self._rank_of[last if 0 in self._numbers else 0]
+        other = self._rank_by_stage[last if 0 in self._stage_indices else 0]
         theirs = torch.empty_like(mine)
         messages = [
             dist.P2POp(dist.isend, mine, other, self._group),
@@ -158,17 +158,17 @@ class Pipeline:
 
     def _receive(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         """The output of `stage`, from this rank or another."""
-        if stage in self._numbers:
+        if stage in self._stage_indices:
             assert here is not None
             return here
         hidden_TD = torch.empty(self._shape(num_tokens), dtype=self._dtype, device=self._device)
-        dist.recv(hidden_TD, self._rank_of[stage], group=self._group)
+        dist.recv(hidden_TD, self._rank_by_stage[stage], group=self._group)
         return hidden_TD
 
     def _shape(self, num_tokens: int) -> tuple[int, int]:
-        return num_tokens // self._share, self._width
+        return num_tokens // self._tp_share, self._width
 
-    def _prepare(self, num_calls: int, num_tokens: int) -> "_Running":
+    def _prepare(self, num_calls: int, num_tokens: int) -> "_ScheduleRun":
         # With given shapes torch does not run the model on dummy data to infer them.
         ids_T = torch.empty(num_tokens, dtype=torch.int64, device="meta")
         hidden_TD = torch.empty(
@@ -186,19 +186,19 @@ class Pipeline:
                 output_args=loss if number == last else hidden_TD,
                 group=self._group,
             )
-            for number, part in zip(self._numbers, self._parts, strict=True)
+            for number, part in zip(self._stage_indices, self._parts, strict=True)
         ]
         for stage in stages:
-            stage.casting, stage.pulse = self._casting, self._pulse
-        return _Running((num_calls, num_tokens), stages, self._train)
+            stage.autocast, stage.heartbeat = self._autocast, self._heartbeat
+        return _ScheduleRun((num_calls, num_tokens), stages, self._train)
 
 
 class _Stage(PipelineStage):
     """A pipeline stage that takes inputs from its own calls, not from torch's split arguments."""
 
     calls: Sequence[ModelInputs] = ()
-    casting: Casting = nullcontext
-    pulse: Heartbeat
+    autocast: AutocastContext = nullcontext
+    heartbeat: Heartbeat
 
     def forward_one_chunk(
         self,
@@ -210,7 +210,7 @@ class _Stage(PipelineStage):
         del args, kwargs
         call = self.calls[fwd_chunk_id]
         with (
-            self._telling("forward"),
+            self._report_phase("forward"),
             dropout_rng(call.dropout),
             observe_routers(call.router_observer),
         ):
@@ -220,34 +220,34 @@ class _Stage(PipelineStage):
                 {
                     "position_ids_T": call.position_ids_T,
                     "segments": call.segments,
-                    "reduce": call.output_fn,
+                    "output_fn": call.output_fn,
                 },
                 save_forward_output,
             )
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._telling("backward"):
+        with self._report_phase("backward"):
             return super().backward_one_chunk(*args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._telling("backward"):
+        with self._report_phase("backward"):
             return super().backward_weight_one_chunk(*args, **kwargs)
 
     @contextmanager
-    def _telling(self, phase: str) -> Generator[None]:
-        self.pulse.set_phase(phase)
+    def _report_phase(self, phase: str) -> Generator[None]:
+        self.heartbeat.set_phase(phase)
         yield
-        self.pulse.set_phase(BETWEEN_PASSES)
+        self.heartbeat.set_phase(BETWEEN_PASSES)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        with self.casting():
-            given = super().forward_maybe_with_nosync(*args, **kwargs)
+        with self.autocast():
+            output = super().forward_maybe_with_nosync(*args, **kwargs)
         # A stage without trainable parameters outputs tensors that need no gradient, but the next
         # stage sends a gradient all the same.
-        return given if given.requires_grad else given.requires_grad_()
+        return output if output.requires_grad else output.requires_grad_()
 
 
-class _Running:
+class _ScheduleRun:
     """A schedule for a fixed number of micro-batches and tokens."""
 
     def __init__(self, key: tuple[int, int], stages: list[_Stage], train: TrainConfig) -> None:
@@ -257,7 +257,7 @@ class _Running:
         # Losses are sums already divided by the token count of the step, so do not average them.
         settings: dict[str, Any] = {
             "n_microbatches": key[0],
-            "loss_fn": _as_it_is,
+            "loss_fn": _identity_loss,
             "scale_grads": False,
         }
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
@@ -270,8 +270,8 @@ class _Running:
         losses: list[torch.Tensor] = []
         for stage in self._stages:
             stage.calls = calls
-        self._stages[0].pulse.set_phase(BETWEEN_PASSES)
-        # Torch requires a target per micro-batch; `reduce` has its own labels.
+        self._stages[0].heartbeat.set_phase(BETWEEN_PASSES)
+        # Torch requires a target per micro-batch; `output_fn` has its own labels.
         targets = torch.empty(len(calls), device="meta")
         self._schedule.step(target=targets, losses=losses, return_outputs=False)
         for stage in self._stages:
@@ -281,5 +281,5 @@ class _Running:
         return torch.stack([loss.detach().float() for loss in losses]).sum()
 
 
-def _as_it_is(loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+def _identity_loss(loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
     return loss

@@ -51,7 +51,7 @@ def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index:
     """
     if schedule in V_SHAPED:
         return [index, 2 * num_ranks - 1 - index]
-    return [index + num_ranks * turn for turn in range(virtual)]
+    return [index + num_ranks * round_index for round_index in range(virtual)]
 
 
 def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
@@ -63,9 +63,9 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
     num_stages = train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
     weights = ("pipeline_parallel_input_weight", "pipeline_parallel_output_weight")
-    weighing = [name for name in weights if train.is_non_default(name)]
+    weights_set = [name for name in weights if train.is_non_default(name)]
     if split == "uniform":
-        counts = _even(
+        counts = _split_evenly(
             num_layers,
             num_stages,
             train.pipeline_parallel_input_weight,
@@ -73,17 +73,17 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
         )
         firsts = [sum(counts[:stage]) for stage in range(num_stages)]
         idle = "there are"
-    elif weighing:
+    elif weights_set:
         raise ConfigError(
             f"train.pipeline_parallel_split {split} says which layers each stage holds, and train."
-            f"{weighing[0]} would change nothing.\n"
+            f"{weights_set[0]} would change nothing.\n"
             "  Write pipeline_parallel_split: uniform, or leave the weights out."
         )
     else:
-        firsts = _listed(split, num_layers, num_stages)
+        firsts = _check_split(split, num_layers, num_stages)
         idle = f"train.pipeline_parallel_split {split} of"
     layers = [range(*both) for both in pairwise([*firsts, num_layers])]
-    empty = [stage for stage, its in enumerate(layers[:-1]) if stage and not its]
+    empty = [stage for stage, layer_range in enumerate(layers[:-1]) if stage and not layer_range]
     if empty:
         raise ConfigError(
             f"stage {empty[0]} of {num_stages} would hold no layer: {idle} {num_layers}"
@@ -94,7 +94,7 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
     return layers
 
 
-def _even(layers: int, stages: int, before: int, after: int) -> list[int]:
+def _split_evenly(layers: int, stages: int, before: int, after: int) -> list[int]:
     """Layers of each stage; the embedding counts as `before` layers, norm and head as `after`.
 
     The remainder goes to the earliest stages. If an end costs more than a stage's share it gets a
@@ -105,15 +105,15 @@ def _even(layers: int, stages: int, before: int, after: int) -> list[int]:
     base, rest = divmod(layers + before + after, stages)
     shares = [base + (stage < rest) for stage in range(stages)]
     if shares[0] < before:
-        return [0, *_even(layers, stages - 1, 0, after)]
+        return [0, *_split_evenly(layers, stages - 1, 0, after)]
     if shares[-1] < after:
-        return [*_even(layers, stages - 1, before, 0), 0]
+        return [*_split_evenly(layers, stages - 1, before, 0), 0]
     return [shares[0] - before, *shares[1:-1], shares[-1] - after]
 
 
-def _listed(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
+def _check_split(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
     if len(firsts) != num_stages or firsts[-1] > num_layers:
-        even = _even(num_layers, num_stages, 1, 1)
+        even = _split_evenly(num_layers, num_stages, 1, 1)
         example = [sum(even[:stage]) for stage in range(num_stages)]
         raise ConfigError(
             f"train.pipeline_parallel_split {firsts} does not name the first layer of each of"
@@ -139,12 +139,16 @@ def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: 
     return True
 
 
-def described(train: TrainConfig, num_layers: int) -> str:
+def describe_pipeline(train: TrainConfig, num_layers: int) -> str:
     """A one-line description of the pipeline, including inferred values."""
     virtual = virtual_stages(train)
-    layers = " | ".join(_span(its) for its in layers_of_stages(train, num_layers))
+    layers = " | ".join(
+        _format_layers(layer_range) for layer_range in layers_of_stages(train, num_layers)
+    )
     chosen = (
-        " (the schedule's least)" if virtual > (train.pipeline_parallel_virtual_stages or 1) else ""
+        " (the schedule's minimum)"
+        if virtual > (train.pipeline_parallel_virtual_stages or 1)
+        else ""
     )
     return (
         f"pipeline: {train.pipeline_parallel_schedule} on {train.pipeline_parallel_size} ranks x "
@@ -152,7 +156,7 @@ def described(train: TrainConfig, num_layers: int) -> str:
     )
 
 
-def _span(layers: range) -> str:
+def _format_layers(layers: range) -> str:
     if not layers:
         return "none"
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])

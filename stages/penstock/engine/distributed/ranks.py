@@ -71,7 +71,7 @@ class ProcessInfo:
 
 
 def init_process_group(
-    timeout_seconds: float, pulse: Heartbeat | None = None, *, reaches_out: bool = False
+    timeout_seconds: float, heartbeat: Heartbeat | None = None, *, reaches_out: bool = False
 ) -> ProcessInfo:
     """Join the process group that torchrun's variables describe (world size 1 without them).
 
@@ -79,7 +79,7 @@ def init_process_group(
     one machine listen on loopback; with `reaches_out` NCCL may choose another interface, because
     this process will connect to other machines and NCCL chooses its interface once per process.
     """
-    pulse = pulse or Heartbeat()
+    heartbeat = heartbeat or Heartbeat()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_seconds)
     if torch.cuda.is_available():
@@ -89,7 +89,7 @@ def init_process_group(
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
-    pulse.set_phase("joining the other ranks")
+    heartbeat.set_phase("joining the other ranks")
     if not dist.is_initialized():
         restrict_pickling()
         if env.is_one_machine():
@@ -98,7 +98,7 @@ def init_process_group(
             env.default({"GLOO_SOCKET_IFNAME": interface})
             if not reaches_out:
                 env.default({"NCCL_SOCKET_IFNAME": interface})
-        with pulse.waiting():
+        with heartbeat.waiting():
             store = _store(rank, world, timeout)
             dist.init_process_group(
                 backend,
@@ -108,7 +108,7 @@ def init_process_group(
                 timeout=timeout,
                 device_id=device_id,
             )
-    return ProcessInfo(rank, local_rank, world, device, pulse)
+    return ProcessInfo(rank, local_rank, world, device, heartbeat)
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:

@@ -22,9 +22,9 @@ from torch.autograd.function import once_differentiable
 from penstock.engine.distributed.zigzag import (
     KVRange,
     RankTokens,
-    needs,
-    own_lengths,
-    own_start_rows,
+    kv_ranges,
+    local_lengths,
+    local_start_rows,
 )
 from penstock.models.layers.attention import AttentionFn
 from penstock.rows.shared_prefix import Span
@@ -34,26 +34,26 @@ from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionBlock:
     """Attention of some of this rank's queries to some keys, received or its own."""
 
     queries: range
     """Indices of the queries among this rank's tokens."""
     keys: range
     """Indices among the received keys, or among this rank's own."""
-    sees: Rectangle
+    mask: Rectangle
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """One ring step: send to the rank `distance` ahead, receive from the rank as far behind."""
 
     distance: int
-    gives: range
+    send: range
     """The tokens of this rank whose keys and values are sent; nothing if empty."""
-    takes: int
+    recv_count: int
     """The number of tokens whose keys and values are received."""
-    parts: tuple[Part, ...]
+    parts: tuple[AttentionBlock, ...]
     """Attention to the received keys; empty if no query sees them."""
 
 
@@ -61,15 +61,15 @@ class Step:
 class RingSegments(VarlenMetadata):
     """Documents of this rank's tokens (as if alone), and attention to other ranks' tokens."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RingStep, ...]
     """The steps, with the same distances on every rank, because two ranks must agree on the order
     of messages between them. Distances at which no rank sends anything are left out.
     """
-    own: tuple[Part, ...]
+    local_blocks: tuple[AttentionBlock, ...]
     """Attention among this rank's own tokens beyond its local documents, which are cut where tokens
     of other ranks lie in between.
     """
-    row: tuple[int, ...]
+    doc_lengths: tuple[int, ...]
     """The document lengths of the packed sequence."""
     size: int
     """The size of the ring."""
@@ -77,19 +77,19 @@ class RingSegments(VarlenMetadata):
     """This rank's index in it."""
     spans: tuple[Span, ...] | None
     """How far the tokens are seen if documents are trees with branches."""
-    _under_windows: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
+    _by_window: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
-    def within(self, window: int | None) -> "RingSegments":
+    def with_window(self, window: int | None) -> "RingSegments":
         """The segments under a sliding window of `window` tokens (the query's own included);
         cached.
         """
-        if window is None or window >= max(self.row):
+        if window is None or window >= max(self.doc_lengths):
             return self
-        if window not in self._under_windows:
+        if window not in self._by_window:
             where = self.size, self.index, self.cu_seqlens.device
-            made = ring_segments(self.row, *where, window=window, spans=self.spans)
-            self._under_windows[window] = made
-        return self._under_windows[window]
+            made = ring_segments(self.doc_lengths, *where, window=window, spans=self.spans)
+            self._by_window[window] = made
+        return self._by_window[window]
 
 
 def ring_segments(
@@ -103,43 +103,45 @@ def ring_segments(
 ) -> RingSegments:
     """The segments of rank `index` in a ring of `size`, for a packed sequence of these documents.
 
-    The lengths sum to a multiple of twice the ring size. `window` and `spans` as in `zigzag.needs`.
+    The lengths sum to a multiple of twice the ring size. `window` and `spans` as in
+    `zigzag.kv_ranges`.
     """
     bounds = (0, *accumulate(lengths))
-    holdings = [RankTokens(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
-    me = holdings[index]
+    rank_tokens = [RankTokens(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
+    me = rank_tokens[index]
 
-    def asked(asker: RankTokens, giver: RankTokens) -> list[KVRange]:
-        return needs(bounds, asker, giver, window, spans)
+    def kv_ranges_for(query_rank: RankTokens, kv_rank: RankTokens) -> list[KVRange]:
+        return kv_ranges(bounds, query_rank, kv_rank, window, spans)
 
-    found: list[tuple[int, range, list[KVRange]]] = [(0, range(0), asked(me, me))]
+    transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
-        if any(asked(one, holdings[one.index - distance]) for one in holdings):
-            gives = _all_keys(asked(holdings[(index + distance) % size], me))
-            found.append((distance, gives, asked(me, holdings[index - distance])))
-    every = [need for *_, some in found for need in some]
+        if any(kv_ranges_for(one, rank_tokens[one.index - distance]) for one in rank_tokens):
+            send = _all_keys(kv_ranges_for(rank_tokens[(index + distance) % size], me))
+            transfers.append((distance, send, kv_ranges_for(me, rank_tokens[index - distance])))
+    every = [need for *_, some in transfers for need in some]
     sizes = [(len(need.queries), len(need.keys)) for need in every]
     reaches = [need.reach for need in every]
     rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
 
-    def parts(some: Sequence[KVRange], first_key: int) -> tuple[Part, ...]:
+    def parts(some: Sequence[KVRange], first_key: int) -> tuple[AttentionBlock, ...]:
         return tuple(
-            Part(need.queries, _shifted(need.keys, by=first_key), next(rectangles)) for need in some
+            AttentionBlock(need.queries, _shifted(need.keys, by=first_key), next(rectangles))
+            for need in some
         )
 
     # Own keys are numbered by position, received keys by arrival.
-    [(*_, within), *others] = found
-    own = parts(within, 0)
+    [(*_, local_ranges), *others] = transfers
+    local_blocks = parts(local_ranges, 0)
     steps = [
-        Step(distance, gives, len(came := _all_keys(some)), parts(some, came.start))
-        for distance, gives, some in others
+        RingStep(distance, send, len(came := _all_keys(some)), parts(some, came.start))
+        for distance, send, some in others
     ]
-    start_rows = None if spans is None else own_start_rows(spans, me)
+    start_rows = None if spans is None else local_start_rows(spans, me)
     return RingSegments(
-        **vars(VarlenMetadata.of(own_lengths(bounds, me, window), device, start_rows=start_rows)),
+        **vars(VarlenMetadata.of(local_lengths(bounds, me, window), device, start_rows=start_rows)),
         steps=tuple(steps),
-        own=own,
-        row=tuple(lengths),
+        local_blocks=local_blocks,
+        doc_lengths=tuple(lengths),
         size=size,
         index=index,
         spans=None if spans is None else tuple(spans),
@@ -166,9 +168,9 @@ class Ring:
         # Ranks pass different numbers of P2P messages. Torch's collective checks count those, so a
         # group used for both would seem desynchronized at the next collective; a mesh axis that
         # spans the world uses the world group.
-        own = dist.new_group() if size == dist.get_world_size() else group
-        assert isinstance(own, dist.ProcessGroup)
-        self.group = own
+        local_blocks = dist.new_group() if size == dist.get_world_size() else group
+        assert isinstance(local_blocks, dist.ProcessGroup)
+        self.group = local_blocks
         # The first operation of a group must not be P2P between only some of its ranks.
         dist.barrier(self.group)
 
@@ -179,7 +181,7 @@ class Ring:
 
     def attend(self, backend: str) -> AttentionFn:
         """Attention of this rank's tokens to the whole packed sequence, on `backend`."""
-        alone = attention.backend(backend)
+        local_attention = attention.backend(backend)
 
         def over_ring(
             q_TNH: torch.Tensor,
@@ -191,11 +193,11 @@ class Ring:
             sinks_N: torch.Tensor | None = None,
         ) -> torch.Tensor:
             assert isinstance(segments, RingSegments), (
-                "ring attention needs what `ring_segments` returns"
+                "ring attention needs segments built by `ring_segments`"
             )
-            here = segments.within(window)
-            if not here.steps and not here.own:
-                return alone(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
+            here = segments.with_window(window)
+            if not here.steps and not here.local_blocks:
+                return local_attention(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
             # Autocast would cast back what is computed in fp32 on purpose.
             with torch.autocast(q_TNH.device.type, enabled=False):
                 return _RingAttention.apply(
@@ -205,24 +207,24 @@ class Ring:
         return over_ring
 
     def start_transfer(
-        self, x: torch.Tensor | None, by: int, like: torch.Tensor, takes: int
+        self, x: torch.Tensor | None, by: int, like: torch.Tensor, recv_count: int
     ) -> "P2PTransfer":
         """Start the P2P transfer of a ring step.
 
-        Sends `x` to the rank `by` ahead, and receives `takes` rows, shaped like those of `like`,
-        from the rank as far behind.
+        Sends `x` to the rank `by` ahead, and receives `recv_count` rows, shaped like those of
+        `like`, from the rank as far behind.
         """
         operations: list[dist.P2POp] = []
-        taken = None
+        received = None
         if x is not None:
             to = (self.index + by) % self.size
             operations.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
-        if takes:
-            taken = like.new_empty((takes, *like.shape[1:]))
+        if recv_count:
+            received = like.new_empty((recv_count, *like.shape[1:]))
             source = (self.index - by) % self.size
-            operations.append(dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source))
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return P2PTransfer(works, x, taken)
+        return P2PTransfer(works, x, received)
 
 
 @dataclass(frozen=True)
@@ -232,32 +234,32 @@ class P2PTransfer:
     works: list[dist.Work]
     sent: torch.Tensor | None
     """The sent tensor, kept alive until completion."""
-    taken: torch.Tensor | None
+    received: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
         """Wait for completion and return the received tensor."""
         for work in self.works:
             work.wait()
-        return self.taken
+        return self.received
 
 
-class _KeysAndValues:
+class _KVPrefetcher:
     """Iterate over received keys and values; the next transfer overlaps with attention to these."""
 
-    def __init__(self, ring: Ring, steps: Sequence[Step], kv_T2KH: torch.Tensor) -> None:
+    def __init__(self, ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor) -> None:
         self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
-        self._under_way = [self._start(step) for step in steps[:1]]
+        self._transfers = [self._start(step) for step in steps[:1]]
 
-    def __iter__(self) -> Iterator[tuple[Step, torch.Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
         for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
-            here = self._under_way.pop()
+            here = self._transfers.pop()
             if following:
-                self._under_way.append(self._start(following))
+                self._transfers.append(self._start(following))
             yield step, here.wait()
 
-    def _start(self, step: Step) -> P2PTransfer:
-        gives = self.kv_T2KH[_rows(step.gives)] if step.gives else None
-        return self.ring.start_transfer(gives, step.distance, self.kv_T2KH, step.takes)
+    def _start(self, step: RingStep) -> P2PTransfer:
+        send = self.kv_T2KH[_to_slice(step.send)] if step.send else None
+        return self.ring.start_transfer(send, step.distance, self.kv_T2KH, step.recv_count)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -275,7 +277,7 @@ class _RingAttention(torch.autograd.Function):
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
         sinks_N: torch.Tensor | None,
-        spread: RingSegments,
+        segments: RingSegments,
         scale: float,
         window: int | None,
         ring: Ring,
@@ -283,27 +285,27 @@ class _RingAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         attend = block.backend(backend)
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
-        incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
-        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, spread, scale, window)
-        y_TNH, lse_TN = y_TNH.to(_wide(q_TNH)), lse_TN.contiguous()
+        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
+        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window)
+        y_TNH, lse_TN = y_TNH.to(_accum_dtype(q_TNH)), lse_TN.contiguous()
 
-        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor) -> None:
+        def attend_blocks(parts: Sequence[AttentionBlock], kv_S2KH: torch.Tensor) -> None:
             for part in parts:
-                rows = _rows(part.queries)
-                k_SKH, v_SKH = kv_S2KH[_rows(part.keys)].unbind(1)
-                merged = attend(q_TNH[rows], k_SKH, v_SKH, part.sees, scale)
+                rows = _to_slice(part.queries)
+                k_SKH, v_SKH = kv_S2KH[_to_slice(part.keys)].unbind(1)
+                merged = attend(q_TNH[rows], k_SKH, v_SKH, part.mask, scale)
                 _merge(y_TNH[rows], lse_TN[rows], *merged)
 
-        see(spread.own, kv_T2KH)
-        for step, taken in incoming:
-            if taken is not None:
-                see(step.parts, taken)
+        attend_blocks(segments.local_blocks, kv_T2KH)
+        for step, received in incoming:
+            if received is not None:
+                attend_blocks(step.parts, received)
         if sinks_N is not None:
             # Apply sinks once, after all keys are merged.
             y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
         y_TNH = y_TNH.to(q_TNH.dtype)
         ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
-        ctx.spread, ctx.scale, ctx.window = spread, scale, window
+        ctx.segments, ctx.scale, ctx.window = segments, scale, window
         ctx.ring, ctx.backend = ring, backend
         return y_TNH
 
@@ -311,38 +313,40 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
         q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
-        spread, scale, ring = ctx.spread, ctx.scale, ctx.ring
+        segments, scale, ring = ctx.segments, ctx.scale, ctx.ring
         gradients = block_backward.backend(ctx.backend)
-        incoming = _KeysAndValues(ring, spread.steps, kv_T2KH)
+        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
-        own = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, spread, scale, ctx.window)
-        dq, dk, dv = gradients(dy_TNH, *own)
-        wide = _wide(q_TNH)
+        local_blocks = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments, scale, ctx.window)
+        dq, dk, dv = gradients(dy_TNH, *local_blocks)
+        wide = _accum_dtype(q_TNH)
         dq_TNH, dkv_T2KH = dq.to(wide), torch.stack((dk, dv), dim=1).to(wide)
 
-        def see(parts: Sequence[Part], kv_S2KH: torch.Tensor, dkv_S2KH: torch.Tensor) -> None:
+        def attend_blocks(
+            parts: Sequence[AttentionBlock], kv_S2KH: torch.Tensor, dkv_S2KH: torch.Tensor
+        ) -> None:
             for part in parts:
-                rows, keys = _rows(part.queries), _rows(part.keys)
+                rows, keys = _to_slice(part.queries), _to_slice(part.keys)
                 dy, q, y, lse = (x[rows] for x in (dy_TNH, q_TNH, y_TNH, lse_TN))
                 k_SKH, v_SKH = kv_S2KH[keys].unbind(1)
-                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, part.sees, scale)
+                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, part.mask, scale)
                 dq_TNH[rows] += dq
                 dkv_S2KH[keys] += torch.stack((dk, dv), dim=1)
 
-        see(spread.own, kv_T2KH, dkv_T2KH)
-        returns: list[tuple[Step, P2PTransfer]] = []
-        for step, taken in incoming:
-            given_back = None
-            if taken is not None:
-                dkv_S2KH = torch.zeros_like(taken, dtype=wide)
-                see(step.parts, taken, dkv_S2KH)
-                given_back = dkv_S2KH.to(kv_T2KH.dtype)
-            under_way = ring.start_transfer(given_back, -step.distance, kv_T2KH, len(step.gives))
-            returns.append((step, under_way))
+        attend_blocks(segments.local_blocks, kv_T2KH, dkv_T2KH)
+        returns: list[tuple[RingStep, P2PTransfer]] = []
+        for step, received in incoming:
+            kv_grads = None
+            if received is not None:
+                dkv_S2KH = torch.zeros_like(received, dtype=wide)
+                attend_blocks(step.parts, received, dkv_S2KH)
+                kv_grads = dkv_S2KH.to(kv_T2KH.dtype)
+            transfer = ring.start_transfer(kv_grads, -step.distance, kv_T2KH, len(step.send))
+            returns.append((step, transfer))
             if len(returns) > 1:
-                _add(dkv_T2KH, *returns.pop(0))
-        for step, under_way in returns:
-            _add(dkv_T2KH, step, under_way)
+                _add_kv_grads(dkv_T2KH, *returns.pop(0))
+        for step, transfer in returns:
+            _add_kv_grads(dkv_T2KH, step, transfer)
         dk_TKH, dv_TKH = dkv_T2KH.to(kv_T2KH.dtype).unbind(1)
         dsinks_N = None
         if sinks_N is not None and ctx.needs_input_grad[3]:
@@ -360,17 +364,17 @@ def _merge(
     lse_TN.copy_(joint_TN)
 
 
-def _add(dkv_T2KH: torch.Tensor, step: Step, under_way: P2PTransfer) -> None:
+def _add_kv_grads(dkv_T2KH: torch.Tensor, step: RingStep, transfer: P2PTransfer) -> None:
     """Add the gradients from another rank's queries to the tokens that were sent to it."""
-    taken = under_way.wait()
-    if taken is not None:
-        dkv_T2KH[_rows(step.gives)] += taken
+    received = transfer.wait()
+    if received is not None:
+        dkv_T2KH[_to_slice(step.send)] += received
 
 
-def _rows(numbers: range) -> slice:
+def _to_slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _accum_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of sums over steps: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)

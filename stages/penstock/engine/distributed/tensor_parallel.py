@@ -17,8 +17,8 @@ from torch import nn
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.engine.distributed.collectives import (
+    ReduceDtype,
     Residual,
-    SumsIn,
     copy_to_tp_region,
     gather_from_sequence_parallel,
     local_share,
@@ -28,9 +28,9 @@ from penstock.engine.distributed.collectives import (
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.tensor_sharding import TensorParallelPlan, tp_plan
-from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, rows_here
+from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, lookup_local_rows
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import SOCKETS, Block
+from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
@@ -41,12 +41,21 @@ from penstock.models.layers.router import Router
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
-SUMS: Mapping[str | None, SumsIn] = {None: None, "bf16": torch.bfloat16, "fp32": torch.float32}
+REDUCE_DTYPES: Mapping[str | None, ReduceDtype] = {
+    None: None,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 """The reduction dtype, by `train.tp_reduce_dtype`."""
 
 
 def parallelize_tensor(
-    model: Decoder, mesh: Mesh, roles: Roles, *, residual: Residual, sums: SumsIn = None
+    model: Decoder,
+    mesh: Mesh,
+    roles: Roles,
+    *,
+    residual: Residual,
+    reduce_dtype: ReduceDtype = None,
 ) -> None:
     """Shard the model, or a part of it, to this rank of the tensor axis, in place.
 
@@ -60,140 +69,146 @@ def parallelize_tensor(
     if group is None:
         return
     names = WeightMap(model.config, model.merge_qkv)
-    cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
+    plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Created now because all ranks must create groups, and a part may have no key projection.
-    mesh.adjacent_group(cuts.span("k_proj").copies)
+    mesh.adjacent_group(plan.span("k_proj").copies)
     for name, parameter in list(model.named_parameters()):
-        if not cuts.is_in_mixture(name):
-            _keep(model, name, cuts.shard(name, parameter.detach()), parameter.requires_grad)
+        if not plan.is_in_moe(name):
+            _set_param(model, name, plan.shard(name, parameter.detach()), parameter.requires_grad)
     if model.is_tied:
         model.tie_weights()
     for name, module in model.named_modules():
-        _tell(module, name, cuts, group)
+        _update_module(module, name, plan, group)
     if (table := model.model.embed_tokens) is not None:
-        first = cuts.span("embed_tokens").first
-        model.model.embed_tokens = _divided(table, first, group, residual)
+        first = plan.span("embed_tokens").first
+        model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
     for layer in model.model.layers.values():
         assert isinstance(layer, Block)
-        layer.self_attn.qkv_sizes = [cuts.span(part).count for part in model.config.qkv_features]
-        for part, socket in SOCKETS.items():
-            mixture = isinstance(getattr(layer, part), MoE)
-            region = _mixture_region if mixture else _region
+        layer.self_attn.qkv_sizes = [plan.span(part).count for part in model.config.qkv_features]
+        for part, socket in CALL_HOOKS.items():
+            is_moe = isinstance(getattr(layer, part), MoE)
+            region = _moe_forward if is_moe else _tp_forward
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
-            if not mixture:
-                run = partial(run, sums=sums)
+            if not is_moe:
+                run = partial(run, reduce_dtype=reduce_dtype)
             setattr(layer, socket, run)
 
 
 @torch.no_grad()
-def reduce_partial_grads(held: Sequence[LocalParam], mesh: Mesh) -> None:
+def reduce_partial_grads(params: Sequence[LocalParam], mesh: Mesh) -> None:
     """All-reduce gradients of which each rank of the tensor axis has a partial sum, in place.
 
     Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
     """
-    terms: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for one in held:
+    grads_by_group: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for one in params:
         if one.parameter.grad is None:
             continue
         gradient = local(one.parameter.grad)
         for piece in one.shards:
             if piece.grad_reduce is not None:
-                among = piece.num_copies if piece.grad_reduce == "kv" else None
-                terms[among, gradient.dtype].append(piece.view(gradient))
-    for (among, _), views in terms.items():
+                group_size = piece.num_copies if piece.grad_reduce == "kv" else None
+                grads_by_group[group_size, gradient.dtype].append(piece.view(gradient))
+    for (group_size, _), views in grads_by_group.items():
         # Offloaded gradients are in host memory, where the group cannot reduce them.
         flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
-        group = mesh.group("tensor") if among is None else mesh.adjacent_group(among)
+        group = mesh.group("tensor") if group_size is None else mesh.adjacent_group(group_size)
         dist.all_reduce(flat, group=group)
-        sums = flat.split([view.numel() for view in views])
+        reduce_dtype = flat.split([view.numel() for view in views])
         torch._foreach_copy_(
-            views, [part.view_as(view) for part, view in zip(sums, views, strict=True)]
+            views, [part.view_as(view) for part, view in zip(reduce_dtype, views, strict=True)]
         )
 
 
-def _keep(model: nn.Module, name: str, kept: torch.Tensor | None, wants_gradient: bool) -> None:
+def _set_param(
+    model: nn.Module, name: str, local_param: torch.Tensor | None, requires_grad: bool
+) -> None:
     parent, _, leaf = name.rpartition(".")
-    parameter = None if kept is None else nn.Parameter(kept, requires_grad=wants_gradient)
+    parameter = (
+        None if local_param is None else nn.Parameter(local_param, requires_grad=requires_grad)
+    )
     setattr(model.get_submodule(parent), leaf, parameter)
 
 
-def _divided(
+def _vocab_parallel_embedding(
     table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
 ) -> nn.Embedding:
     """Build a vocab-parallel embedding from the rows from `first` on."""
     if not isinstance(table, LoraEmbedding):
         return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
-    table.look_up = partial(rows_here, first=first)
-    table.leave = partial(reduce_from_tp_region, group=group, residual=residual)
-    table.sum_squares = partial(_summed, group=group)
+    table.lookup = partial(lookup_local_rows, first=first)
+    table.reduce_output = partial(reduce_from_tp_region, group=group, residual=residual)
+    table.sum_squares = partial(_all_reduce_squares, group=group)
     return table
 
 
 def _resize(
-    module: nn.Linear, weight: str, cuts: TensorParallelPlan, group: dist.ProcessGroup
+    module: nn.Linear, weight: str, plan: TensorParallelPlan, group: dist.ProcessGroup
 ) -> None:
     """Set the layer's feature counts to this rank's."""
     rows, columns = module.out_features, module.in_features
     if isinstance(module.weight, QuantizedMatrix):
-        [piece, *_] = cuts.shards(weight, tuple(module.weight.shape))
+        [piece, *_] = plan.shards(weight, tuple(module.weight.shape))
         module.weight.columns = piece.sizes[1]
     module.out_features, module.in_features = module.weight.shape
     if not isinstance(module, LoraLinear):
         return
     if module.out_features != rows:
-        layers = [tensor.split(".")[-2] for tensor in cuts.names.hf_names(weight)]
-        module.parts = {layer: cuts.span(layer, rows).count for layer in layers}
+        layers = [tensor.split(".")[-2] for tensor in plan.names.hf_names(weight)]
+        module.parts = {layer: plan.span(layer, rows).count for layer in layers}
     if module.in_features != columns:
         for layer, dropout in module.lora_dropout.items():
             assert isinstance(dropout, Dropout)
-            dropout.first_feature = cuts.span(layer, columns).first
-        module.sum_squares = partial(_summed, group=group)
+            dropout.first_feature = plan.span(layer, columns).first
+        module.sum_squares = partial(_all_reduce_squares, group=group)
 
 
-def _tell(module: nn.Module, name: str, cuts: TensorParallelPlan, group: dist.ProcessGroup) -> None:
+def _update_module(
+    module: nn.Module, name: str, plan: TensorParallelPlan, group: dist.ProcessGroup
+) -> None:
     """Update a module for its shard: its sizes, offsets and input tokens."""
-    if isinstance(module, nn.Linear) and not cuts.is_in_mixture(name):
-        _resize(module, f"{name}.weight", cuts, group)
-    if isinstance(module, Dropout) and _sees_share(name, cuts):
-        module.places_here = partial(local_share, group=group)
+    if isinstance(module, nn.Linear) and not plan.is_in_moe(name):
+        _resize(module, f"{name}.weight", plan, group)
+    if isinstance(module, Dropout) and _has_sharded_tokens(name, plan):
+        module.local_token_indices = partial(local_share, group=group)
     if isinstance(module, FeedForward | PlainFeedForward) and module.dropout:
-        inner = cuts.names.config.intermediate_size
-        module.dropout.first_feature = cuts.span("down_proj", inner).first
-    if isinstance(module, PositionTable) and cuts.residual == "split":
-        module.positions_here = partial(local_share, group=group)
+        inner = plan.names.config.intermediate_size
+        module.dropout.first_feature = plan.span("down_proj", inner).first
+    if isinstance(module, PositionTable) and plan.residual == "split":
+        module.local_positions = partial(local_share, group=group)
     if isinstance(module, WeightDropout):
-        module.first_feature = cuts.span("q_proj").first // cuts.names.config.head_dim
+        module.first_feature = plan.span("q_proj").first // plan.names.config.head_dim
     if isinstance(module, Router):
-        module.rows_here = partial(local_share, group=group)
+        module.local_rows = partial(local_share, group=group)
 
 
-def _summed(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_reduce_squares(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     dist.all_reduce(squares, group=group)
     return squares
 
 
-def _sees_share(name: str, cuts: TensorParallelPlan) -> bool:
+def _has_sharded_tokens(name: str, plan: TensorParallelPlan) -> bool:
     """Whether a module receives only this rank's share of a layer's tokens."""
     parts = name.split(".")
-    in_stream = parts[:2] == ["model", "layers"] and not SOCKETS.keys() & parts
-    return cuts.residual == "split" if in_stream else cuts.is_in_mixture(name)
+    in_stream = parts[:2] == ["model", "layers"] and not CALL_HOOKS.keys() & parts
+    return plan.residual == "split" if in_stream else plan.is_in_moe(name)
 
 
-def _region(
+def _tp_forward(
     run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,
     *rest: Any,
     group: dist.ProcessGroup,
     residual: Residual,
-    sums: SumsIn,
+    reduce_dtype: ReduceDtype,
 ) -> torch.Tensor:
     """The output of a tensor-parallel module, reduced over all ranks."""
-    y_TD = run(module, copy_to_tp_region(x_TD, group, residual, sums), *rest)
-    return reduce_from_tp_region(y_TD, group, residual, sums)
+    y_TD = run(module, copy_to_tp_region(x_TD, group, residual, reduce_dtype), *rest)
+    return reduce_from_tp_region(y_TD, group, residual, reduce_dtype)
 
 
-def _mixture_region(
+def _moe_forward(
     run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,

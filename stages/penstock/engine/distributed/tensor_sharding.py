@@ -11,18 +11,18 @@ from functools import cached_property
 
 import torch
 
-from penstock.adapters.names import Factor, native_name, parse_factor
+from penstock.adapters.names import LoraParamName, native_name, parse_lora_name
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.param_shards import Shared, TensorShard, whole_piece
+from penstock.engine.distributed.param_shards import GradReduceAxis, TensorShard, full_shard
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import SOCKETS
+from penstock.models.layers.block import CALL_HOOKS
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.tp_roles import (
-    DECODER_GRAINS,
     DECODER_ROLES,
+    DECODER_SHARD_UNITS,
     ParallelStyle,
     Roles,
     ShardUnit,
@@ -64,7 +64,7 @@ class TensorParallelPlan:
     """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
     """The formats of quantized parameters, by their unquantized names."""
-    lends_table: bool = False
+    splits_tied_weights: bool = False
     """Whether tied embedding and head are in different parts, each with its own Parameter."""
 
     def shards(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
@@ -73,45 +73,46 @@ class TensorParallelPlan:
         `shape` is only read for dimensions of LoRA factors that are never split: the full shape of
         a factor that experts share, otherwise the LoRA rank.
         """
-        if factor := parse_factor(name):
-            of = self._of_experts_factor if factor.of_experts else self._of_factor
+        if factor := parse_lora_name(name):
+            of = self._expert_lora_shard if factor.is_expert else self._lora_shard
             return (of(factor, shape),)
         module, _, leaf = name.rpartition(".")
         if module in self.formats:
             return tuple(
-                _of_bytes(piece, leaf, self.formats[module]) for piece in self.shards(module, shape)
+                _quantized_shard(shard, leaf, self.formats[module])
+                for shard in self.shards(module, shape)
             )
         role = find_parallel_style(module, self.roles)
-        if self.lends_table and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+        if self.splits_tied_weights and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, num_copies=2),)
         if role is None:
             [tensor] = self.names.hf_names(name)
-            return (self._unshard(tensor, self._how_norms_sum(module)),)
+            return (self._replicate(tensor, self._norm_grad_reduce(module)),)
         if role is ParallelStyle.PER_HEAD:
             heads = _span(self.names.config.num_attention_heads, self.size, self.index)
             return (self._shard(name, 0, heads),)
         if role is ParallelStyle.EXPERTS:
-            return tuple(self._experts(name))
-        if self.is_in_mixture(module):
-            return tuple(self._whole(name))
+            return tuple(self._expert_shards(name))
+        if self.is_in_moe(module):
+            return tuple(self._replicated_shards(name))
         found: list[TensorShard] = []
         start = 0
         for tensor in self.names.hf_names(name):
             stored = tensor.rpartition(".")[0]
-            features = self._shapes[f"{stored}.weight"][role is ParallelStyle.NARROW]
+            features = self._shapes[f"{stored}.weight"][role is ParallelStyle.ROWWISE]
             span = self.span(stored.rpartition(".")[2], features)
-            if role is not ParallelStyle.NARROW:
-                piece = replace(self._shard(tensor, 0, span), start=start)
+            if role is not ParallelStyle.ROWWISE:
+                shard = replace(self._shard(tensor, 0, span), start=start)
             elif leaf == "weight":
-                piece = self._shard(tensor, 1, span)
+                shard = self._shard(tensor, 1, span)
             elif self.index == 0:
                 # It is added to a sum over all ranks, so only one rank may hold it.
-                piece = whole_piece(tensor, self._shapes[tensor])
+                shard = full_shard(tensor, self._shapes[tensor])
             else:
                 continue
-            found.append(piece)
-            start += piece.num_rows
+            found.append(shard)
+            start += shard.num_rows
         return tuple(found)
 
     def span(self, layer: str, features: int = 0) -> Span:
@@ -119,14 +120,14 @@ class TensorParallelPlan:
 
         `features` is the total of a feed-forward network; it is not read for other layers.
         """
-        config, grain = self.names.config, DECODER_GRAINS[layer]
-        if grain is ShardUnit.TOKEN:
+        config, unit = self.names.config, DECODER_SHARD_UNITS[layer]
+        if unit is ShardUnit.TOKEN:
             return _span(config.vocab_size, self.size, self.index)
-        if grain is ShardUnit.FEATURE:
+        if unit is ShardUnit.FEATURE:
             return _span(features, self.size, self.index)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
-        if grain is ShardUnit.QUERY_HEAD:
+        if unit is ShardUnit.QUERY_HEAD:
             return _span(heads, self.size, self.index, config.head_dim)
         assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
         if self.size <= keys:
@@ -138,16 +139,16 @@ class TensorParallelPlan:
         """This rank's part of a full native tensor; None if it holds nothing."""
         boxes: list[torch.Tensor] = []
         start = 0
-        for piece in self.shards(name, tuple(tensor.shape)):
-            box = tensor.narrow(0, start + piece.offsets[0], piece.num_rows)
+        for shard in self.shards(name, tuple(tensor.shape)):
+            box = tensor.narrow(0, start + shard.offsets[0], shard.num_rows)
             for dim in range(1, tensor.ndim):
-                box = box.narrow(dim, piece.offsets[dim], piece.sizes[dim])
+                box = box.narrow(dim, shard.offsets[dim], shard.sizes[dim])
             boxes.append(box)
             # Native tensors are checkpoint tensors concatenated.
-            start += piece.full_shape[0]
+            start += shard.full_shape[0]
         return torch.cat(boxes) if boxes else None
 
-    def is_in_mixture(self, module: str) -> bool:
+    def is_in_moe(self, module: str) -> bool:
         """Whether a module is part of an MoE layer.
 
         These are not split: each rank computes them for its own share of the tokens.
@@ -157,7 +158,7 @@ class TensorParallelPlan:
             return False
         return int(parts[2]) in experts.layers
 
-    def _experts(self, name: str) -> Iterator[TensorShard]:
+    def _expert_shards(self, name: str) -> Iterator[TensorShard]:
         """The concatenated tensors of this rank's experts, or its part of one stacked tensor."""
         tensors = self.names.hf_names(name)
         if len(tensors) == 1:
@@ -166,21 +167,21 @@ class TensorParallelPlan:
             yield self._shard(tensor, 0, _span(first, self.expert_size, self.expert_index))
             return
         mine = shard_range(len(tensors), self.expert_size, self.expert_index)
-        yield from _after_one_another(
-            whole_piece(tensors[number], self._shapes[tensors[number]]) for number in mine
+        yield from _concatenate(
+            full_shard(tensors[number], self._shapes[tensors[number]]) for number in mine
         )
 
-    def _whole(self, name: str) -> Iterator[TensorShard]:
+    def _replicated_shards(self, name: str) -> Iterator[TensorShard]:
         """Full checkpoint tensors, concatenated."""
-        return _after_one_another(
-            self._unshard(tensor, "tensor") for tensor in self.names.hf_names(name)
+        return _concatenate(
+            self._replicate(tensor, "tensor") for tensor in self.names.hf_names(name)
         )
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.names.hf_shapes()
 
-    def _of_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
+    def _lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
         """A LoRA factor under its name in a model without fused projections.
 
         The LoRA rank dimension is never split. The factor on the other side of the split is
@@ -188,23 +189,23 @@ class TensorParallelPlan:
         """
         name = native_name(factor.hf_module, factor.side)
         rows, columns = self._shapes[f"{factor.hf_module}.weight"]
-        if factor.of_embedding:
+        if factor.is_embedding:
             # For an embedding, columns of A are tokens and rows of B are features.
             rows, columns = columns, rows
         is_a = factor.side == "lora_A"
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
-        if self.is_in_mixture(factor.module):
-            return self._unshard(name, "tensor", whole)
-        narrows = find_parallel_style(factor.module, self.roles) in (
-            ParallelStyle.NARROW,
+        if self.is_in_moe(factor.module):
+            return self._replicate(name, "tensor", whole)
+        is_rowwise = find_parallel_style(factor.module, self.roles) in (
+            ParallelStyle.ROWWISE,
             ParallelStyle.VOCAB,
         )
-        if is_a is not narrows:
-            return self._unshard(name, "tensor", whole)
-        span = self.span(factor.part, columns if narrows else rows)
+        if is_a is not is_rowwise:
+            return self._replicate(name, "tensor", whole)
+        span = self.span(factor.part, columns if is_rowwise else rows)
         return self._shard(name, int(is_a), span, whole)
 
-    def _of_experts_factor(self, factor: Factor, shape: tuple[int, ...]) -> TensorShard:
+    def _expert_lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
         """The LoRA factor of experts.
 
         A factor per expert is on the expert's rank. A shared factor is on all ranks, and its
@@ -212,7 +213,7 @@ class TensorParallelPlan:
         """
         name = native_name(factor.hf_module, factor.side)
         if len(shape) == 2:
-            return self._unshard(name, "tensor", shape)
+            return self._replicate(name, "tensor", shape)
         experts = self.names.config.experts
         assert experts is not None
         mine = shard_range(experts.num_experts, self.expert_size, self.expert_index)
@@ -223,8 +224,8 @@ class TensorParallelPlan:
             sizes=(len(mine), *shape[1:]),
         )
 
-    def _how_norms_sum(self, module: str) -> Shared | None:
-        within = any(part in SOCKETS for part in module.split("."))
+    def _norm_grad_reduce(self, module: str) -> GradReduceAxis | None:
+        within = any(part in CALL_HOOKS for part in module.split("."))
         return "tensor" if within or self.residual == "split" else None
 
     def _shard(
@@ -241,11 +242,13 @@ class TensorParallelPlan:
             grad_reduce="kv" if span.copies > 1 else None,
         )
 
-    def _unshard(
-        self, tensor: str, summed: Shared | None, whole: tuple[int, ...] | None = None
+    def _replicate(
+        self, tensor: str, grad_reduce: GradReduceAxis | None, whole: tuple[int, ...] | None = None
     ) -> TensorShard:
-        piece = whole_piece(tensor, whole or self._shapes[tensor])
-        return replace(piece, num_copies=self.size, grad_reduce=summed if self.size > 1 else None)
+        shard = full_shard(tensor, whole or self._shapes[tensor])
+        return replace(
+            shard, num_copies=self.size, grad_reduce=grad_reduce if self.size > 1 else None
+        )
 
 
 def tp_plan(
@@ -266,7 +269,7 @@ def tp_plan(
             for name, module in model.named_modules()
             if isinstance(module, QuantizedMatrix)
         },
-        lends_table=model.config.tie_word_embeddings and apart,
+        splits_tied_weights=model.config.tie_word_embeddings and apart,
     )
 
 
@@ -279,26 +282,26 @@ def param_shards(
     residual: Residual = "whole",
 ) -> Mapping[str, tuple[TensorShard, ...]]:
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
-    cuts = tp_plan(model, names, mesh, roles=roles, residual=residual)
+    plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
-        name: cuts.shards(name, tuple(parameter.shape))
+        name: plan.shards(name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
 
 
-def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
+def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorShard:
     """The same box of one component tensor of a quantized matrix.
 
     Columns are split between quantization groups; with one scale per row they are split anywhere,
     and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
     group.
     """
-    rows, columns = piece.full_shape
-    first, count = piece.offsets[1], piece.sizes[1]
+    rows, columns = shard.full_shape
+    first, count = shard.offsets[1], shard.sizes[1]
     group = format.group or 1
     if first % group or ((first + count) % group and first + count != columns):
         raise CapabilityError(
-            f"train.tensor_parallel_size cuts the {columns} columns of {piece.tensor} at {first} "
+            f"train.tensor_parallel_size cuts the {columns} columns of {shard.tensor} at {first} "
             f"and {first + count}, within groups of {group} that share a scale "
             f"({format.name}).\n"
             "  Write a smaller tensor_parallel_size, or another lora.quant_format."
@@ -308,19 +311,19 @@ def _of_bytes(piece: TensorShard, leaf: str, format: Format) -> TensorShard:
     if mine == width:
         before = 0
     return replace(
-        piece,
-        tensor=f"{piece.tensor}.{leaf}",
+        shard,
+        tensor=f"{shard.tensor}.{leaf}",
         full_shape=(rows, width),
-        offsets=(piece.offsets[0], before),
-        sizes=(piece.sizes[0], mine),
+        offsets=(shard.offsets[0], before),
+        sizes=(shard.sizes[0], mine),
     )
 
 
-def _after_one_another(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
+def _concatenate(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
     start = 0
-    for piece in pieces:
-        yield replace(piece, start=start)
-        start += piece.num_rows
+    for shard in pieces:
+        yield replace(shard, start=start)
+        start += shard.num_rows
 
 
 def _span(count: int, size: int, index: int, width: int = 1) -> Span:

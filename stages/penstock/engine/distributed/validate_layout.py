@@ -35,7 +35,7 @@ from penstock.engine.distributed.suggest_layout import (
     suggest_change,
 )
 from penstock.models.hf_config import HfConfig, config_get, config_require
-from penstock.models.quantization_config import QuantizationConfig, declared_in
+from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
 
@@ -75,7 +75,7 @@ class ModelDims:
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "head_dim", config_require(hf, "hidden_size") // heads),
-            declared_in(hf),
+            parse_quantization_config(hf),
         )
 
 
@@ -106,60 +106,61 @@ def micro_batch_padding(data: DataConfig, train: TrainConfig) -> int:
 
 def validate_layout(
     run: RunConfig,
-    world_of: Callable[[RunConfig], int],
-    counts: ModelDims | None,
-    launches: Iterable[LayoutSuggestion],
+    get_world_size: Callable[[RunConfig], int],
+    dims: ModelDims | None,
+    other_launches: Iterable[LayoutSuggestion],
 ) -> ParallelDims:
     """Return the valid layout of a run.
 
-    `world_of` returns how many processes a run would start, `counts` may be None if the layout does
-    not split the model, and `launches` are other numbers of processes that may be suggested.
+    `get_world_size` returns how many processes a run would start, `dims` may be None if the layout
+    does not split the model, and `other_launches` are other numbers of processes that may be
+    suggested.
 
     Raises ConfigError with every violation and the nearest valid layout.
     """
-    world = world_of(run)
-    faults = layout_errors(run, world, counts)
-    if not faults:
-        degrees = compute_dims(run.train, world)
-        assert isinstance(degrees, ParallelDims)
-        return degrees
+    world = get_world_size(run)
+    errors = layout_errors(run, world, dims)
+    if not errors:
+        parallel_dims = compute_dims(run.train, world)
+        assert isinstance(parallel_dims, ParallelDims)
+        return parallel_dims
 
     def accepted(values: Values) -> bool:
-        changed = _with(run, values)
-        if counts is None and is_model_parallel(changed.train):
+        changed = _with_values(run, values)
+        if dims is None and is_model_parallel(changed.train):
             return False
-        return not layout_errors(changed, world_of(changed), counts) and not any(
+        return not layout_errors(changed, get_world_size(changed), dims) and not any(
             rule_violations(changed)
         )
 
-    blamed = [name for fault in faults for name in fault.settings]
-    change = suggest_change(_settings_near(run, world), accepted, blamed, _undone(run.train))
-    other = suggest_change(launches, accepted, blamed)
-    reasons = "\n".join(f"{fault.reason}." for fault in faults)
+    settings = [name for error in errors for name in error.settings]
+    change = suggest_change(_nearby_settings(run, world), accepted, settings, _fallback(run.train))
+    other = suggest_change(other_launches, accepted, settings)
+    reasons = "\n".join(f"{error.reason}." for error in errors)
     proposal = format_suggestion(change) + format_suggestion(
         other, "\n  Or write " if change else "\n  Write "
     )
     raise ConfigError(f"{reasons}{proposal}")
 
 
-def layout_errors(run: RunConfig, world: int, counts: ModelDims | None) -> list[LayoutError]:
+def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[LayoutError]:
     """Every reason why a run cannot be laid out on `world` ranks."""
     train = run.train
     found: list[LayoutError] = []
-    degrees = compute_dims(train, world)
-    if isinstance(degrees, LayoutError):
-        found.append(degrees)
+    parallel_dims = compute_dims(train, world)
+    if isinstance(parallel_dims, LayoutError):
+        found.append(parallel_dims)
     else:
-        found += _of_batch(train, degrees)
-    if counts:
-        found += [*_of_heads(train, counts), *_of_features(train, counts)]
-        found += [*_of_experts(train, counts), *_of_stages(train, counts)]
-        found += _of_groups(run, counts)
-    return [*found, *_of_rows(run)]
+        found += _batch_errors(train, parallel_dims)
+    if dims:
+        found += [*_head_errors(train, dims), *_feature_errors(train, dims)]
+        found += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
+        found += _quant_group_errors(run, dims)
+    return [*found, *_padding_errors(run)]
 
 
-def _of_heads(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
-    heads, keys = counts.num_attention_heads, counts.num_key_value_heads
+def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
+    heads, keys = dims.num_attention_heads, dims.num_key_value_heads
     tensor, ulysses = train.tensor_parallel_size, train.ulysses_parallel_size
     if heads % tensor:
         yield LayoutError(
@@ -184,10 +185,10 @@ def _of_heads(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
         )
 
 
-def _of_features(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
+def _feature_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
     tensor = train.tensor_parallel_size
     for name in ("intermediate_size", "vocab_size"):
-        size = getattr(counts, name)
+        size = getattr(dims, name)
         if size < tensor:
             yield LayoutError(
                 f"train.tensor_parallel_size is {tensor}, and the model's {name} is {size}: some "
@@ -196,38 +197,38 @@ def _of_features(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]
             )
 
 
-def _of_groups(run: RunConfig, counts: ModelDims) -> Iterable[LayoutError]:
+def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError]:
     """Quantized columns that share a scale must stay on one rank."""
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
         return
-    kept, unit = _base_quantization(run, counts)
-    columns = {"o_proj": counts.num_attention_heads * counts.head_dim}
-    if not counts.num_experts:
-        columns["down_proj"] = counts.intermediate_size
+    quantization, unit = _base_quantization(run, dims)
+    columns = {"o_proj": dims.num_attention_heads * dims.head_dim}
+    if not dims.num_experts:
+        columns["down_proj"] = dims.intermediate_size
     for layer, count in columns.items():
         cuts = [index * count // tensor for index in range(tensor)]
         if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
             yield LayoutError(
                 f"train.tensor_parallel_size is {tensor}, and cuts the {count} columns of {layer} "
-                f"within groups of {unit} that share a scale ({kept})",
+                f"within groups of {unit} that share a scale ({quantization})",
                 ("train.tensor_parallel_size",),
             )
 
 
-def _base_quantization(run: RunConfig, counts: ModelDims) -> tuple[str, int]:
+def _base_quantization(run: RunConfig, dims: ModelDims) -> tuple[str, int]:
     """The quantization of base weights, and the multiple at which their columns can be cut."""
-    lora, published = run.lora, counts.published
+    lora, published = run.lora, dims.published
     if published and run.model.model_path:
         # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
         usual = cut_at("nf4", None) if published.quant_method == "bitsandbytes" else 1
         return f"as published, {published.format}", published.group_size or usual
-    kept = f"lora.quant_format {lora.quant_format}"
-    return kept, cut_at(lora.quant_format, lora.quant_group_size)
+    quantization = f"lora.quant_format {lora.quant_format}"
+    return quantization, cut_at(lora.quant_format, lora.quant_group_size)
 
 
-def _of_experts(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
-    size, experts = train.expert_parallel_size, counts.num_experts
+def _expert_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
+    size, experts = train.expert_parallel_size, dims.num_experts
     if size > 1 and not experts:
         yield LayoutError(
             f"train.expert_parallel_size is {size}, and the model has no experts to share out",
@@ -241,32 +242,32 @@ def _of_experts(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
         )
 
 
-def _of_stages(train: TrainConfig, counts: ModelDims) -> Iterable[LayoutError]:
+def _stage_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
     if train.pipeline_parallel_size == 1:
         return
     try:
         virtual_stages(train)
     except ConfigError as error:
         yield LayoutError(
-            _fault(error),
+            _first_line(error),
             ("train.pipeline_parallel_virtual_stages", "train.pipeline_parallel_schedule"),
         )
         return
     try:
-        layers_of_stages(train, counts.num_hidden_layers)
+        layers_of_stages(train, dims.num_hidden_layers)
     except ConfigError as error:
         is_listed = train.pipeline_parallel_split != "uniform"
-        blamed = "split" if is_listed else "size"
-        yield LayoutError(_fault(error), (f"train.pipeline_parallel_{blamed}",))
+        settings = "split" if is_listed else "size"
+        yield LayoutError(_first_line(error), (f"train.pipeline_parallel_{settings}",))
 
 
-def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError]:
+def _batch_errors(train: TrainConfig, parallel_dims: ParallelDims) -> Iterable[LayoutError]:
     try:
-        micro_batches = accumulation_steps(train, degrees.num_replicas)
+        micro_batches = accumulation_steps(train, parallel_dims.num_replicas)
     except ConfigError as error:
         written = train.is_non_default("gradient_accumulation_steps")
-        blamed = "gradient_accumulation_steps" if written else "global_batch_size"
-        yield LayoutError(_fault(error), (f"train.{blamed}",))
+        settings = "gradient_accumulation_steps" if written else "global_batch_size"
+        yield LayoutError(_first_line(error), (f"train.{settings}",))
         return
     schedule, ranks = train.pipeline_parallel_schedule, train.pipeline_parallel_size
     if ranks > 1 and not schedule_accepts(schedule, ranks, micro_batches):
@@ -281,7 +282,7 @@ def _of_batch(train: TrainConfig, degrees: ParallelDims) -> Iterable[LayoutError
         )
 
 
-def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
+def _padding_errors(run: RunConfig) -> Iterable[LayoutError]:
     data, train = run.data, run.train
     multiple = tokens_multiple(train)
     if data.is_non_default("pad_to_multiple_of") and data.pad_to_multiple_of % multiple:
@@ -302,7 +303,7 @@ def _of_rows(run: RunConfig) -> Iterable[LayoutError]:
         )
 
 
-def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
+def _nearby_settings(run: RunConfig, world: int) -> list[LayoutSuggestion]:
     """Other values of every setting that a layout depends on, except the number of processes."""
     train = run.train
 
@@ -327,7 +328,7 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
         ]
         if train.pipeline_parallel_split != "uniform":
             found.append(word("pipeline_parallel_split", 1, "uniform"))
-    for name, sizes in _batches_near(train, world).items():
+    for name, sizes in _nearby_batch_sizes(train, world).items():
         now = getattr(train, name)
         # Another batch size changes the training result, unlike every other suggestion.
         costs = 0 if name == "micro_batch_size" and train.global_batch_size else 1
@@ -346,14 +347,14 @@ def _settings_near(run: RunConfig, world: int) -> list[LayoutSuggestion]:
     return found
 
 
-def _undone(train: TrainConfig) -> Values:
+def _fallback(train: TrainConfig) -> Values:
     return {
         **fallback_dims(train),
         **({"train.sequence_parallel": False} if train.sequence_parallel else {}),
     }
 
 
-def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
+def _nearby_batch_sizes(train: TrainConfig, world: int) -> dict[str, set[int]]:
     """Other batch sizes on any divisor of `world` ranks."""
     micro, several = train.micro_batch_size, train.gradient_accumulation_steps
     at_once = {micro * ranks for ranks in range(1, world + 1) if world % ranks == 0}
@@ -375,7 +376,7 @@ def _batches_near(train: TrainConfig, world: int) -> dict[str, set[int]]:
     return near
 
 
-def _with(run: RunConfig, values: Values) -> RunConfig:
+def _with_values(run: RunConfig, values: Values) -> RunConfig:
     """The run with other values, as if the user had written them."""
     sections: dict[str, dict[str, object]] = {}
     for name, value in values.items():
@@ -388,6 +389,6 @@ def _with(run: RunConfig, values: Values) -> RunConfig:
     return run.model_copy(update=changed)
 
 
-def _fault(error: ConfigError) -> str:
+def _first_line(error: ConfigError) -> str:
     """The first line of an error, without its suggestion."""
     return str(error).partition("\n")[0].rstrip(".")

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.engine.distributed.collectives import (
+    ReduceDtype,
     Residual,
-    SumsIn,
+    all_gather_dim0,
     copy_to_tp_region,
     gather_columns,
-    gathered,
     reduce_from_tp_region,
 )
 from penstock.engine.distributed.device_mesh import Mesh
@@ -40,7 +40,7 @@ Logits = Literal["divided", "gathered"]
 """
 
 
-class SumOfLosses(Protocol):
+class SumLossFn(Protocol):
     """Function that computes `scale` times the summed cross-entropy.
 
     The arguments are final hidden states, head and labels [T].
@@ -54,17 +54,17 @@ class SumOfLosses(Protocol):
     ) -> torch.Tensor: ...
 
 
-LogProbsOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
+LogProbsFn = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
 """Function from final hidden states, head and labels [T] to the labels' log-probs [T], the same on
 all ranks of the group, with gradients; labels [T, K] give [T, K].
 """
 
-ScoresOf = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
+TokenScoresFn = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
 """Function from final hidden states, head and labels [T] to the scores of each trained token, the
 same on all ranks of the group.
 """
 
-LogitsOf = Callable[
+LogitsFn = Callable[
     [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
 ]
 """Function from final hidden states, head and token positions [S] to chunks of positions and their
@@ -89,14 +89,14 @@ class VocabParallelEmbedding(nn.Embedding):
         residual.
         """
         return reduce_from_tp_region(
-            rows_here(input, self.weight, self.first), self.group, self.residual
+            lookup_local_rows(input, self.weight, self.first), self.group, self.residual
         )
 
 
-def rows_here(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
+def lookup_local_rows(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
     """Look up token ids in the rows from `first` on; zeros for ids on other ranks."""
-    at_T, here_T = _within(ids_T, first, rows_WF.shape[0])
-    return F.embedding(at_T, rows_WF).masked_fill(~here_T[:, None], 0)
+    local_T, is_local_T = _to_local_rows(ids_T, first, rows_WF.shape[0])
+    return F.embedding(local_T, rows_WF).masked_fill(~is_local_T[:, None], 0)
 
 
 @dataclass(frozen=True)
@@ -104,49 +104,51 @@ class VocabParallelHead:
     """The LM head and losses of a model that is split over the mesh's tensor axis.
 
     With `divided` logits a rank holds [C, W], and two numbers per token are communicated, or three
-    with label smoothing; with `gathered` logits each rank holds [C, V].
+    with label smoothing; with `all_gather_dim0` logits each rank holds [C, V].
     """
 
     mesh: Mesh
     size: int
     residual: Residual = "whole"
     logits: Logits = "divided"
-    reduce_dtype: SumsIn = None
+    reduce_dtype: ReduceDtype = None
 
-    def sum_cross_entropy(self, loss: Loss = CROSS_ENTROPY) -> SumOfLosses:
+    def sum_cross_entropy(self, loss: Loss = CROSS_ENTROPY) -> SumLossFn:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
 
         def summed(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
         ) -> torch.Tensor:
-            seen = self._seen(hidden, head, loss)
-            return sum_cross_entropy(*seen, labels_T, self._loss(loss), scale=scale)
+            inputs = self._head_inputs(hidden, head, loss)
+            return sum_cross_entropy(*inputs, labels_T, self._loss(loss), scale=scale)
 
         return summed if self._group else partial(sum_cross_entropy, loss=loss)
 
-    def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsOf:
+    def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsFn:
         """`losses.cross_entropy.token_log_probs` for such a model."""
 
         def found(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
-            return token_log_probs(*self._seen(hidden, head, loss), labels_T, self._loss(loss))
+            return token_log_probs(
+                *self._head_inputs(hidden, head, loss), labels_T, self._loss(loss)
+            )
 
         return found if self._group else partial(token_log_probs, loss=loss)
 
-    def token_scores(self, loss: Loss = CROSS_ENTROPY) -> ScoresOf:
+    def token_scores(self, loss: Loss = CROSS_ENTROPY) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
 
         def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
             return token_scores(
-                *self._seen(hidden, head, loss),
+                *self._head_inputs(hidden, head, loss),
                 labels_T,
-                width=self._widest,
+                width=self._max_shard_size,
                 loss=self._loss(loss),
-                highest=self._all_reduce_max if self._is_sharded else None,
+                max_reduce=self._all_reduce_max if self._is_sharded else None,
             )
 
         return scored
 
-    def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsOf:
+    def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsFn:
         """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
         ranks.
         """
@@ -155,8 +157,8 @@ class VocabParallelHead:
         def found(
             hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            seen = whole._seen(hidden, head, loss)
-            yield from chunked_logits(*seen, places_S, loss, self.size)
+            inputs = whole._head_inputs(hidden, head, loss)
+            yield from chunked_logits(*inputs, places_S, loss, self.size)
 
         return found
 
@@ -169,16 +171,18 @@ class VocabParallelHead:
         return self._group is not None and self.logits == "divided"
 
     @property
-    def _shares(self) -> list[range]:
+    def _vocab_ranges(self) -> list[range]:
         size = self.mesh.size("tensor")
         return [shard_range(self.size, size, index) for index in range(size)]
 
     @property
-    def _widest(self) -> int:
+    def _max_shard_size(self) -> int:
         """The largest number of logits per token on a rank."""
-        return max(map(len, self._shares)) if self._is_sharded else self.size
+        return max(map(len, self._vocab_ranges)) if self._is_sharded else self.size
 
-    def _seen(self, hidden: torch.Tensor, head: nn.Module, loss: Loss) -> tuple[torch.Tensor, Head]:
+    def _head_inputs(
+        self, hidden: torch.Tensor, head: nn.Module, loss: Loss
+    ) -> tuple[torch.Tensor, Head]:
         """The hidden states of all tokens, and the head that computes this rank's logits."""
         group = self._group
         if group is None:
@@ -186,7 +190,7 @@ class VocabParallelHead:
         hidden_TD = copy_to_tp_region(hidden, group, self.residual, self.reduce_dtype)
         if self.logits == "divided":
             return hidden_TD, head
-        widths = [len(each) for each in self._shares]
+        widths = [len(each) for each in self._vocab_ranges]
         return hidden_TD, lambda hidden_CD: gather_columns(
             compute_logits(hidden_CD, head, loss.precision), group, widths
         )
@@ -196,10 +200,10 @@ class VocabParallelHead:
             return loss
         assert self._group is not None
         divided = VocabShard(
-            first=self._shares[self.mesh.index("tensor")].start,
+            first=self._vocab_ranges[self.mesh.index("tensor")].start,
             size=self.size,
-            widest=self._widest,
-            merge=partial(_merged, group=self._group),
+            widest=self._max_shard_size,
+            merge=partial(_merge_stats, group=self._group),
         )
         return replace(loss, divided=divided)
 
@@ -208,7 +212,7 @@ class VocabParallelHead:
         return numbers
 
 
-def _merged(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
+def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     """Merge the softmax statistics of logit shards over the ranks of a group.
 
     The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
@@ -217,15 +221,15 @@ def _merged(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
     mine = torch.cat([own.log_sum[None], target_KC, *totals])
-    log_sums, *others = gathered(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
+    log_sums, *others = all_gather_dim0(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
-    sums = [each.sum(0) for each in others]
-    target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
-    return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
+    reduce_dtype = [each.sum(0) for each in others]
+    target = torch.stack(reduce_dtype[: len(target_KC)], 1) if has_several else reduce_dtype[0]
+    return SoftmaxStats(log_sums.logsumexp(0), target, reduce_dtype[-1] if totals else None)
 
 
-def _within(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_local_rows(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The local row of each id, or 0, and whether this rank holds it."""
     at = ids - first
-    here = (at >= 0) & (at < count)
-    return at.masked_fill(~here, 0), here
+    is_local = (at >= 0) & (at < count)
+    return at.masked_fill(~is_local, 0), is_local

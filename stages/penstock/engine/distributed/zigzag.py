@@ -34,13 +34,13 @@ class RankTokens:
         first, second = (range(start, start + self.chunk) for start in self.starts)
         return first, second
 
-    def within(self, start: int, end: int) -> range:
+    def local_range(self, start: int, end: int) -> range:
         """The local indices of this rank's tokens in `start` to `end` of the packed sequence."""
-        return range(self.before(start), self.before(end))
+        return range(self.count_before(start), self.count_before(end))
 
-    def before(self, place: int) -> int:
+    def count_before(self, position: int) -> int:
         """How many of its tokens come before that position in the packed sequence."""
-        return sum(min(max(place - start, 0), self.chunk) for start in self.starts)
+        return sum(min(max(position - start, 0), self.chunk) for start in self.starts)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class KVRange:
     """The i-th query sees keys from number `i - reach` on; None: all keys."""
 
 
-def own_lengths(bounds: Sequence[int], holding: RankTokens, window: int | None = None) -> list[int]:
+def local_lengths(
+    bounds: Sequence[int], rank_tokens: RankTokens, window: int | None = None
+) -> list[int]:
     """The lengths of the documents on a rank, counting only its own tokens.
 
     `bounds` are the document starts of the packed sequence, and the end of the last. A document in
@@ -63,68 +65,72 @@ def own_lengths(bounds: Sequence[int], holding: RankTokens, window: int | None =
     sliding window, because their distance matters there.
     """
     if window is None:
-        parts = [len(holding.within(start, end)) for start, end in pairwise(bounds)]
+        parts = [len(rank_tokens.local_range(start, end)) for start, end in pairwise(bounds)]
     else:
         parts = [
             min(end, chunk.stop) - max(start, chunk.start)
-            for chunk in holding.chunks
+            for chunk in rank_tokens.chunks
             for start, end in pairwise(bounds)
         ]
     return [length for length in parts if length > 0]
 
 
-def own_start_rows(spans: Sequence[Span], holding: RankTokens) -> list[int]:
+def local_start_rows(spans: Sequence[Span], rank_tokens: RankTokens) -> list[int]:
     """For each token of a rank, the first local index that no longer sees it."""
-    own = [Span(*(holding.before(place) for place in astuple(span))) for span in spans]
+    own = [
+        Span(*(rank_tokens.count_before(position) for position in astuple(span))) for span in spans
+    ]
     return first_blind_rows(own)
 
 
-def needs(
+def kv_ranges(
     bounds: Sequence[int],
-    asker: RankTokens,
-    giver: RankTokens,
+    query_rank: RankTokens,
+    kv_rank: RankTokens,
     window: int | None = None,
     spans: Sequence[Span] | None = None,
 ) -> list[KVRange]:
-    """The keys of `giver` that `asker`'s queries attend to.
+    """The keys of `kv_rank` that `query_rank`'s queries attend to.
 
-    Under a sliding window also its own keys beyond the documents of `own_lengths`. `spans` give how
-    far each token is seen if documents have branches. The keys of all needs together are contiguous
-    on the giver, except for a branch between a prompt and another branch.
+    Under a sliding window also its own keys beyond the documents of `local_lengths`. `spans` give
+    how far each token is seen if documents have branches. The keys of all needs together are
+    contiguous on the giver, except for a branch between a prompt and another branch.
     """
     if window is not None:
-        return list(_within_window(bounds, asker, giver, window, spans))
-    if asker.index == giver.index:
+        return list(_within_window(bounds, query_rank, kv_rank, window, spans))
+    if query_rank.index == kv_rank.index:
         return []
     # The chunks of two ranks are nested: the rank with the lower index holds the outer two. So an
     # asker sees the first chunk of a lower giver from both of its own chunks, and both chunks of a
     # higher giver from its second; and whatever attends across the border is in one document.
-    border = asker.starts[0] if giver.index < asker.index else asker.starts[1]
+    border = query_rank.starts[0] if kv_rank.index < query_rank.index else query_rank.starts[1]
     return [
-        KVRange(asker.within(border, span.until), keys)
+        KVRange(query_rank.local_range(border, span.until), keys)
         for span in _document_at(border, bounds, spans)
-        if span.until > border and (keys := giver.within(span.begin, min(span.end, border)))
+        if span.until > border and (keys := kv_rank.local_range(span.begin, min(span.end, border)))
     ]
 
 
-def _document_at(place: int, bounds: Sequence[int], spans: Sequence[Span] | None) -> Sequence[Span]:
+def _document_at(
+    position: int, bounds: Sequence[int], spans: Sequence[Span] | None
+) -> Sequence[Span]:
     """The spans of the document at this position in the packed sequence."""
-    document = bisect_right(bounds, place) - 1
+    document = bisect_right(bounds, position) - 1
     begin, end = bounds[document : document + 2]
     if spans is None:
         return [Span(begin, end, end)]
-    first, last = (bisect_left(spans, bound, key=_begin) for bound in (begin, end))
+    first, last = (bisect_left(spans, bound, key=_span_begin) for bound in (begin, end))
     return spans[first:last]
 
 
-def _begin(span: Span) -> int:
+def _span_begin(span: Span) -> int:
     return span.begin
 
 
 def _within_window(
     bounds: Sequence[int],
-    asker: RankTokens,
-    giver: RankTokens,
+    query_rank: RankTokens,
+    kv_rank: RankTokens,
     window: int,
     spans: Sequence[Span] | None,
 ) -> Iterator[KVRange]:
@@ -132,22 +138,23 @@ def _within_window(
 
     Distances within a span equal those in the packed sequence.
     """
-    for chunk, held in product(asker.chunks, giver.chunks):
-        for seen, seeing in product(_document_at(chunk.start, bounds, spans), repeat=2):
+    for chunk, kv_chunk in product(query_rank.chunks, kv_rank.chunks):
+        for key_span, query_span in product(_document_at(chunk.start, bounds, spans), repeat=2):
             # A hidden branch adds no distance between another branch and its prompt.
-            nearer = max(0, seeing.begin - seen.end)
-            start = max(chunk.start, seeing.begin)
-            end = min(chunk.stop, seeing.end, seen.until)
-            first_seen = start - nearer - window + 1
+            branch_gap = max(0, query_span.begin - key_span.end)
+            start = max(chunk.start, query_span.begin)
+            end = min(chunk.stop, query_span.end, key_span.until)
+            first_key = start - branch_gap - window + 1
             keys = range(
-                max(held.start, seen.begin, first_seen), min(held.stop, seen.end, chunk.start)
+                max(kv_chunk.start, key_span.begin, first_key),
+                min(kv_chunk.stop, key_span.end, chunk.start),
             )
             if start >= end or not keys:
                 continue
-            end = min(end, keys[-1] + nearer + window)
-            reach = keys.start - first_seen
+            end = min(end, keys[-1] + branch_gap + window)
+            reach = keys.start - first_key
             yield KVRange(
-                asker.within(start, end),
-                giver.within(keys.start, keys.stop),
+                query_rank.local_range(start, end),
+                kv_rank.local_range(keys.start, keys.stop),
                 reach if reach < end - start - 1 else None,
             )

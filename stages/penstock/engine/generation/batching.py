@@ -24,11 +24,11 @@ from penstock_kernels.attention import VarlenMetadata
 class Limits:
     """Batch size limits of a replica."""
 
-    kept_tokens: int
+    kv_cache_tokens: int
     """The KV cache capacity in tokens; one sequence is always admitted."""
-    passed_tokens: int
+    prefill_tokens: int
     """Prompt tokens in one pass; one prompt is always admitted."""
-    multiple: int
+    pad_to_multiple_of: int
     """The padding multiple of a pass."""
 
 
@@ -84,12 +84,12 @@ class KVCachedDecode:
     """
 
     def __init__(
-        self, growing: Sequence[DecodingSequence], limits: Limits, device: torch.device
+        self, sequences: Sequence[DecodingSequence], limits: Limits, device: torch.device
     ) -> None:
-        self._waiting, self._limits, self._device = deque(growing), limits, device
+        self._waiting, self._limits, self._device = deque(sequences), limits, device
         self._active: list[DecodingSequence] = []
         """The sequences in the cache, by cache row."""
-        self._cache = KVCache(limits.kept_tokens)
+        self._cache = KVCache(limits.kv_cache_tokens)
 
     def next_batch(self) -> ForwardBatch | None:
         """Prefill of prompts, if any can be admitted, or a decode step of all sequences."""
@@ -99,14 +99,16 @@ class KVCachedDecode:
             self._cache.longest = max((one.max_length for one in self._active), default=0)
             rows = [sum(one.needs_kv_cache for one in group) for group in groups]
             return ForwardBatch(
-                _batch([group[0].prompt.tokens for group in groups], self._limits.multiple),
+                _prefill_batch(
+                    [group[0].prompt.tokens for group in groups], self._limits.pad_to_multiple_of
+                ),
                 groups,
                 lambda plain: prefill_segments(plain, self._cache, rows, self._device),
             )
         if not self._active:
             return None
         return ForwardBatch(
-            _newest(self._active, self._limits.multiple),
+            _decode_batch(self._active, self._limits.pad_to_multiple_of),
             [[one] for one in self._active],
             lambda plain: decode_segments(plain, self._cache),
         )
@@ -114,7 +116,7 @@ class KVCachedDecode:
     def remove_finished(self) -> None:
         """Free the cache rows of finished sequences."""
         for row in reversed(range(len(self._active))):
-            if self._active[row].ended:
+            if self._active[row].finish_reason:
                 self._cache.free(row)
                 self._active[row] = self._active[-1]
                 self._active.pop()
@@ -127,12 +129,12 @@ class KVCachedDecode:
         tokens = 0
         while self._waiting:
             one = self._waiting[0]
-            is_same = bool(groups) and groups[-1][0].prompt_number == one.prompt_number
+            is_same = bool(groups) and groups[-1][0].prompt_index == one.prompt_index
             tokens += 0 if is_same else len(one.prompt.tokens)
             if one.needs_kv_cache:
                 rows, longest = rows + 1, max(longest, one.max_length)
-            has_room = rows <= 1 or rows * longest <= self._limits.kept_tokens
-            if not has_room or (groups and tokens > self._limits.passed_tokens):
+            has_room = rows <= 1 or rows * longest <= self._limits.kv_cache_tokens
+            if not has_room or (groups and tokens > self._limits.prefill_tokens):
                 break
             self._waiting.popleft()
             if is_same:
@@ -148,46 +150,48 @@ class FullRecomputeDecode:
     For layouts and position encodings that do not support a cache.
     """
 
-    def __init__(self, growing: Sequence[DecodingSequence], limits: Limits) -> None:
-        self._growing, self._limits = list(growing), limits
+    def __init__(self, sequences: Sequence[DecodingSequence], limits: Limits) -> None:
+        self._sequences, self._limits = list(sequences), limits
 
     def next_batch(self) -> ForwardBatch | None:
         """Prompts and their completions so far, as many as fit."""
-        going: list[DecodingSequence] = []
+        selected: list[DecodingSequence] = []
         tokens = 0
-        for one in self._growing:
+        for one in self._sequences:
             tokens += len(one.prompt.tokens) + len(one.tokens)
-            if going and tokens > self._limits.passed_tokens:
+            if selected and tokens > self._limits.prefill_tokens:
                 break
-            going.append(one)
-        if not going:
+            selected.append(one)
+        if not selected:
             return None
-        batch = _batch([[*one.prompt.tokens, *one.tokens] for one in going], self._limits.multiple)
-        return ForwardBatch(batch, [[one] for one in going], _as_they_are)
+        batch = _prefill_batch(
+            [[*one.prompt.tokens, *one.tokens] for one in selected], self._limits.pad_to_multiple_of
+        )
+        return ForwardBatch(batch, [[one] for one in selected], _identity)
 
     def remove_finished(self) -> None:
         """Remove finished sequences."""
-        self._growing = [one for one in self._growing if not one.ended]
+        self._sequences = [one for one in self._sequences if not one.finish_reason]
 
 
-def padding_pass(multiple: int) -> ForwardBatch:
+def padding_pass(pad_to_multiple_of: int) -> ForwardBatch:
     """A pass of only padding, for a replica without work: the others wait for it in every pass."""
-    return ForwardBatch(_batch([], multiple), [], _as_they_are)
+    return ForwardBatch(_prefill_batch([], pad_to_multiple_of), [], _identity)
 
 
-def _as_they_are(plain: VarlenMetadata) -> VarlenMetadata:
+def _identity(plain: VarlenMetadata) -> VarlenMetadata:
     return plain
 
 
-def _newest(growing: Sequence[DecodingSequence], multiple: int) -> MicroBatch:
+def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int) -> MicroBatch:
     """A decode step: a document of the newest token of each sequence, and one of padding.
 
     Built directly, because it is built for every token.
     """
-    count = len(growing)
-    padding = -count % multiple
-    ids = [*(one.tokens[-1] for one in growing), *[0] * padding]
-    places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in growing]
+    count = len(sequences)
+    padding = -count % pad_to_multiple_of
+    ids = [*(one.tokens[-1] for one in sequences), *[0] * padding]
+    places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in sequences]
     return MicroBatch(
         torch.tensor(ids),
         torch.full((len(ids),), IGNORED),
@@ -199,9 +203,9 @@ def _newest(growing: Sequence[DecodingSequence], multiple: int) -> MicroBatch:
     )
 
 
-def _batch(documents: Sequence[Sequence[int]], multiple: int) -> MicroBatch:
+def _prefill_batch(documents: Sequence[Sequence[int]], pad_to_multiple_of: int) -> MicroBatch:
     ids = np.fromiter((token for document in documents for token in document), dtype=np.int32)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     rows = [Row(ids, np.full_like(ids, IGNORED), lengths, 0)] if documents else []
-    [batch] = collate([rows], pad_to_multiple_of=multiple).micro_batches()
+    [batch] = collate([rows], pad_to_multiple_of=pad_to_multiple_of).micro_batches()
     return batch

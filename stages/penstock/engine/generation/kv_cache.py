@@ -15,7 +15,7 @@ from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
 
-STEP = 64
+ALLOCATION_STEP = 64
 """Rows are allocated in multiples of so many tokens."""
 
 
@@ -33,7 +33,7 @@ class KVCache:
         """Tokens of each row."""
         self.longest = 0
         """The largest number of tokens that any row may reach."""
-        self._rows = self._room = 0
+        self._rows = self._slots = 0
         """The allocated size of every layer: rows, and token slots per row."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -51,16 +51,16 @@ class KVCache:
     def reserve(self) -> None:
         """Allocate enough memory in every layer for `lengths`."""
         rows, longest = len(self.lengths), max(self.lengths)
-        if rows <= self._rows and longest <= self._room:
+        if rows <= self._rows and longest <= self._slots:
             return
         # Width allocated for long rows is not kept for many rows, nor the other way round.
-        fits = longest <= self._room <= _rounded(self.longest)
-        room = self._room if fits else self._round_up(longest)
+        fits = longest <= self._slots <= _round_to_step(self.longest)
+        room = self._slots if fits else self._round_up(longest)
         # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
-        self._rows, self._room = max(rows, min(spare, self._capacity // room)), room
+        self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
         for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
-            self._layers[layer] = self._resized(k_BKCH), self._resized(v_BKCH)
+            self._layers[layer] = self._resize(k_BKCH), self._resize(v_BKCH)
 
     def layer(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values [B, K, C, H] of a layer.
@@ -69,19 +69,19 @@ class KVCache:
         """
         if layer == len(self._layers):
             like_TKH = as_autocast(like_TKH)
-            shape = (self._rows, like_TKH.shape[1], self._room, like_TKH.shape[2])
+            shape = (self._rows, like_TKH.shape[1], self._slots, like_TKH.shape[2])
             # Zeros: masked values are multiplied by 0 and must be finite.
             self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
         return self._layers[layer]
 
     def _round_up(self, length: int) -> int:
         """The row width for this length, with room to grow."""
-        return _rounded(max(length, min(length * 3 // 2 + STEP, self.longest)))
+        return _round_to_step(max(length, min(length * 3 // 2 + ALLOCATION_STEP, self.longest)))
 
-    def _resized(self, x_BKCH: torch.Tensor) -> torch.Tensor:
+    def _resize(self, x_BKCH: torch.Tensor) -> torch.Tensor:
         """Copy to a tensor of the new size."""
-        moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._room, x_BKCH.shape[3]))
-        rows, room = min(self._rows, x_BKCH.shape[0]), min(self._room, x_BKCH.shape[2])
+        moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._slots, x_BKCH.shape[3]))
+        rows, room = min(self._rows, x_BKCH.shape[0]), min(self._slots, x_BKCH.shape[2])
         moved[:rows, :, :room] = x_BKCH[:rows, :, :room]
         return moved
 
@@ -135,18 +135,20 @@ class DecodeStep(VarlenMetadata):
         first = 0 if window is None else max(0, self.shortest - window)
         kept = self.cache.layer(next(self.calls), k_TKH)
         k_BKCH, v_BKCH = (
-            self._with(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(2, first, self.longest - first)
+            self._write_newest(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(
+                2, first, self.longest - first
+            )
             for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
         )
-        sees_BC = self._sees(window, first, q_TNH.device)
+        mask_BC = self._attention_mask(window, first, q_TNH.device)
         y_BNH = decode_attention(
-            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, sees_BC, scale, sinks_N
+            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, mask_BC, scale, sinks_N
         )
         if rows == len(q_TNH):
             return y_BNH
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
 
-    def _with(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
+    def _write_newest(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
         """The cache rows with the new tokens written to them."""
         x_BKH = x_TKH[: self.rows]
         if self.shortest == self.longest:
@@ -156,7 +158,9 @@ class DecodeStep(VarlenMetadata):
             x_BKCH[rows_B, :, self._last_B(x_BKH.device)] = x_BKH.to(x_BKCH.dtype)
         return x_BKCH
 
-    def _sees(self, window: int | None, first: int, device: torch.device) -> torch.Tensor | None:
+    def _attention_mask(
+        self, window: int | None, first: int, device: torch.device
+    ) -> torch.Tensor | None:
         """The attention mask over keys from `first` on, bool [B, C]; None: all visible."""
         is_narrow = window is not None and window < self.longest - first
         if self.shortest == self.longest and not is_narrow:
@@ -165,10 +169,10 @@ class DecodeStep(VarlenMetadata):
         if key not in self.kept:
             places_C = torch.arange(first, self.longest, device=device)
             last_B = self._last_B(device)
-            sees_BC = places_C <= last_B[:, None]
+            mask_BC = places_C <= last_B[:, None]
             if window is not None:
-                sees_BC &= places_C > last_B[:, None] - window
-            self.kept[key] = sees_BC
+                mask_BC &= places_C > last_B[:, None] - window
+            self.kept[key] = mask_BC
         return self.kept[key]
 
     def _last_B(self, device: torch.device) -> torch.Tensor:  # noqa: N802 - B names the dimension
@@ -226,10 +230,10 @@ def decode_segments(segments: VarlenMetadata, cache: KVCache) -> DecodeStep:
     )
 
 
-def keeping(attend: AttentionFn) -> AttentionFn:
+def with_kv_cache(attend: AttentionFn) -> AttentionFn:
     """Wrap `attend` to fill or read the KV cache in prefill and decode passes."""
 
-    def attend_and_keep(
+    def attend_with_cache(
         q_TNH: torch.Tensor,
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
@@ -245,8 +249,8 @@ def keeping(attend: AttentionFn) -> AttentionFn:
             segments.store(k_TKH, v_TKH)
         return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
 
-    return attend_and_keep
+    return attend_with_cache
 
 
-def _rounded(length: int) -> int:
-    return -(-length // STEP) * STEP
+def _round_to_step(length: int) -> int:
+    return -(-length // ALLOCATION_STEP) * ALLOCATION_STEP

@@ -34,14 +34,14 @@ class TopLogprobs:
         tokens_SK = best.indices.int()
         for place, row in enumerate(asked):
             one, wanted = after[row], slice(after[row].prompt.top_k)
-            told = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
-            self._found.setdefault(one.number, []).append(told)
+            entries = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
+            self._found.setdefault(one.index, []).append(entries)
 
     def gather(
-        self, growing: Sequence[DecodingSequence], ranks: ProcessInfo
+        self, sequences: Sequence[DecodingSequence], ranks: ProcessInfo
     ) -> dict[int, TopKLogprobs]:
         """Gather the requested top-k logprobs of finished sequences, by index. Collective."""
-        asked = [one for one in growing if one.prompt.top_k]
+        asked = [one for one in sequences if one.prompt.top_k]
         if not asked:
             return {}
         sizes = [len(one.tokens) * one.prompt.top_k for one in asked]
@@ -50,24 +50,24 @@ class TopLogprobs:
         log_probs_A = torch.full((sum(sizes),), -torch.inf, device=ranks.device)
         parts = tokens_A.split(sizes), log_probs_A.split(sizes)
         for one, *into in zip(asked, *parts, strict=True):
-            if its := self._found.get(one.number):
-                places, *told = zip(*its, strict=True)
-                for part, some in zip(into, told, strict=True):
+            if recorded := self._found.get(one.index):
+                places, *entries = zip(*recorded, strict=True)
+                for part, some in zip(into, entries, strict=True):
                     part.view(len(one.tokens), -1)[list(places)] = torch.stack(some)
         if ranks.world_size > 1:
             ranks.all_reduce_max(tokens_A)
             ranks.all_reduce_max(log_probs_A)
         return {
-            one.number: TopKLogprobs(*(_table(part, one) for part in its))
-            for one, *its in zip(
+            one.index: TopKLogprobs(*(_to_table(part, one) for part in recorded))
+            for one, *recorded in zip(
                 asked, tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes), strict=True
             )
         }
 
 
-def _table(told: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
+def _to_table(entries: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
     """[T, K] of one sequence. A sequence without requested tokens has no positions."""
-    return told.unflatten(0, (len(one.tokens), one.prompt.top_k))[: one.most]
+    return entries.unflatten(0, (len(one.tokens), one.prompt.top_k))[: one.max_tokens]
 
 
 class PromptLogprobs:
@@ -94,9 +94,9 @@ class PromptLogprobs:
         """The start of each position's entries among the W."""
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)
-        told = int(widths_P.sum())
-        self._top_k_tokens_W = torch.full((told,), -1, dtype=torch.int32, device=device)
-        self._top_k_log_probs_W = torch.full((told,), -torch.inf, device=device)
+        entries = int(widths_P.sum())
+        self._top_k_tokens_W = torch.full((entries,), -1, dtype=torch.int32, device=device)
+        self._top_k_log_probs_W = torch.full((entries,), -torch.inf, device=device)
 
     def places(self, prompt: int) -> range:
         """The positions of a prompt's tokens among the P, except the first, which has no
@@ -135,7 +135,7 @@ class PromptLogprobs:
             return None, None
         first, length, width = self._first[number], len(prompt.tokens), prompt.prompt_top_k
         log_probs_T = top_k_logprobs = None
-        if prompt.scored:
+        if prompt.needs_prompt_logprobs:
             log_probs_T = self._log_probs_P[first : first + length].cpu()
             log_probs_T[0] = torch.nan
         if width:

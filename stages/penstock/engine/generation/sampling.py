@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from penstock.core.errors import ConfigError
 
-ALL = -1
+NO_TOP_K = -1
 """`top_k` of the whole vocabulary (disabled)."""
 
-COLDEST, HOTTEST = 1e-30, 1e30
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
 """Clamps of the temperature: beyond them it changes nothing, and division would overflow fp32."""
 
-RUN = 256
+BLOCK = 256
 """Vocabulary entries per block of the two-level cumulative sum."""
 
 
@@ -34,7 +34,7 @@ class SamplingParams:
     """None: until the model's context is full."""
     temperature: float = 1.0
     """0: greedy decoding; the lowest token id wins ties."""
-    top_k: int = ALL
+    top_k: int = NO_TOP_K
     """Sample only from the k most likely tokens, and ties with the last of them."""
     top_p: float = 1.0
     """Sample only from the smallest set of most likely tokens with at least this total
@@ -53,8 +53,8 @@ class SamplingParams:
             raise ConfigError(
                 f"temperature is {self.temperature}. Write 0 for greedy decoding, or more."
             )
-        if self.top_k != ALL and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}. Write 1 or more, or {ALL} for all.")
+        if self.top_k != NO_TOP_K and self.top_k < 1:
+            raise ConfigError(f"top_k is {self.top_k}. Write 1 or more, or {NO_TOP_K} for all.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}. Write more than 0, and at most 1.")
         if "" in self.stop_texts:
@@ -63,8 +63,8 @@ class SamplingParams:
 
 def uniform(seed: int, sample: int, place: int) -> float:
     """The uniform number in [0, 1) that samples token `place` of completion `sample`."""
-    told = struct.pack("<Qqq", seed % 2**64, sample, place)
-    digest = hashlib.blake2b(told, digest_size=8).digest()
+    packed = struct.pack("<Qqq", seed % 2**64, sample, place)
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -81,54 +81,54 @@ def sample_token(
     number, so nearly equal logits give the same token.
     """
     # The maximum is 0 at any temperature.
-    left_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
-    weights_SV = left_SV.exp()
+    shifted_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
+    weights_SV = shifted_SV.exp()
     log_sums_S = weights_SV.sum(-1).log_()
     rows = [row for row, one in enumerate(how) if one.temperature > 0]
     if len(rows) == len(how):
-        tokens_S = _drawn(left_SV, weights_SV, how, uniforms)
+        tokens_S = _sample(shifted_SV, weights_SV, how, uniforms)
     else:
         # argmax returns the first of equal values in PyTorch.
-        tokens_S = left_SV.argmax(1)
+        tokens_S = shifted_SV.argmax(1)
         if rows:
             chosen = [how[row] for row in rows], [uniforms[row] for row in rows]
-            tokens_S[rows] = _drawn(left_SV[rows], weights_SV[rows], *chosen)
-    return tokens_S, left_SV.gather(1, tokens_S[:, None]).squeeze(1) - log_sums_S
+            tokens_S[rows] = _sample(shifted_SV[rows], weights_SV[rows], *chosen)
+    return tokens_S, shifted_SV.gather(1, tokens_S[:, None]).squeeze(1) - log_sums_S
 
 
-def _drawn(
-    left_RV: torch.Tensor,
+def _sample(
+    shifted_RV: torch.Tensor,
     weights_RV: torch.Tensor,
     how: Sequence[SamplingParams],
     uniforms: Sequence[float],
 ) -> torch.Tensor:
     """Sample from logits of at most 0 and their exponentials, which may be overwritten."""
     if any(one.temperature != 1 for one in how):
-        temperatures = [min(max(one.temperature, COLDEST), HOTTEST) for one in how]
-        weights_RV = (left_RV / _column(temperatures, left_RV)).exp_()
-    return _first_beyond(uniforms, _narrowed(weights_RV, how))
+        temperatures = [min(max(one.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for one in how]
+        weights_RV = (shifted_RV / _column(temperatures, shifted_RV)).exp_()
+    return _search_cumulative(uniforms, _apply_top_k_top_p(weights_RV, how))
 
 
-def _first_beyond(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
+def _search_cumulative(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
     """The first entry of each row whose cumulative sum exceeds this share of the total, int64 [R].
 
     Blocks are summed first, and then the entries of one block, so that few sums need fp64.
     """
     size = weights_RV.shape[1]
-    runs_RB = weights_RV[:, : size // RUN * RUN].unflatten(1, (-1, RUN)).sum(-1)
-    if size % RUN:
-        rest_R1 = weights_RV[:, size // RUN * RUN :].sum(-1, keepdim=True)
+    runs_RB = weights_RV[:, : size // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).sum(-1)
+    if size % BLOCK:
+        rest_R1 = weights_RV[:, size // BLOCK * BLOCK :].sum(-1, keepdim=True)
         runs_RB = torch.cat((runs_RB, rest_R1), dim=1)
     sums_RB = runs_RB.double().cumsum(-1)
     aims_R1 = _below(_column(shares, sums_RB) * sums_RB[:, -1:], sums_RB[:, -1:])
     # With non-finite sums the token is arbitrary.
     run_R1 = torch.searchsorted(sums_RB, aims_R1, right=True).clamp_(max=runs_RB.shape[1] - 1)
     aims_R1 = aims_R1 - F.pad(sums_RB, (1, 0)).gather(1, run_R1)
-    within_RW = run_R1 * RUN + torch.arange(RUN, device=weights_RV.device)
+    within_RW = run_R1 * BLOCK + torch.arange(BLOCK, device=weights_RV.device)
     own_RW = weights_RV.gather(1, within_RW.clamp(max=size - 1)).double()
     sums_RW = own_RW.masked_fill_(within_RW >= size, 0).cumsum_(-1)
     aims_R1 = _below(aims_R1, sums_RW[:, -1:])
-    found_R1 = run_R1 * RUN + torch.searchsorted(sums_RW, aims_R1, right=True)
+    found_R1 = run_R1 * BLOCK + torch.searchsorted(sums_RW, aims_R1, right=True)
     return found_R1.squeeze(1).clamp_(max=size - 1)
 
 
@@ -137,7 +137,7 @@ def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
     return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
 
 
-def _narrowed(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.Tensor:
+def _apply_top_k_top_p(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.Tensor:
     """Apply top-k, then top-p: set the other weights to 0, in place."""
     vocabulary = weights_RV.shape[1]
     tops = {row: one.top_k for row, one in enumerate(how) if 0 < one.top_k < vocabulary}

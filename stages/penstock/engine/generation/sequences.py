@@ -13,7 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 
 Ending = Literal["stop", "length"]
 
-SPLIT_CHARACTER = 4
+MAX_TOKENS_PER_CHARACTER = 4
 """A character may begin so many tokens before the token that completes it."""
 
 
@@ -22,10 +22,10 @@ class Prompt:
     """A tokenized prompt with its request."""
 
     tokens: Sequence[int]
-    how: SamplingParams = field(default_factory=SamplingParams)
-    count: int = 1
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_completions: int = 1
     """The number of completions, sampled independently."""
-    scored: bool = False
+    needs_prompt_logprobs: bool = False
     """Whether prompt logprobs are requested."""
     prompt_top_k: int = 0
     """The number of top-k logprobs at each prompt position."""
@@ -35,7 +35,7 @@ class Prompt:
     @property
     def needs_logprobs(self) -> bool:
         """Whether prompt logprobs of any kind are requested."""
-        return self.scored or self.prompt_top_k > 0
+        return self.needs_prompt_logprobs or self.prompt_top_k > 0
 
 
 class TopKLogprobs(NamedTuple):
@@ -55,7 +55,7 @@ class Completion:
     """Includes the stop token."""
     log_probs: list[float]
     """The log-prob of each token under the model at temperature 1."""
-    ended: Ending
+    finish_reason: Ending
     top_k_logprobs: TopKLogprobs | None
     """At each position; None: not requested."""
 
@@ -64,7 +64,7 @@ class Completion:
 class GenerationOutput:
     """The result of a prompt of T tokens. Its first token has no prediction."""
 
-    answers: list[Completion]
+    completions: list[Completion]
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
     """fp32 on the host, the first NaN; None: not requested."""
     top_k_logprobs: TopKLogprobs | None
@@ -75,28 +75,28 @@ class GenerationOutput:
 class DecodingSequence:
     """A completion in progress."""
 
-    number: int
+    index: int
     """The index among all completions of all prompts."""
-    prompt_number: int
+    prompt_index: int
     prompt: Prompt
     sample: int
     """The index among the completions of its prompt."""
-    most: int
+    max_tokens: int
     """The maximum number of tokens."""
     seed: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    ended: Ending | None = None
+    finish_reason: Ending | None = None
 
     @property
     def needs_kv_cache(self) -> bool:
         """Whether it needs the KV cache: more than one token is requested."""
-        return self.most > 1
+        return self.max_tokens > 1
 
     @property
     def max_length(self) -> int:
         """The maximum length of prompt and completion."""
-        return len(self.prompt.tokens) + self.most
+        return len(self.prompt.tokens) + self.max_tokens
 
     def uniform(self) -> float:
         """The uniform number that samples its next token."""
@@ -106,23 +106,25 @@ class DecodingSequence:
         """Append a token and check the stop conditions."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
-        if self.most and (token in self.prompt.how.stop_tokens or self._hits_stop_string(decode)):
-            self.ended = "stop"
-        elif len(self.tokens) >= self.most:
-            self.ended = "length"
+        if self.max_tokens and (
+            token in self.prompt.sampling.stop_tokens or self._hits_stop_string(decode)
+        ):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish_reason = "length"
 
     def to_completion(self, top_k_logprobs: TopKLogprobs | None) -> Completion:
         """The finished completion."""
-        assert self.ended
+        assert self.finish_reason
         # A prompt without requested tokens only passed through the model for its logprobs.
-        tokens, log_probs = self.tokens[: self.most], self.log_probs[: self.most]
-        return Completion(tokens, log_probs, self.ended, top_k_logprobs)
+        tokens, log_probs = self.tokens[: self.max_tokens], self.log_probs[: self.max_tokens]
+        return Completion(tokens, log_probs, self.finish_reason, top_k_logprobs)
 
     def _hits_stop_string(self, decode: Decode | None) -> bool:
-        texts = self.prompt.how.stop_texts
+        texts = self.prompt.sampling.stop_texts
         if not texts or decode is None:
             return False
         # A token is at least one byte, and an earlier match would have stopped before.
-        width = max(len(text.encode()) for text in texts) + SPLIT_CHARACTER
-        said = decode(self.tokens[-width:])
-        return any(text in said for text in texts)
+        width = max(len(text.encode()) for text in texts) + MAX_TOKENS_PER_CHARACTER
+        recent_text = decode(self.tokens[-width:])
+        return any(text in recent_text for text in texts)

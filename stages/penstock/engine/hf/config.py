@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.core.errors import ConfigError
 from penstock.models.builtin import SCHEME, builtin_config
-from penstock.models.foundation import laid_over
+from penstock.models.foundation import apply_overrides
 
 
 def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,4 +28,4 @@ def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str,
                 f"model.config_path: {file} cannot be read as JSON ({error}).\n"
                 "  Name a folder that holds a Hugging Face config.json."
             ) from error
-    return laid_over(config, foundation)
+    return apply_overrides(config, foundation)

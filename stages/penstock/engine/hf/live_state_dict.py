@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.adapters.names import MAGNITUDE, Factor, parse_factor
+from penstock.adapters.names import MAGNITUDE, LoraParamName, parse_lora_name
 from penstock.engine.hf.save_adapter import adapters_in
 from penstock.engine.hf.state_dict import HFStateDict, Tensors, in_checkpoint
 from penstock.engine.model_source import LoraArgs
@@ -62,7 +62,7 @@ def live_weights(
     return adapters.merged_into(base) if adapters else base
 
 
-def _ranked(name: str) -> Factor | None:
+def _ranked(name: str) -> LoraParamName | None:
     """The factor, if the adapter's rank is one of its dimensions; DoRA magnitudes have none."""
-    factor = parse_factor(name)
+    factor = parse_lora_name(name)
     return None if factor is None or factor.side == MAGNITUDE else factor

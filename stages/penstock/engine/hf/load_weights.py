@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
@@ -22,7 +22,7 @@ from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, Tensor
 Start = Callable[[str, tuple[int, ...]], torch.Tensor]
 """Function from a checkpoint tensor's name and full shape to its initial value, on the CPU."""
 
-Seen = Callable[[SafetensorsFolder], TensorReader]
+ToReader = Callable[[SafetensorsFolder], TensorReader]
 """Wraps a folder's reader, for example to quantize matrices."""
 
 Readers = Literal["first_rank", "all_ranks"]
@@ -47,26 +47,26 @@ class _Box:
 
 @torch.no_grad()
 def load_weights(
-    held: Sequence[LocalParam],
+    params: Sequence[LocalParam],
     weights: Path | None,
     start: Start,
     *,
     readers: Readers,
     ranks: ProcessInfo,
-    seen: Seen = identity,
+    to_reader: ToReader = identity,
 ) -> None:
     """Load every parameter. Every rank calls it, with its own parameters allocated.
 
-    Tensors come from `weights`, a folder of safetensors wrapped by `seen`; adapters, and without a
-    folder all tensors, come from `start` on every rank. With `all_ranks` each rank reads its own
-    shards. With `first_rank` only rank 0 reads, each byte once, and sends the others their shards:
-    in each group of ranks with the same shards (`LocalParam.replica_group`) to the first, which
-    broadcasts it.
+    Tensors come from `weights`, a folder of safetensors wrapped by `to_reader`; adapters, and
+    without a folder all tensors, come from `start` on every rank. With `all_ranks` each rank reads
+    its own shards. With `first_rank` only rank 0 reads, each byte once, and sends the others their
+    shards: in each group of ranks with the same shards (`LocalParam.replica_group`) to the first,
+    which broadcasts it.
 
     Raises CapabilityError, on every rank, for tensors that are missing or have another shape.
     """
-    drawn = [one for one in held if weights is None or _is_adapter(one)]
-    stored = [one for one in held if weights is not None and not _is_adapter(one)]
+    drawn = [one for one in params if weights is None or _is_adapter(one)]
+    stored = [one for one in params if weights is not None and not _is_adapter(one)]
     for one in drawn:
         for piece in one.shards:
             copy_shard(
@@ -76,7 +76,7 @@ def load_weights(
         return
     if readers == "all_ranks" or ranks.world_size == 1:
         with SafetensorsFolder(weights) as folder:
-            _read(_boxes(stored), seen(folder), ranks)
+            _read(_boxes(stored), to_reader(folder), ranks)
         return
     receiving = [
         one for one in stored if one.replica_group is None or dist.get_rank(one.replica_group) == 0
@@ -85,21 +85,23 @@ def load_weights(
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with SafetensorsFolder(weights) as folder:
-        _receive(_boxes(receiving), seen(folder) if ranks.is_main_process else None, ranks, group)
+        _receive(
+            _boxes(receiving), to_reader(folder) if ranks.is_main_process else None, ranks, group
+        )
     dist.destroy_process_group(group)
     for one in stored:
         if one.replica_group is not None:
             _copy(local(one.parameter), one.replica_group, ranks.device)
 
 
-def _is_adapter(held: LocalParam) -> bool:
-    return any(parse_factor(piece.tensor) for piece in held.shards)
+def _is_adapter(local_param: LocalParam) -> bool:
+    return any(parse_lora_name(piece.tensor) for piece in local_param.shards)
 
 
-def _boxes(held: Sequence[LocalParam]) -> list[_Box]:
+def _boxes(params: Sequence[LocalParam]) -> list[_Box]:
     return [
         _Box(piece, piece.view(local(one.parameter).detach()))
-        for one in held
+        for one in params
         for piece in one.shards
     ]
 

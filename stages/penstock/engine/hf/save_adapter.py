@@ -14,7 +14,7 @@ from penstock.adapters.names import (
     SIDES,
     Side,
     native_name,
-    parse_factor,
+    parse_lora_name,
 )
 from penstock.adapters.peft_format import (
     AdaptedExperts,
@@ -117,7 +117,7 @@ class Adapters:
             for name in wanted:
                 if name in layers:
                     change = self.pairs[layers[name]].change(there, scale, layers[name])
-                    tensors[name] = change.made_of(tensors[name].float())
+                    tensors[name] = change.apply_to(tensors[name].float())
                 elif name in self.fused:
                     tensors[name] = _merged_experts(tensors[name], self.fused[name], there, scale)
                 elif name in self.biases:
@@ -134,7 +134,7 @@ def _merged_experts(
     made = weight.float()
     for number, matrix in enumerate(made):
         change = replace(pair, expert=number).change(tensors, scale, "")
-        matrix.copy_(change.made_of(matrix.T.contiguous()).T)
+        matrix.copy_(change.apply_to(matrix.T.contiguous()).T)
     return made
 
 
@@ -147,7 +147,7 @@ def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) 
     """
     sides: dict[str, dict[Side, str]] = {}
     for name in reader.shapes():
-        if factor := parse_factor(name):
+        if factor := parse_lora_name(name):
             sides.setdefault(factor.hf_module, {})[factor.side] = name
     if (adapting is not None) != bool(sides):
         raise ArtifactError(
@@ -165,8 +165,8 @@ def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) 
     pairs: dict[str, Pair] = {}
     fused: dict[str, Pair] = {}
     for layer, pair in sorted(sides.items()):
-        mixture, is_of_experts, matrix = layer.partition(f".{EACH}.")
-        if not is_of_experts:
+        mixture, is_expert_layer, matrix = layer.partition(f".{EACH}.")
+        if not is_expert_layer:
             pairs[layer] = _pair(pair)
             continue
         _check_count(pair.values(), reader, weights)
@@ -270,12 +270,12 @@ def write_adapter_folder(
     }
 
 
-def _peft_tensors(adapters: Adapters, of_experts: Iterable[str]) -> dict[str, torch.Tensor]:
-    """All factors by PEFT's names. `of_experts` are linear layers that always get a pair."""
+def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, torch.Tensor]:
+    """All factors by PEFT's names. `is_expert` are linear layers that always get a pair."""
     read = adapters.reader.read(adapters.names)
     factors = {layer: pair.read_from(read) for layer, pair in adapters.pairs.items()}
     shapes, rank = adapters.weights.hf_shapes(), adapters.strength.rank
-    for layer in of_experts:
+    for layer in is_expert:
         if layer not in factors:
             rows, columns = shapes[f"{layer}.weight"]
             factors[layer] = torch.zeros(rank, columns), torch.zeros(rows, rank)

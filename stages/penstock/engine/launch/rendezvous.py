@@ -28,7 +28,7 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND
 
 JOIN_SECONDS = 900.0
 """How long machines wait for each other: a container image may still be pulled."""
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 COMPLETED, CLOSED = "completed", "closed"
 
 
@@ -108,10 +108,10 @@ class Machines(RendezvousHandler):
                 raise RendezvousClosedError("another machine has ended this run")
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"not all {self._count} machines have come in {JOIN_SECONDS:.0f} s"
+                    f"not all {self._count} machines have joined within {JOIN_SECONDS:.0f} s"
                 )
             # Polled in Python, so that signals are handled.
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         if self._number == 0:
             store.set(COMPLETED, str(self._round))
         env.set_ranks_store(store_name((self._host, self._port), self._round))
@@ -159,7 +159,7 @@ class Machines(RendezvousHandler):
         if self._connected is None:
             timeout = datetime.timedelta(seconds=JOIN_SECONDS)
             if self._number == 0:
-                self._connected = self._listening(timeout)
+                self._connected = self._listen(timeout)
             else:
                 _wait_for(self._host, self._port)
                 self._connected = TCPStore(
@@ -167,13 +167,13 @@ class Machines(RendezvousHandler):
                 )
         return self._connected
 
-    def _listening(self, timeout: datetime.timedelta) -> TCPStore:
+    def _listen(self, timeout: datetime.timedelta) -> TCPStore:
         address = listening_address(self._host)
         store, _ = listening_store(address, self._port, timeout=timeout)
         where = address or f"every address of this machine ({self._host} is none of its own)"
         sys.stderr.write(
-            f"launch: {self._count} machines meet at {where}, port {self._port}. Nobody is asked "
-            "who they are: keep that network private\n"
+            f"launch: {self._count} machines rendezvous at {where}, port {self._port}, without "
+            "authentication: keep that network private\n"
         )
         return store
 
@@ -184,7 +184,7 @@ def _wait_for(host: str, port: int) -> None:
     while not reachable(host, port):
         if time.monotonic() > deadline:
             raise RendezvousTimeoutError(f"{host}:{port} did not answer in {JOIN_SECONDS:.0f} s")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def create_handler(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:

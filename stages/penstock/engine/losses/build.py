@@ -40,11 +40,11 @@ def build_preference_loss(
     """The preference loss; None in training on a per-token loss."""
     if run.train.objective != "preference":
         return None
-    sums = answer_sums(run, layout, vocabulary, ranks)
+    sums = build_sequence_logprobs(run, layout, vocabulary, ranks)
     return Preferences(run.preference, replace(sums, with_prompts=run.preference.learns_prompts))
 
 
-def answer_sums(
+def build_sequence_logprobs(
     run: RunConfig, layout: ParallelModel, vocabulary: VocabParallelHead, ranks: ProcessInfo
 ) -> SequenceLogProbs:
     """The log-probs of completions."""

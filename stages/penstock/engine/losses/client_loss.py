@@ -16,13 +16,13 @@ from torch import nn
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.vocab_parallel import LogProbsOf
+from penstock.engine.distributed.vocab_parallel import LogProbsFn
 from penstock.engine.moe.load_balancing import Routers
 from penstock.losses.policy import LossInputs, TokenLoss, sequence_losses, token_losses
-from penstock.models.decoder import Reduce
+from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 
-NOWHERE = -1
+NO_POSITION = -1
 """The index of padding."""
 
 
@@ -33,22 +33,22 @@ class PolicyLoss:
     name: TokenLoss | Literal["gspo"]
     params: Mapping[str, float]
 
-    def of_tokens(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor | None:
+    def of_tokens(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor | None:
         """The loss of each token, [T], or each target, [T, K]; None for losses over whole
         sequences.
         """
         if self.name == "gspo":
             return None
-        return token_losses(self.name, logp_T, told, self.params)
+        return token_losses(self.name, logp_T, loss_inputs, self.params)
 
-    def of_sample(self, logp_T: torch.Tensor, told: LossInputs) -> torch.Tensor:
+    def of_sample(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor:
         """The loss of one whole sample, a scalar."""
         if self.name == "gspo":
             # In fp64, as in passes.
             return sequence_losses(
-                logp_T, told, self.params, lambda x_T: x_T.double().sum()[None]
+                logp_T, loss_inputs, self.params, lambda x_T: x_T.double().sum()[None]
             ).sum()
-        return token_losses(self.name, logp_T, told, self.params).sum()
+        return token_losses(self.name, logp_T, loss_inputs, self.params).sum()
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class LossBatch:
     """Labels, [T] or [T, K], are set wherever a log-prob is requested, also for tokens without a
     loss.
     """
-    told: LossInputs
+    loss_inputs: LossInputs
     """Shaped like the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
     """The sample of each token, int64; padding belongs to one more."""
     num_samples: int
-    place_T: torch.Tensor  # noqa: N815
+    position_T: torch.Tensor  # noqa: N815
     """The index of its log-prob among all tokens, int64; NOWHERE for padding."""
 
 
@@ -74,7 +74,7 @@ class PolicyForwardBackward:
 
     layout: ParallelModel
     ranks: ProcessInfo
-    log_probs: LogProbsOf
+    log_probs: LogProbsFn
     routers: Routers | None = None
     """None if router metrics are not logged."""
 
@@ -86,7 +86,7 @@ class PolicyForwardBackward:
         Every rank has the same number of micro-batches, with `num_tokens` tokens in total. Returns
         the log-probs of all ranks' tokens by index, fp32 on every rank, and router metrics.
         """
-        found = self._nothing(batches, num_tokens)
+        found = self._empty_log_probs(batches, num_tokens)
         calls = self._calls(batches, partial(self._train, found, loss))
         if self.routers:
             calls = self.routers.with_observers(
@@ -97,25 +97,25 @@ class PolicyForwardBackward:
                 self.layout.forward_for_observers,
             )
         self.layout.forward_backward(calls)
-        told = self.routers.finish_step(num_tokens) if self.routers else {}
-        return self.ranks.all_reduce_sum(found), told
+        router_metrics = self.routers.finish_step(num_tokens) if self.routers else {}
+        return self.ranks.all_reduce_sum(found), router_metrics
 
     @torch.no_grad()
     def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         """The same log-probs without gradients."""
-        found = self._nothing(batches, num_tokens)
+        found = self._empty_log_probs(batches, num_tokens)
         self.layout.forward(self._calls(batches, partial(self._forward_only, found)))
         return self.ranks.all_reduce_sum(found)
 
-    def _nothing(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
+    def _empty_log_probs(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         # Every rank has a batch, possibly of padding, and all have the same number of targets.
         targets = batches[0].batch.labels_T.shape[1:]
         return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
     def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> Any:
         device = self.ranks.device
-        here = [_here(each, self.layout.context, device) for each in batches]
-        reduces: list[Reduce] = [partial(reduced, mine) for mine in here]
+        here = [_to_local(each, self.layout.context, device) for each in batches]
+        reduces: list[OutputFn] = [partial(reduced, mine) for mine in here]
         return [
             self.layout.build_inputs(each.batch, reduce, device)
             for each, reduce in zip(batches, reduces, strict=True)
@@ -129,14 +129,16 @@ class PolicyForwardBackward:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        logp_T = self._noted(found, mine, hidden, head)
-        losses_T = loss.of_tokens(logp_T, mine.told)
+        logp_T = self._record_log_probs(found, mine, hidden, head)
+        losses_T = loss.of_tokens(logp_T, mine.loss_inputs)
         if losses_T is not None:
             return losses_T.sum()
         # Computed identically on all ranks that share the samples; each has the gradients of its
         # tokens.
         return (
-            sequence_losses(logp_T, mine.told, loss.params, partial(self._of_samples, mine))
+            sequence_losses(
+                logp_T, mine.loss_inputs, loss.params, partial(self._sum_by_sample, mine)
+            )
             .sum()
             .float()
         )
@@ -144,27 +146,27 @@ class PolicyForwardBackward:
     def _forward_only(
         self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
-        self._noted(found, mine, hidden, head)
+        self._record_log_probs(found, mine, hidden, head)
         return hidden.new_zeros((), dtype=torch.float32)
 
-    def _noted(
+    def _record_log_probs(
         self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
         logp_T = self.log_probs(hidden, head, mine.batch.labels_T)
         # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.layout.mesh.index("tensor") == 0:
-            is_told = mine.place_T != NOWHERE
-            found[mine.place_T[is_told]] = logp_T.detach()[is_told]
+            is_told = mine.position_T != NO_POSITION
+            found[mine.position_T[is_told]] = logp_T.detach()[is_told]
         return logp_T
 
-    def _of_samples(self, mine: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
+    def _sum_by_sample(self, mine: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
         # In fp64, so that the number of ranks that share a sample does not matter.
         x_T = x_T.double()
         sums = x_T.new_zeros(mine.num_samples + 1).index_add(0, mine.sample_T, x_T)
         return self.layout.context.all_reduce_sum(sums[:-1])
 
 
-def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
+def _to_local(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
     """Slice the batch to this context-parallel rank and move it to the device.
 
     Non-tensor fields still describe the full micro-batch.
@@ -174,11 +176,14 @@ def _here(each: LossBatch, context: ContextParallel, device: torch.device) -> Lo
         return context.shard_tensor(x_T).to(device, non_blocking=True)
 
     mine = context.shard_batch(each.batch)
-    told = {field.name: part(getattr(each.told, field.name)) for field in fields(each.told)}
+    loss_inputs = {
+        field.name: part(getattr(each.loss_inputs, field.name))
+        for field in fields(each.loss_inputs)
+    }
     return LossBatch(
         MicroBatch(**{**vars(mine), "labels_T": mine.labels_T.to(device)}),
-        LossInputs(**told),
+        LossInputs(**loss_inputs),
         part(each.sample_T),
         each.num_samples,
-        part(each.place_T),
+        part(each.position_T),
     )

@@ -13,9 +13,20 @@ from torch import nn
 
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs, num_prompt_tokens, num_tokens
-from penstock.losses.preference import Answers, baseline, normalized, preference_losses
-from penstock.losses.preference_metrics import NAMES, OF_PREFERENCES, OF_TOKENS, measures, told
-from penstock.models.decoder import Reduce
+from penstock.losses.preference import (
+    PreferenceInputs,
+    kl_baseline,
+    length_normalize,
+    preference_losses,
+)
+from penstock.losses.preference_metrics import (
+    NAMES,
+    PREFERENCE_LOSS,
+    SFT_LOSS,
+    metric_sums,
+    metrics_by_name,
+)
+from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import PER_SAMPLE
 
@@ -34,14 +45,14 @@ class PreferenceBatch:
     score_gap_D: torch.Tensor | None = None  # noqa: N815
     """By how much the first completion is scored higher; None if no loss uses it."""
 
-    def ratios(self, policy_DA: torch.Tensor, how: PreferenceConfig) -> torch.Tensor:
+    def ratios(self, policy_DA: torch.Tensor, config: PreferenceConfig) -> torch.Tensor:
         """The log-ratios of policy to reference, normalized, [D, A]."""
         ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
-        return normalized(ratios_DA, self.tokens_DA, how.normalization)
+        return length_normalize(ratios_DA, self.tokens_DA, config.normalization)
 
-    def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> Answers:
+    def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> PreferenceInputs:
         """The inputs of a loss."""
-        return Answers(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
+        return PreferenceInputs(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
 
     @property
     def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
@@ -64,10 +75,10 @@ class PreferenceBatch:
 class Preferences:
     """Preference training of a parallelized model."""
 
-    how: PreferenceConfig
+    config: PreferenceConfig
     sums: SequenceLogProbs
 
-    def begin_step(
+    def start_step(
         self,
         batches: Sequence[MicroBatch],
         references: Sequence[torch.Tensor],
@@ -78,65 +89,71 @@ class Preferences:
         `references` are the reference log-probs of their completions, [D, A] each; empty if the
         loss needs none. With a baseline, all completions pass through the model once more before.
         """
-        judged = self._judged(batches, references)
+        inputs = self._build_inputs(batches, references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
-        for each in judged:
-            learnt = each.sft_tokens_D.sum()
-            counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), learnt])
+        for each in inputs:
+            sft_tokens = each.sft_tokens_D.sum()
+            counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), sft_tokens])
         self.sums.ranks.all_reduce_sum(counts)
         samples, tokens = (counts / self.sums.layout.model_parallel_size).tolist()
-        seen = self._seen(batches, judged) if self.how.needs_baseline else []
+        evaluated = self._evaluate(batches, inputs) if self.config.needs_baseline else []
         return PreferenceStep(
             self,
-            judged,
+            inputs,
             max(1.0, samples),
             max(1.0, tokens),
-            self._baseline(seen),
+            self._baseline(evaluated),
             scale,
             self._empty_metrics(),
         )
 
     def forward_only(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
-    ) -> "list[AnswerLogProbs]":
+    ) -> "list[CompletionLogProbs]":
         """Evaluate completions without training, on the ranks that report; nothing on others.
 
         Collective.
         """
-        return self._seen(batches, self._judged(batches, references))
+        return self._evaluate(batches, self._build_inputs(batches, references))
 
-    def _seen(
-        self, batches: Sequence[MicroBatch], judged: Sequence[PreferenceBatch]
-    ) -> "list[AnswerLogProbs]":
-        seen = [
-            AnswerLogProbs(policy_DA, each)
-            for policy_DA, each in zip(self.sums.gather(batches), judged, strict=True)
+    def _evaluate(
+        self, batches: Sequence[MicroBatch], inputs: Sequence[PreferenceBatch]
+    ) -> "list[CompletionLogProbs]":
+        evaluated = [
+            CompletionLogProbs(policy_DA, each)
+            for policy_DA, each in zip(self.sums.gather(batches), inputs, strict=True)
         ]
-        return seen if self.sums.is_loss_rank else []
+        return evaluated if self.sums.is_loss_rank else []
 
     @torch.no_grad()
-    def compute_loss(self, seen: "Sequence[AnswerLogProbs]") -> tuple[float, Mapping[str, float]]:
+    def compute_loss(
+        self, evaluated: "Sequence[CompletionLogProbs]"
+    ) -> tuple[float, Mapping[str, float]]:
         """The loss over all completions that any rank has evaluated, and metrics by name.
 
         Collective.
         """
-        how, measured, baseline_A = self.how, self._empty_metrics(), self._baseline(seen)
-        for policy_DA, judged in seen:
-            ratios_DA = judged.ratios(policy_DA, how)
-            losses_D = preference_losses(judged.answers(ratios_DA, baseline_A), how)
-            measured += measures(
+        config, metric_totals, baseline_A = (
+            self.config,
+            self._empty_metrics(),
+            self._baseline(evaluated),
+        )
+        for policy_DA, inputs in evaluated:
+            ratios_DA = inputs.ratios(policy_DA, config)
+            losses_D = preference_losses(inputs.answers(ratios_DA, baseline_A), config)
+            metric_totals += metric_sums(
                 policy_DA[:, :PER_SAMPLE],
                 ratios_DA,
                 losses_D,
-                (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
-                judged.desirable_D,
-                how,
+                (inputs.sft_log_probs(policy_DA), inputs.sft_tokens_D),
+                inputs.desirable_D,
+                config,
             )
-        found = told(self.sums.ranks.all_reduce_sum(measured).tolist())
-        loss = how.pref_loss_ratio * found.get(OF_PREFERENCES, 0.0)
-        return loss + how.sft_weight * found.get(OF_TOKENS, 0.0), found
+        found = metrics_by_name(self.sums.ranks.all_reduce_sum(metric_totals).tolist())
+        loss = config.pref_loss_ratio * found.get(PREFERENCE_LOSS, 0.0)
+        return loss + config.sft_weight * found.get(SFT_LOSS, 0.0), found
 
-    def _judged(
+    def _build_inputs(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
     ) -> list[PreferenceBatch]:
         device = self.sums.ranks.device
@@ -148,13 +165,13 @@ class Preferences:
                 reference_DA = references[index].to(device, torch.float64)
             desirable = batch.branching.desirable if batch.branching else ()
             desirable_D = torch.tensor(desirable, dtype=torch.bool, device=device)
-            is_judged = self.how.loss_type == "kto"
+            is_judged = self.config.loss_type == "kto"
             gap_D = None
-            if self.how.offset_alpha:
+            if self.config.offset_alpha:
                 gaps = batch.branching.score_gaps if batch.branching else ()
                 gap_D = torch.tensor(gaps, dtype=torch.float64, device=device)
             prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
-            if self.how.learns_prompts:
+            if self.config.learns_prompts:
                 prompt_tokens_D = num_prompt_tokens(batch).to(prompt_tokens_D)
             found.append(
                 PreferenceBatch(
@@ -167,29 +184,29 @@ class Preferences:
             )
         return found
 
-    def _baseline(self, seen: "Sequence[AnswerLogProbs]") -> torch.Tensor | None:
+    def _baseline(self, evaluated: "Sequence[CompletionLogProbs]") -> torch.Tensor | None:
         """The baseline over all completions that any rank has evaluated, [A], the same on all
         ranks; None if no loss uses it.
         """
-        if not self.how.needs_baseline:
+        if not self.config.needs_baseline:
             return None
         sums = torch.zeros(PER_SAMPLE + 1, dtype=torch.float64, device=self.sums.ranks.device)
-        for policy_DA, judged in seen:
-            sums[:-1] += judged.ratios(policy_DA, self.how).sum(0)
+        for policy_DA, inputs in evaluated:
+            sums[:-1] += inputs.ratios(policy_DA, self.config).sum(0)
             sums[-1] += len(policy_DA)
         *_, count = self.sums.ranks.all_reduce_sum(sums)
-        return baseline(sums[:-1], count)
+        return kl_baseline(sums[:-1], count)
 
     def _empty_metrics(self) -> torch.Tensor:
         return torch.zeros(len(NAMES), 2, dtype=torch.float64, device=self.sums.ranks.device)
 
 
-class AnswerLogProbs(NamedTuple):
+class CompletionLogProbs(NamedTuple):
     """A model's log-probs of the completions of a micro-batch."""
 
     policy_DA: torch.Tensor  # noqa: N815
     """Log-probs summed over tokens, fp64; a last column has those of prompts, if trained."""
-    judged: PreferenceBatch
+    inputs: PreferenceBatch
 
 
 @dataclass(frozen=True)
@@ -197,40 +214,40 @@ class PreferenceStep:
     """One step of `Preferences`."""
 
     of: Preferences
-    judged: Sequence[PreferenceBatch]
+    inputs: Sequence[PreferenceBatch]
     num_samples: float
     """Samples of the whole step."""
-    num_learnt: float
+    num_sft_tokens: float
     """Tokens of all completions trained with cross-entropy."""
     baseline_A: torch.Tensor | None  # noqa: N815 - A names the dimension
     scale: float
-    measured: torch.Tensor = field(repr=False)
+    metric_totals: torch.Tensor = field(repr=False)
     """This rank's sums for the metrics, [M, 2], filled during the passes."""
 
-    def reduce(self, batch: MicroBatch, index: int) -> Reduce:
+    def reduce(self, batch: MicroBatch, index: int) -> OutputFn:
         """Function from hidden states and head to this rank's part of the loss of one micro-batch.
 
         A scalar in fp32; its gradient is that of the whole loss.
         """
-        how, judged, sums = self.of.how, self.judged[index], self.of.sums.reducer(batch)
+        config, inputs, sums = self.of.config, self.inputs[index], self.of.sums.reducer(batch)
 
         def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             policy_DA = sums(hidden, head)
-            ratios_DA = judged.ratios(policy_DA, how)
-            losses_D = preference_losses(judged.answers(ratios_DA, self.baseline_A), how)
-            loss = how.pref_loss_ratio * losses_D.sum() / self.num_samples
-            if how.sft_weight:
-                learnt = -judged.sft_log_probs(policy_DA).sum() / self.num_learnt
-                loss = loss + how.sft_weight * learnt
+            ratios_DA = inputs.ratios(policy_DA, config)
+            losses_D = preference_losses(inputs.answers(ratios_DA, self.baseline_A), config)
+            loss = config.pref_loss_ratio * losses_D.sum() / self.num_samples
+            if config.sft_weight:
+                sft_tokens = -inputs.sft_log_probs(policy_DA).sum() / self.num_sft_tokens
+                loss = loss + config.sft_weight * sft_tokens
             if self.of.sums.layout.is_loss_rank:
-                self.measured.add_(
-                    measures(
+                self.metric_totals.add_(
+                    metric_sums(
                         policy_DA[:, :PER_SAMPLE],
                         ratios_DA,
                         losses_D,
-                        (judged.sft_log_probs(policy_DA), judged.sft_tokens_D),
-                        judged.desirable_D,
-                        how,
+                        (inputs.sft_log_probs(policy_DA), inputs.sft_tokens_D),
+                        inputs.desirable_D,
+                        config,
                     )
                 )
             else:
@@ -242,4 +259,4 @@ class PreferenceStep:
 
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the step, by name. Called by all ranks, once."""
-        return told(self.of.sums.ranks.all_reduce_sum(self.measured).tolist())
+        return metrics_by_name(self.of.sums.ranks.all_reduce_sum(self.metric_totals).tolist())

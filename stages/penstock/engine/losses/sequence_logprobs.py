@@ -12,12 +12,12 @@ from torch import nn
 
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.distributed.vocab_parallel import LogProbsOf
+from penstock.engine.distributed.vocab_parallel import LogProbsFn
 from penstock.rows.collate import MicroBatch
 from penstock.rows.schema import IGNORED
 from penstock.rows.shared_prefix import PER_SAMPLE
 
-SumsOf = Callable[[torch.Tensor, nn.Module], torch.Tensor]
+CompletionLogProbsFn = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """Function from final hidden states and head to the log-prob of each completion, fp64 [D, A]: the
 sum over its tokens, on all ranks that share them. With prompts [D, A + 1]: the last column has
 theirs.
@@ -30,7 +30,7 @@ class SequenceLogProbs:
 
     layout: ParallelModel
     ranks: ProcessInfo
-    log_probs: LogProbsOf
+    log_probs: LogProbsFn
     with_prompts: bool = False
     """Whether prompt tokens are summed too."""
 
@@ -40,7 +40,7 @@ class SequenceLogProbs:
         ends = any(part.lm_head is not None for part in self.layout.parts)
         return ends and self.layout.is_loss_rank
 
-    def reducer(self, batch: MicroBatch) -> SumsOf:
+    def reducer(self, batch: MicroBatch) -> CompletionLogProbsFn:
         """The function that reduces a micro-batch. Communicates between context-parallel ranks."""
         context, device = self.layout.context, self.ranks.device
         count, samples = num_completions(batch), num_completions(batch) // PER_SAMPLE
@@ -57,8 +57,10 @@ class SequenceLogProbs:
         def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             # In fp64, so that the number of ranks that share a completion does not matter.
             log_probs_T = self.log_probs(hidden, head, labels_T).double()
-            own = log_probs_T.new_zeros(count + samples + 1).index_add(0, into_T, log_probs_T)
-            whole = context.all_reduce_sum(own[:-1])
+            partial_sums = log_probs_T.new_zeros(count + samples + 1).index_add(
+                0, into_T, log_probs_T
+            )
+            whole = context.all_reduce_sum(partial_sums[:-1])
             answers_DA = whole[:count].view(-1, PER_SAMPLE)
             if not self.with_prompts:
                 return answers_DA
@@ -68,7 +70,7 @@ class SequenceLogProbs:
 
     @torch.no_grad()
     def gather(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probs of each micro-batch's completions, shaped as by `SumsOf`.
+        """The log-probs of each micro-batch's completions, shaped as by `CompletionLogProbsFn`.
 
         They are on the one rank of a replica that reports them, and zeros on the others: an
         all-reduce gives all of them.
@@ -77,7 +79,7 @@ class SequenceLogProbs:
         self.layout.forward(
             [
                 self.layout.build_inputs(
-                    batch, partial(self._keep, into, self.reducer(batch)), self.ranks.device
+                    batch, partial(self._record, into, self.reducer(batch)), self.ranks.device
                 )
                 for batch, into in zip(batches, found, strict=True)
             ]
@@ -88,8 +90,12 @@ class SequenceLogProbs:
         shape = num_completions(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
         return torch.zeros(shape, dtype=torch.float64, device=self.ranks.device)
 
-    def _keep(
-        self, into_DA: torch.Tensor, sums: SumsOf, hidden: torch.Tensor, head: nn.Module
+    def _record(
+        self,
+        into_DA: torch.Tensor,
+        sums: CompletionLogProbsFn,
+        hidden: torch.Tensor,
+        head: nn.Module,
     ) -> torch.Tensor:
         found_DA = sums(hidden, head)
         if self.layout.is_loss_rank:

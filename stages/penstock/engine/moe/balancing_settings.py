@@ -14,13 +14,13 @@ from penstock.engine.distributed.validate_layout import EXPERTS
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef
 
-BIASED = ("ernie4_5_moe", "glm4_moe")
+BIAS_FAMILIES = ("ernie4_5_moe", "glm4_moe")
 """Families with a load-balancing bias on expert choice that has no gradient."""
 
-SPARSE = (*BIASED, "gpt_oss", "mixtral", "qwen3_moe")
+MOE_FAMILIES = (*BIAS_FAMILIES, "gpt_oss", "mixtral", "qwen3_moe")
 """Families that are always MoE, even if config.json does not give the number of experts."""
 
-ASKING = (
+ROUTER_SETTINGS = (
     "moe_aux_loss_coef",
     "moe_z_loss_coef",
     "moe_bias_update_rate",
@@ -43,7 +43,7 @@ class LoadBalancingConfig:
     """
     bias_rate: float
     """The bias update rate per step."""
-    tells: bool
+    log_stats: bool
     """Whether router statistics are logged."""
 
     @classmethod
@@ -57,14 +57,14 @@ class LoadBalancingConfig:
                 raise _without_experts(train)
             return None
         written = train.moe_aux_loss_coef
-        made = cls(
+        config = cls(
             load=experts.aux_loss_coef if written is None else written,
             z=train.moe_z_loss_coef,
             over="step" if train.moe_global_load_balancing else "row",
             bias_rate=train.moe_bias_update_rate,
-            tells=train.log_router_stats,
+            log_stats=train.log_router_stats,
         )
-        return made if made.has_aux_loss or made.bias_rate or made.tells else None
+        return config if config.has_aux_loss or config.bias_rate or config.log_stats else None
 
     @property
     def has_aux_loss(self) -> bool:
@@ -74,12 +74,12 @@ class LoadBalancingConfig:
 
 def needs_router_config(train: TrainConfig) -> bool:
     """Whether `require_routers` needs the model's config."""
-    return any(getattr(train, name) for name in ASKING)
+    return any(getattr(train, name) for name in ROUTER_SETTINGS)
 
 
 def has_experts(hf: HfConfig) -> bool:
     """Whether the model with this config.json has MoE layers."""
-    return hf.get("model_type") in SPARSE or any(hf.get(name) for name in EXPERTS)
+    return hf.get("model_type") in MOE_FAMILIES or any(hf.get(name) for name in EXPERTS)
 
 
 def require_routers(run: RunConfig, hf: HfConfig) -> None:
@@ -97,17 +97,18 @@ def require_routers(run: RunConfig, hf: HfConfig) -> None:
             "moe_global_load_balancing out."
         )
     rate = run.train.moe_bias_update_rate
-    if rate and family not in BIASED:
+    if rate and family not in BIAS_FAMILIES:
         raise ConfigError(
             f"train.moe_bias_update_rate is {rate:g}, and the experts of a {family} are not chosen "
-            f"by a bias; those of {' and '.join(BIASED)} are.\n"
+            f"by a bias; those of {' and '.join(BIAS_FAMILIES)} are.\n"
             "  Write train.moe_aux_loss_coef instead, or leave moe_bias_update_rate out."
         )
 
 
 def _without_experts(train: TrainConfig) -> ConfigError:
-    asked = next(name for name in ASKING if getattr(train, name))
+    setting = next(name for name in ROUTER_SETTINGS if getattr(train, name))
     return ConfigError(
-        f"train.{asked} is {shown(getattr(train, asked))}, and the model has no experts to balance."
-        f"\n  Leave {asked} out, or train a mixture of experts."
+        f"train.{setting} is {shown(getattr(train, setting))}, and the model has no "
+        "experts to balance."
+        f"\n  Leave {setting} out, or train a mixture of experts."
     )

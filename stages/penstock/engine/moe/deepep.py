@@ -5,7 +5,7 @@ package.
 
 Routing weights are sent with the tokens, so each rank weights and sums the outputs of its own
 experts for a token, and these partial sums are sent back. In bf16 they are rounded once more than
-the rows that `expert_parallel.Dispatch` gets back.
+the rows that `expert_parallel.AllToAllDispatcher` gets back.
 
 T tokens of this rank, S received tokens, D model width, K experts per token.
 """
@@ -24,7 +24,7 @@ from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert
 
-BYTES = 2
+ELEMENT_BYTES = 2
 """Bytes of an element that is sent: DeepEP takes bfloat16 only."""
 
 ALIGNMENT = 128
@@ -71,7 +71,7 @@ def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_s
     size = int(gigabytes * 1e9) // ALIGNMENT * ALIGNMENT
     ranks = group.size()
     needed = max(
-        config.get_nvl_buffer_size_hint(width * BYTES, ranks)
+        config.get_nvl_buffer_size_hint(width * ELEMENT_BYTES, ranks)
         for config in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))
     )
     if size < needed:
@@ -85,20 +85,21 @@ def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_s
 
 
 class DeepEP:
-    """The `dispatch` and `arrive` hooks of one MoE layer whose experts are on several ranks."""
+    """The `dispatch` and `finish_dispatch` hooks of one MoE layer whose experts are on several
+    ranks."""
 
     def __init__(self, buffer: Buffer, num_experts: int, *, combining: Combining) -> None:
         """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
         order.
         """
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
-        self._on_its_way: _Return | None = None
+        self._pending: _PendingCombine | None = None
 
     def register_hooks(self, mixture: MoE) -> None:
         """Register the hooks on an MoE layer that holds this rank's experts."""
         mixture.dispatch = self
         if self._combining == "meanwhile":
-            mixture.arrive = self.wait_combine
+            mixture.finish_dispatch = self.wait_combine
 
     def __call__(
         self,
@@ -110,29 +111,29 @@ class DeepEP:
     ) -> torch.Tensor:
         """Dispatch tokens to the ranks of their experts and combine the outputs, [T, D].
 
-        Unless combining waits at once, the result is not complete before `arrive`.
+        Unless combining waits at once, the result is not complete before `finish_dispatch`.
         """
-        trip = _Trip(self._buffer, self._num_experts)
-        x_SD, choice_SK, weights_SK = _Send.apply(x_TD, choice_TK, weights_TK, trip)
+        layout = _DispatchLayout(self._buffer, self._num_experts)
+        x_SD, choice_SK, weights_SK = _DispatchTokens.apply(x_TD, choice_TK, weights_TK, layout)
         # Most tokens also have experts on other ranks: those copies are sorted last and left out.
         order = sort_by_expert(choice_SK, experts.num_experts)
-        order = replace(order, copy_of_row=order.copy_of_row[: trip.num_rows])
+        order = replace(order, copy_of_row=order.copy_of_row[: layout.num_rows])
         operations = experts.operations
         y_RD = experts(operations.permute(x_SD, order), order.counts)
-        made_SD = operations.unpermute(y_RD, weights_SK, order)
+        outputs_SD = operations.unpermute(y_RD, weights_SK, order)
         if self._combining == "at_once":
-            return _Combine.apply(made_SD, trip)
-        self._on_its_way = _Return(trip)
-        return _CombineMeanwhile.apply(made_SD, self._on_its_way)
+            return _Combine.apply(outputs_SD, layout)
+        self._pending = _PendingCombine(layout)
+        return _CombineAsync.apply(outputs_SD, self._pending)
 
     def wait_combine(self, y_TD: torch.Tensor) -> torch.Tensor:
         """Wait for the last combine and return its result."""
-        returned, self._on_its_way = self._on_its_way, None
-        assert returned, "what arrives has been dispatched"
-        return _Arrive.apply(y_TD, returned)
+        pending, self._pending = self._pending, None
+        assert pending, "wait_combine without a dispatch"
+        return _WaitCombine.apply(y_TD, pending)
 
 
-class _Trip:
+class _DispatchLayout:
     """The dispatch layout of sent tokens, reused to combine and for the backward pass."""
 
     def __init__(self, buffer: Buffer, num_experts: int) -> None:
@@ -142,22 +143,22 @@ class _Trip:
         """Copies of received tokens that have an expert on this rank."""
 
 
-class _Return:
+class _PendingCombine:
     """A combine in progress: outputs in the forward pass, their gradients in the backward pass."""
 
-    def __init__(self, trip: _Trip) -> None:
-        self.trip = trip
+    def __init__(self, layout: _DispatchLayout) -> None:
+        self.layout = layout
         self.event: Event | None = None
         self.grad_SD: torch.Tensor | None = None
 
     def wait(self) -> None:
         """Make the current stream wait for it."""
-        assert self.event, "nothing is on its way"
+        assert self.event, "no combine is in progress"
         self.event.current_stream_wait()
         self.event = None
 
 
-class _Send(torch.autograd.Function):
+class _DispatchTokens(torch.autograd.Function):
     """Dispatch tokens to the ranks of their experts; the backward pass combines the gradients."""
 
     @staticmethod
@@ -166,14 +167,14 @@ class _Send(torch.autograd.Function):
         x_TD: torch.Tensor,
         choice_TK: torch.Tensor,
         weights_TK: torch.Tensor,
-        trip: _Trip,
+        layout: _DispatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.trip = trip
+        ctx.layout = layout
         choice_TK = choice_TK.contiguous()
-        to_ranks, to_nodes, to_experts, is_sent, _ = trip.buffer.get_dispatch_layout(
-            choice_TK, trip.num_experts
+        to_ranks, to_nodes, to_experts, is_sent, _ = layout.buffer.get_dispatch_layout(
+            choice_TK, layout.num_experts
         )
-        x_SD, choice_SK, weights_SK, counts, trip.handle, _ = trip.buffer.dispatch(
+        x_SD, choice_SK, weights_SK, counts, layout.handle, _ = layout.buffer.dispatch(
             x_TD.contiguous(),
             topk_idx=choice_TK,
             topk_weights=weights_TK.contiguous(),
@@ -182,16 +183,16 @@ class _Send(torch.autograd.Function):
             num_tokens_per_expert=to_experts,
             is_token_in_rank=is_sent,
         )
-        trip.num_rows = sum(counts)
+        layout.num_rows = sum(counts)
         ctx.mark_non_differentiable(choice_SK)
         return x_SD, choice_SK, weights_SK
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dx_SD, _, dweights_SK = grads
-        trip: _Trip = ctx.trip
-        dx_TD, dweights_TK, _ = trip.buffer.combine(
-            dx_SD.contiguous(), trip.handle, topk_weights=dweights_SK.contiguous()
+        layout: _DispatchLayout = ctx.layout
+        dx_TD, dweights_TK, _ = layout.buffer.combine(
+            dx_SD.contiguous(), layout.handle, topk_weights=dweights_SK.contiguous()
         )
         return dx_TD, None, dweights_TK, None
 
@@ -200,37 +201,37 @@ class _Combine(torch.autograd.Function):
     """Combine each token's partial sums from all ranks; backward dispatches the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, made_SD: torch.Tensor, trip: _Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return trip.buffer.combine(made_SD.contiguous(), trip.handle)[0]
+    def forward(ctx: Any, outputs_SD: torch.Tensor, layout: _DispatchLayout) -> torch.Tensor:
+        ctx.layout = layout
+        return layout.buffer.combine(outputs_SD.contiguous(), layout.handle)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sent_again(grads[0], ctx.trip)[0], None
+        return _dispatch_again(grads[0], ctx.layout)[0], None
 
 
-class _CombineMeanwhile(torch.autograd.Function):
+class _CombineAsync(torch.autograd.Function):
     """`_Combine` without waiting for the result."""
 
     @staticmethod
-    def forward(ctx: Any, made_SD: torch.Tensor, returned: _Return) -> torch.Tensor:
-        ctx.returned = returned
-        y_TD, _, returned.event = returned.trip.buffer.combine(
-            made_SD.contiguous(), returned.trip.handle, async_finish=True
+    def forward(ctx: Any, outputs_SD: torch.Tensor, pending: _PendingCombine) -> torch.Tensor:
+        ctx.pending = pending
+        y_TD, _, pending.event = pending.layout.buffer.combine(
+            outputs_SD.contiguous(), pending.layout.handle, async_finish=True
         )
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         del grads
-        returned: _Return = ctx.returned
-        returned.wait()
-        grad_SD, returned.grad_SD = returned.grad_SD, None
+        pending: _PendingCombine = ctx.pending
+        pending.wait()
+        grad_SD, pending.grad_SD = pending.grad_SD, None
         assert grad_SD is not None
         return grad_SD, None
 
 
-class _Arrive(torch.autograd.Function):
+class _WaitCombine(torch.autograd.Function):
     """Wait for the combined tokens.
 
     The backward pass dispatches their gradient without waiting: autograd continues with the
@@ -238,19 +239,23 @@ class _Arrive(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y_TD: torch.Tensor, returned: _Return) -> torch.Tensor:
-        ctx.returned = returned
-        returned.wait()
+    def forward(ctx: Any, y_TD: torch.Tensor, pending: _PendingCombine) -> torch.Tensor:
+        ctx.pending = pending
+        pending.wait()
         return y_TD.view_as(y_TD)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        returned: _Return = ctx.returned
-        returned.grad_SD, returned.event = _sent_again(grads[0], returned.trip, async_finish=True)
+        pending: _PendingCombine = ctx.pending
+        pending.grad_SD, pending.event = _dispatch_again(
+            grads[0], pending.layout, async_finish=True
+        )
         return grads[0], None
 
 
-def _sent_again(dy_TD: torch.Tensor, trip: _Trip, **how: Any) -> tuple[torch.Tensor, Event]:
+def _dispatch_again(
+    dy_TD: torch.Tensor, layout: _DispatchLayout, **how: Any
+) -> tuple[torch.Tensor, Event]:
     """Dispatch other values of the same tokens with the layout of the first dispatch."""
-    dy_SD, *_, event = trip.buffer.dispatch(dy_TD.contiguous(), handle=trip.handle, **how)
+    dy_SD, *_, event = layout.buffer.dispatch(dy_TD.contiguous(), handle=layout.handle, **how)
     return dy_SD, event

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.context_parallel import ContextParallel
-from penstock.engine.distributed.device_mesh import ROWS, Mesh
+from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.parallel_model import ModelInputs
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
@@ -34,7 +34,7 @@ from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
 from penstock.models.names import SELECTION_BIAS
 from penstock.rows.collate import MicroBatch
 
-MOST_COUNTS = 1024
+MAX_LOGGED_COUNTS = 1024
 """Token counts per expert are logged for models with up to so many experts in total."""
 
 Observe = Callable[[Sequence[ModelInputs]], None]
@@ -45,7 +45,7 @@ def build_routers(
     train: TrainConfig,
     config: DecoderConfig,
     parts: Sequence[Decoder],
-    held: Sequence[LocalParam],
+    params: Sequence[LocalParam],
     mesh: Mesh,
     ranks: ProcessInfo,
 ) -> "Routers | None":
@@ -56,7 +56,7 @@ def build_routers(
     balance = LoadBalancingConfig.of(train, config.experts)
     if balance is None or config.experts is None:
         return None
-    return Routers(balance, config.experts, parts, held, mesh, ranks)
+    return Routers(balance, config.experts, parts, params, mesh, ranks)
 
 
 class Routers:
@@ -67,26 +67,26 @@ class Routers:
         balance: LoadBalancingConfig,
         config: ExpertsConfig,
         parts: Sequence[Decoder],
-        held: Sequence[LocalParam],
+        params: Sequence[LocalParam],
         mesh: Mesh,
         ranks: ProcessInfo,
     ) -> None:
-        """`held` are the parameters of the parts. Collective."""
+        """`params` are the parameters of the parts. Collective."""
         self._balance, self._config, self._ranks = balance, config, ranks
-        self._at: dict[nn.Module, int] = {
+        self._layer_index: dict[nn.Module, int] = {
             router: config.layers.index(layer)
             for part in parts
             for layer, router in part.routers().items()
         }
         self._biases = {
-            place: one
-            for place, layer in enumerate(config.layers)
-            for one in held
+            layer_index: one
+            for layer_index, layer in enumerate(config.layers)
+            for one in params
             if one.name == f"model.layers.{layer}.mlp.gate.{SELECTION_BIAS}"
         }
-        self._of_row = mesh.group("ring", "ulysses", "tensor")
-        self._of_pass = mesh.group(*ROWS, "tensor")
-        self._watches: list[RouterStatsCollector] = []
+        self._row_group = mesh.group("ring", "ulysses", "tensor")
+        self._pass_group = mesh.group(*DATA_AXES, "tensor")
+        self._collectors: list[RouterStatsCollector] = []
 
     def with_observers(
         self,
@@ -108,36 +108,38 @@ class Routers:
         """
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
-        rows = [RowsHere.of(batch, context, self._ranks.device) for batch in batches]
+        rows = [LocalRows.of(batch, context, self._ranks.device) for batch in batches]
         step = torch.tensor([tokens], device=self._ranks.device)
 
-        def with_row(of: "RowsHere") -> PullOf:
-            return lambda _, counts_RE: aux_loss_grad(_summed(counts_RE, self._of_row), of.tokens_R)
+        def with_row(of: "LocalRows") -> AuxLossGradFn:
+            return lambda _, counts_RE: aux_loss_grad(
+                _all_reduce(counts_RE, self._row_group), of.tokens_R
+            )
 
         def with_pass(_: nn.Module, counts_RE: torch.Tensor) -> torch.Tensor:
-            counts_E = _summed(counts_RE.sum(0, keepdim=True), self._of_pass)
+            counts_E = _all_reduce(counts_RE.sum(0, keepdim=True), self._pass_group)
             return aux_loss_grad(counts_E, step)
 
         def with_step(router: nn.Module, _: torch.Tensor) -> torch.Tensor:
-            return pulls_LE[self._at[router]][None]
+            return grads_LE[self._layer_index[router]][None]
 
-        def watches(
-            pull: Callable[["RowsHere"], PullOf | None], load: float, z: float
+        def build_observers(
+            grad_fn: Callable[["LocalRows"], AuxLossGradFn | None], load: float, z: float
         ) -> list[ModelInputs]:
-            self._watches = [RouterStatsCollector(one, pull(one), load, z) for one in rows]
-            pairs = zip(calls, self._watches, strict=True)
-            return [replace(call, router_observer=watch) for call, watch in pairs]
+            self._collectors = [RouterStatsCollector(one, grad_fn(one), load, z) for one in rows]
+            pairs = zip(calls, self._collectors, strict=True)
+            return [replace(call, router_observer=collector) for call, collector in pairs]
 
         if not load:
-            return watches(lambda _: None, 0.0, z)
+            return build_observers(lambda _: None, 0.0, z)
         if self._balance.over == "row":
-            return watches(with_row, load, z)
+            return build_observers(with_row, load, z)
         if len(calls) == 1:
-            return watches(lambda _: with_pass, load, z)
-        observe(watches(lambda _: None, 0.0, 0.0))
+            return build_observers(lambda _: with_pass, load, z)
+        observe(build_observers(lambda _: None, 0.0, 0.0))
         counts_LE = self._totals()[:, : self._config.num_experts]
-        pulls_LE = aux_loss_grad(counts_LE, step.expand(len(counts_LE)))
-        return watches(lambda _: with_step, load, z)
+        grads_LE = aux_loss_grad(counts_LE, step.expand(len(counts_LE)))
+        return build_observers(lambda _: with_step, load, z)
 
     @torch.no_grad()
     def finish_step(self, tokens: int) -> dict[str, Any]:
@@ -148,25 +150,25 @@ class Routers:
         """
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
-            for place, held in self._biases.items():
-                moves_E = update_expert_bias(totals[place, :experts], self._balance.bias_rate)
-                for piece in held.shards:
-                    _cut(
+            for layer_index, local_param in self._biases.items():
+                moves_E = update_expert_bias(totals[layer_index, :experts], self._balance.bias_rate)
+                for piece in local_param.shards:
+                    _add_box(
                         moves_E.view(piece.full_shape),
-                        piece.view(local(held.parameter)),
+                        piece.view(local(local_param.parameter)),
                         piece.offsets,
                     )
-        self._watches = []
-        told: dict[str, Any] = {}
+        self._collectors = []
+        metrics: dict[str, Any] = {}
         sums = totals.cpu()
         over = max(1, tokens) * len(sums)
         if self._balance.load:
-            told["aux_loss"] = sums[:, -2].sum().item() / over
+            metrics["aux_loss"] = sums[:, -2].sum().item() / over
         if self._balance.z:
-            told["z_loss"] = sums[:, -1].sum().item() / over
-        if self._balance.tells:
-            told["routers"] = self._metrics(sums[:, :experts], sums[:, experts:-2])
-        return told
+            metrics["z_loss"] = sums[:, -1].sum().item() / over
+        if self._balance.log_stats:
+            metrics["routers"] = self._metrics(sums[:, :experts], sums[:, experts:-2])
+        return metrics
 
     def _metrics(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
         """The metrics, with one entry per MoE layer in every list."""
@@ -177,7 +179,7 @@ class Routers:
             "most": counts_LE.amax(1).long().tolist(),
             "least": counts_LE.amin(1).long().tolist(),
         }
-        if counts_LE.numel() <= MOST_COUNTS:
+        if counts_LE.numel() <= MAX_LOGGED_COUNTS:
             found["counts"] = counts_LE.long().tolist()
         return found
 
@@ -194,20 +196,20 @@ class Routers:
             dtype=torch.float64,
             device=self._ranks.device,
         )
-        for watch in self._watches:
-            for router, noted in watch.noted.items():
-                sums[self._at[router]] += noted
+        for collector in self._collectors:
+            for router, statistics in collector.statistics.items():
+                sums[self._layer_index[router]] += statistics
         return self._ranks.all_reduce_sum(sums)
 
 
-PullOf = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+AuxLossGradFn = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """Function from a router and this rank's token counts per expert [R, E] to
 `losses.load_balancing.aux_loss_grad`, [R, E] or [1, E].
 """
 
 
 @dataclass(frozen=True)
-class RowsHere:
+class LocalRows:
     """The packed sequences of a micro-batch, and the tokens of them on this rank."""
 
     row_T: torch.Tensor  # noqa: N815 - T names the dimension
@@ -216,26 +218,28 @@ class RowsHere:
     """Tokens of each packed sequence on all ranks that share it, int64."""
 
     @staticmethod
-    def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "RowsHere":
+    def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "LocalRows":
         """This rank's share, on the device."""
         sizes = torch.tensor([size for _, size in batch.rows], dtype=torch.int64)
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
         used = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes)
         row_T[: len(used)] = used
         mine_T = context.shard_tensor(row_T).to(device, non_blocking=True)
-        return RowsHere(mine_T, sizes.to(device, non_blocking=True))
+        return LocalRows(mine_T, sizes.to(device, non_blocking=True))
 
 
 class RouterStatsCollector:
     """Observes the routers during the passes of one micro-batch, and records each router once."""
 
-    def __init__(self, rows: RowsHere, pull: PullOf | None, load: float, z: float) -> None:
-        """`load` and `z` are the loss coefficients; without a `pull` there is no load-balancing
+    def __init__(
+        self, rows: LocalRows, grad_fn: AuxLossGradFn | None, load: float, z: float
+    ) -> None:
+        """`load` and `z` are the loss coefficients; without a `grad_fn` there is no load-balancing
         loss.
         """
-        self._rows, self._pull, self._load, self._z = rows, pull, load, z
-        self._pulls: dict[nn.Module, torch.Tensor | None] = {}
-        self.noted: dict[nn.Module, torch.Tensor] = {}
+        self._rows, self._grad_fn, self._load, self._z = rows, grad_fn, load, z
+        self._grads: dict[nn.Module, torch.Tensor | None] = {}
+        self.statistics: dict[nn.Module, torch.Tensor] = {}
         """For each router: token counts and probability sums of each expert, and both losses;
         fp64.
         """
@@ -257,28 +261,28 @@ class RouterStatsCollector:
 
     def observes_pass(self, router: nn.Module) -> bool:
         """Every time with auxiliary losses, otherwise once."""
-        return self.has_aux_loss or router not in self.noted
+        return self.has_aux_loss or router not in self.statistics
 
-    def observe(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
+    def observe(self, router: nn.Module, stats: RouterStats) -> AuxLossGradient | None:
         """Record a router's statistics and return the gradient of the auxiliary loss.
 
         In a recomputed layer the gradient is reused, so ranks communicate only once.
         """
-        if router not in self._pulls:
-            counts_RE = seen.counts_RE
-            self._pulls[router] = self._pull(router, counts_RE) if self._pull else None
-        pull_RE, shares_RE = self._pulls[router], seen.shares_RE.detach()
-        if pull_RE is None:
-            pull_RE = torch.zeros_like(shares_RE)
-        if router not in self.noted:
-            load = load_balancing_loss(pull_RE, shares_RE)
-            losses = torch.stack((load, z_loss(seen.squares_R.detach())))
-            sums = (seen.counts_RE.sum(0), shares_RE.sum(0), losses)
-            self.noted[router] = torch.cat([each.double() for each in sums])
-        return AuxLossGradient(self._load * pull_RE, self._z) if self.has_aux_loss else None
+        if router not in self._grads:
+            counts_RE = stats.counts_RE
+            self._grads[router] = self._grad_fn(router, counts_RE) if self._grad_fn else None
+        grad_RE, shares_RE = self._grads[router], stats.shares_RE.detach()
+        if grad_RE is None:
+            grad_RE = torch.zeros_like(shares_RE)
+        if router not in self.statistics:
+            load = load_balancing_loss(grad_RE, shares_RE)
+            losses = torch.stack((load, z_loss(stats.squares_R.detach())))
+            sums = (stats.counts_RE.sum(0), shares_RE.sum(0), losses)
+            self.statistics[router] = torch.cat([each.double() for each in sums])
+        return AuxLossGradient(self._load * grad_RE, self._z) if self.has_aux_loss else None
 
 
-def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     if group is None or not counts.numel():
         return counts
     total = counts.contiguous().clone()
@@ -286,7 +290,7 @@ def _summed(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     return total
 
 
-def _cut(whole: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
+def _add_box(whole: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
     """Add the matching box of `whole` to a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
         whole = whole.narrow(dim, offset, size)

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.distributed.expert_parallel import Plug, use_all_to_all_dispatcher
+from penstock.engine.distributed.expert_parallel import (
+    RegisterDispatcher,
+    use_all_to_all_dispatcher,
+)
 from penstock.engine.moe.deepep import DeepEP, open_buffer
-from penstock.engine.moe.deepep_requirements import OLDEST, PACKAGE
+from penstock.engine.moe.deepep_requirements import MIN_CAPABILITY, PACKAGE
 from penstock.models.decoder_config import DecoderConfig
 
 
@@ -22,7 +25,7 @@ def select_token_dispatcher(
     mesh: Mesh,
     device: torch.device,
     notify: Callable[[str], None],
-) -> Plug:
+) -> RegisterDispatcher:
     """The dispatcher that `model.ep_dispatch` names; a collective call.
 
     Raises CapabilityError if this rank does not support it, and ConfigError for too small a buffer.
@@ -60,11 +63,12 @@ def _require(group: dist.ProcessGroup, device: torch.device) -> None:
         raise CapabilityError(
             f"model.ep_dispatch is deepep, and the package {PACKAGE} is not installed here.\n{mend}"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         raise CapabilityError(
             f"model.ep_dispatch is deepep, which needs a GPU of capability "
-            f"{'.'.join(map(str, OLDEST))} or later, and this one has {major}.{minor}.\n{mend}"
+            f"{'.'.join(map(str, MIN_CAPABILITY))} or later, and this one has "
+            f"{major}.{minor}.\n{mend}"
         )
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)

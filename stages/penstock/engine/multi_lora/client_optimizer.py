@@ -20,7 +20,7 @@ from penstock.engine.optim.build import build_distributed_optimizer
 DECAYS = "decays"
 """The key in an optimizer group for whether it has weight decay."""
 
-OF_STEPS = ("betas", "eps")
+STEP_HYPERPARAMETERS = ("betas", "eps")
 """Hyperparameters that every step brings."""
 
 
@@ -50,11 +50,9 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
     """
     if not optimizer:
         return run
-    for name in OF_STEPS:
+    for name in STEP_HYPERPARAMETERS:
         if name in optimizer.get("optimizer_kwargs", {}):
-            raise ConfigError(
-                f"the optimizer is told {name} with each step.\n  Leave it out of kwargs."
-            )
+            raise ConfigError(f"{name} is sent with each step.\n  Leave it out of kwargs.")
     written = run.train.model_dump(exclude_unset=True)
     try:
         train = TrainConfig.model_validate({**written, **optimizer})
@@ -67,7 +65,7 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
         ) from None
     if train.optimizer == "muon" and run.lora.enable_lora:
         raise ConfigError(
-            "Muon turns matrices of hidden layers, and a model with an adapter trains none of "
+            "Muon updates matrices of hidden layers, and a model with an adapter trains none of "
             "those: what it trains would be AdamW's.\n  Ask for adamw."
         )
     found = run.model_copy(update={"train": train})

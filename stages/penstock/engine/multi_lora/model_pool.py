@@ -14,7 +14,7 @@ from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.match_targets import HEAD
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.adapters.scaling import lora_scaling
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
@@ -54,10 +54,10 @@ class LoraSpec:
         """Whether the adapter of a layer is trained; takes model or checkpoint names."""
         return (found := layer_kind(layer)) is None or found in self.kinds
 
-    def trains(self, held: LocalParam) -> bool:
+    def trains(self, local_param: LocalParam) -> bool:
         """Whether this LoRA factor is trained."""
-        factor = parse_factor(held.name)
-        assert factor is not None, f"{held.name} is no part of an adapter"
+        factor = parse_lora_name(local_param.name)
+        assert factor is not None, f"{local_param.name} is no part of an adapter"
         return self.adapts(factor.module)
 
 
@@ -97,7 +97,7 @@ class ModelPool:
     def __init__(self, substrate: SharedBase) -> None:
         self.substrate = substrate
         self._all: dict[str, TenantModel] = {}
-        self._here: TenantModel | None = None
+        self._active: TenantModel | None = None
         self.guest: object = None
         """The caller's identifier of loaded weights that belong to no model; None: unknown."""
 
@@ -149,7 +149,7 @@ class ModelPool:
         if self.substrate.sharing == "alone":
             self.reset_weights(made)
         elif adapter:
-            made.weights = self._start(adapter)
+            made.weights = self._init_adapter(adapter)
         self._all[name] = made
         return self.activate(name)
 
@@ -157,30 +157,30 @@ class ModelPool:
         """Remove a model. Raises UnknownModelError if there is none of this name."""
         resident = self.get(name)
         del self._all[name]
-        if self._here is resident:
-            self._here = None
+        if self._active is resident:
+            self._active = None
 
     def activate(self, name: str) -> TenantModel:
         """Load this model into the base. Raises UnknownModelError if there is none of this name."""
         resident = self.get(name)
-        if self._here is resident:
+        if self._active is resident:
             return resident
         self.deactivate()
         if resident.weights is not None:
-            self.substrate.load_params(self._own, resident.weights)
+            self.substrate.load_params(self._model_params, resident.weights)
             resident.weights = None
         if resident.adapter:
-            self._put_scale(resident.adapter)
-        self._here = resident
+            self._set_lora_scale(resident.adapter)
+        self._active = resident
         return resident
 
     def deactivate(self) -> None:
         """Unload the current model; the weights in the base are undefined afterwards."""
-        if self._here:
+        if self._active:
             # Full weights go to the CPU: there may be no memory for a second copy on the device.
             at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
-            self._here.weights = self.substrate.copy_params(self._own, at)
-        self._here = self.guest = None
+            self._active.weights = self.substrate.copy_params(self._model_params, at)
+        self._active = self.guest = None
 
     def accumulate_grads(self, resident: TenantModel, tokens: int, per: Per) -> None:
         """Accumulate the gradients that a pass left in the parameters.
@@ -229,13 +229,15 @@ class ModelPool:
     def set_adapter_spec(self, resident: TenantModel, adapter: LoraSpec) -> None:
         """Set the adapter spec of the loaded model, with tensors of the same shapes."""
         resident.adapter = adapter
-        self._put_scale(adapter)
+        self._set_lora_scale(adapter)
 
     def reset_weights(self, resident: TenantModel) -> None:
         """Reset a full model to its initial weights."""
         self.substrate.reset_to_base()
         if resident.adapter:
-            self.substrate.load_params(self.substrate.trainable, self._start(resident.adapter))
+            self.substrate.load_params(
+                self.substrate.trainable, self._init_adapter(resident.adapter)
+            )
         resident.zero_grad()
         resident.step = 0
         self.reset_optimizer(resident)
@@ -258,12 +260,12 @@ class ModelPool:
         self._scale(scale)
 
     @property
-    def _own(self) -> Sequence[LocalParam]:
+    def _model_params(self) -> Sequence[LocalParam]:
         """The parameters that differ between models."""
         shared = self.substrate.sharing == "adapters"
-        return self.substrate.trainable if shared else self.substrate.built.engine.layout.params
+        return self.substrate.trainable if shared else self.substrate.built.engine.model.params
 
-    def _start(self, adapter: LoraSpec) -> list[torch.Tensor]:
+    def _init_adapter(self, adapter: LoraSpec) -> list[torch.Tensor]:
         """This rank's shards of a new adapter's tensors."""
         found: list[torch.Tensor] = []
         for one in self.substrate.trainable:
@@ -274,11 +276,11 @@ class ModelPool:
             found.append(here)
         return found
 
-    def _put_scale(self, adapter: LoraSpec) -> None:
+    def _set_lora_scale(self, adapter: LoraSpec) -> None:
         self._scale(lora_scaling(adapter.rank, adapter.alpha, "rank"))
 
     def _scale(self, scale: float) -> None:
-        for part in self.substrate.built.engine.layout.parts:
+        for part in self.substrate.built.engine.model.parts:
             for module in part.modules():
                 if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
                     module.scale = scale
@@ -300,28 +302,28 @@ class ModelPool:
 
     def _require_possible(self, adapter: LoraSpec) -> None:
         lora, adapted = self.substrate.run.lora, self.substrate.adapted
-        greatest = lora.lora_rank
-        if not 1 <= adapter.rank <= greatest:
+        max_rank = lora.lora_rank
+        if not 1 <= adapter.rank <= max_rank:
             raise ConfigError(
-                f"the rank is {adapter.rank}, and this server has room for 1 to {greatest} "
+                f"the rank is {adapter.rank}, and this server has room for 1 to {max_rank} "
                 "(lora_rank).\n  Ask for another rank, or serve with a greater lora_rank."
             )
-        if self.substrate.sharing == "alone" and adapter.rank != greatest:
+        if self.substrate.sharing == "alone" and adapter.rank != max_rank:
             raise ConfigError(
                 f"the rank is {adapter.rank}, and where adapters are merged while they are trained "
-                f"(merge_lora_interval) it is lora_rank, {greatest}.\n  Ask for rank {greatest}."
+                f"(merge_lora_interval) it is lora_rank, {max_rank}.\n  Ask for rank {max_rank}."
             )
         there = self.kinds
         for kind in KINDS:
             if kind in adapter.kinds and kind not in there:
                 raise ConfigError(
-                    f"train_{kind} is true, and {_WHAT[kind]} bears no adapter here: "
+                    f"train_{kind} is true, and {_KIND_NAMES[kind]} has no adapter here: "
                     "lora_target_modules is "
                     f"{', '.join(map(str, lora.lora_target_modules or ()))}.\n"
                     f"  Ask with train_{kind}=False."
                 )
         if not any(map(adapter.adapts, adapted)):
-            raise ConfigError("nothing is to learn.\n  Leave one of train_* true.")
+            raise ConfigError("nothing would be trained.\n  Leave one of train_* true.")
         mine = any(map(adapter.trains, self.substrate.trainable))
         if self.substrate.ranks.any_rank(not mine):
             raise CapabilityError(
@@ -342,7 +344,7 @@ class ModelPool:
             )
 
 
-_WHAT: Mapping[Kind, str] = {
+_KIND_NAMES: Mapping[Kind, str] = {
     "attn": "no layer of attention",
     "mlp": "no feed-forward layer",
     "unembed": "the unembedding",

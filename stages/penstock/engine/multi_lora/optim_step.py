@@ -30,7 +30,7 @@ class AdamParams:
     """0: no clipping."""
 
 
-def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, float]:
+def step(residents: ModelPool, name: str, adam_params: AdamParams) -> dict[str, float]:
     """Step the optimizer and clear the gradients; collective.
 
     Returns metrics: the gradient norm before clipping, the learning rate, and the number of steps.
@@ -47,17 +47,17 @@ def step(residents: ModelPool, name: str, numbers: AdamParams) -> dict[str, floa
     resident = residents.get(name)
     if resident.per is None:
         raise ConfigError(f"no gradients of {name} were gathered.\n  Pass data backward first.")
-    if numbers.eps <= 0 and any("eps" in group for group in resident.optimizer.param_groups):
-        raise ConfigError(f"eps is {numbers.eps:g}.\n  Give one above 0, such as 1e-12.")
+    if adam_params.eps <= 0 and any("eps" in group for group in resident.optimizer.param_groups):
+        raise ConfigError(f"eps is {adam_params.eps:g}.\n  Give one above 0, such as 1e-12.")
     residents.activate(name)
     try:
-        return _step(residents, resident, numbers)
+        return _step(residents, resident, adam_params)
     finally:
         resident.zero_grad()
         residents.zero_grad()
 
 
-def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> dict[str, float]:
+def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) -> dict[str, float]:
     substrate, trained = residents.substrate, resident.trained
     for one in trained:
         one.parameter.grad = resident.gradients.get(one.name)
@@ -71,35 +71,38 @@ def _step(residents: ModelPool, resident: TenantModel, numbers: AdamParams) -> d
             "as they were, and the gradients are forgotten.\n"
             "  Look at the losses of the passes since the last step, or lower learning_rate."
         )
-    scale_gradients(trained, norm, numbers.grad_clip_norm)
-    _set(resident, numbers, substrate.run.train.lr)
-    substrate.built.engine.changes.run()
+    scale_gradients(trained, norm, adam_params.grad_clip_norm)
+    _set(resident, adam_params, substrate.run.train.lr)
+    substrate.built.engine.pre_update_hooks.run()
     resident.optimizer.step()
     substrate.reshard()
     resident.step += 1
     _merge(residents, resident)
     return {
         "grad_norm": norm.item(),
-        "learning_rate": numbers.learning_rate,
+        "learning_rate": adam_params.learning_rate,
         "step": float(resident.step),
     }
 
 
-def _set(resident: TenantModel, numbers: AdamParams, lr_of_file: float) -> None:
-    told: dict[str, Any] = {"betas": (numbers.beta1, numbers.beta2), "eps": numbers.eps}
+def _set(resident: TenantModel, adam_params: AdamParams, lr_of_file: float) -> None:
+    hyperparameters: dict[str, Any] = {
+        "betas": (adam_params.beta1, adam_params.beta2),
+        "eps": adam_params.eps,
+    }
     for group in resident.optimizer.param_groups:
         # RATE of Muon matrices is relative to the config's lr, so this gives them the Muon learning
         # rate of the config.
-        rate = lr_of_file if group[MATRICES] else numbers.learning_rate
+        rate = lr_of_file if group[MATRICES] else adam_params.learning_rate
         group["lr"] = rate * group[RATE]
-        group["weight_decay"] = numbers.weight_decay if group[DECAYS] else 0.0
-        group.update({name: value for name, value in told.items() if name in group})
+        group["weight_decay"] = adam_params.weight_decay if group[DECAYS] else 0.0
+        group.update({name: value for name, value in hyperparameters.items() if name in group})
 
 
 def _merge(residents: ModelPool, resident: TenantModel) -> None:
     """ReLoRA: merge the adapter into the base if the settings ask for it at this step."""
     substrate = residents.substrate
-    merging = substrate.built.engine.merging
+    merging = substrate.built.engine.relora
     if merging is None or resident.adapter is None or not merging.is_due(resident.step):
         return
     mine = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)

@@ -11,14 +11,14 @@ from dataclasses import replace
 import torch
 
 from penstock.adapters.init import initial_lora
-from penstock.adapters.names import Factor, parse_factor
+from penstock.adapters.names import LoraParamName, parse_lora_name
 from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 from penstock.engine.checkpoint.train_state import MODEL, OPTIMIZER
 
 
 def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
     """The initial value of this factor with `rank`, padded to this shape; fp32 on the CPU."""
-    factor = parse_factor(name)
+    factor = parse_lora_name(name)
     assert factor is not None, f"{name} is no part of an adapter"
     shape, dim = list(whole), rank_dim(factor, len(whole))
     shape[dim] = rank
@@ -29,7 +29,7 @@ def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> t
 
 def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
     """A factor of a smaller rank, padded to this shape."""
-    factor = parse_factor(name)
+    factor = parse_lora_name(name)
     assert factor is not None, f"{name} is no part of an adapter"
     dim = rank_dim(factor, len(whole))
     found = torch.zeros(*whole, dtype=tensor.dtype)
@@ -37,7 +37,7 @@ def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tenso
     return found
 
 
-def rank_dim(factor: Factor, dims: int) -> int:
+def rank_dim(factor: LoraParamName, dims: int) -> int:
     """The dimension of a factor's tensor that is the rank."""
     return dims - 2 if factor.side == "lora_A" else dims - 1
 
@@ -57,13 +57,13 @@ def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
     return found
 
 
-def _factor_in(name: str) -> Factor | None:
+def _factor_in(name: str) -> LoraParamName | None:
     if name.startswith(OPTIMIZER):
-        return parse_factor(name.removeprefix(OPTIMIZER).rpartition(".")[0])
-    return parse_factor(name.removeprefix(MODEL))
+        return parse_lora_name(name.removeprefix(OPTIMIZER).rpartition(".")[0])
+    return parse_lora_name(name.removeprefix(MODEL))
 
 
-def _cut(box: ShardView, factor: Factor, rank: int) -> ShardView | None:
+def _cut(box: ShardView, factor: LoraParamName, rank: int) -> ShardView | None:
     dim = rank_dim(factor, len(box.whole))
     size = min(rank - box.offsets[dim], box.data.shape[dim])
     if size <= 0:

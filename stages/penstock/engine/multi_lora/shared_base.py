@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.adapters.match_targets import HEAD
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.build import (
@@ -36,7 +36,7 @@ Sharing = Literal["adapters", "alone"]
 weights.
 """
 
-UNMET = {
+UNSUPPORTED = {
     "use_dora": "magnitudes start at norms of the base, which every model would have to measure",
     "use_rslora": "what a model asks for is alpha, which counts by the rank here",
     "lora_dropout": "a client's loss is to be what it computes from log-probabilities",
@@ -92,7 +92,7 @@ class SharedBase:
     @property
     def factors(self) -> list[LocalParam]:
         """The LoRA factors on this rank."""
-        return [one for one in self.trainable if parse_factor(one.name)]
+        return [one for one in self.trainable if parse_lora_name(one.name)]
 
     @property
     def base(self) -> BaseModelWeights:
@@ -132,15 +132,15 @@ class SharedBase:
 
     @torch.no_grad()
     def copy_params(
-        self, held: Sequence[LocalParam], device: torch.device | None = None
+        self, params: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Copies of this rank's shards of parameters, on their device or another."""
-        return [local(one.parameter.detach()).to(device, copy=True) for one in held]
+        return [local(one.parameter.detach()).to(device, copy=True) for one in params]
 
     @torch.no_grad()
-    def load_params(self, held: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
+    def load_params(self, params: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
         """Set this rank's shards of parameters."""
-        for one, value in zip(held, values, strict=True):
+        for one, value in zip(params, values, strict=True):
             local(one.parameter.detach()).copy_(value)
         self.reshard()
 
@@ -161,7 +161,7 @@ def build_shared_base(
         CapabilityError: settings that the server does not support.
     """
     lora = run.lora
-    for name, why in UNMET.items():
+    for name, why in UNSUPPORTED.items():
         if lora.enable_lora and lora.is_non_default(name):
             raise CapabilityError(
                 f"lora.{name} is written, and models of several clients cannot have it: {why}.\n"

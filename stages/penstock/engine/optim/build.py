@@ -16,19 +16,19 @@ from penstock.engine.optim.tensor_norms import TensorNorms
 from penstock.models.tp_roles import Roles
 from penstock.optim.anyprecision import Rounding, StatePrecision
 from penstock.optim.build import build_optimizer, newton_schulz_args
-from penstock.optim.groups import Grouping, alike, layerwise_lr_decay
+from penstock.optim.groups import Grouping, constant_multiplier, layerwise_lr_decay
 from penstock_kernels.rng_rows import RowKeys
 
 
 def build_distributed_optimizer(
-    run: RunConfig, held: Sequence[LocalParam], roles: Roles, num_layers: int, ranks: ProcessInfo
+    run: RunConfig, params: Sequence[LocalParam], roles: Roles, num_layers: int, ranks: ProcessInfo
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of `held`, in a model of `num_layers` layers.
+    """The optimizer over the trainable parameters of `params`, in a model of `num_layers` layers.
 
     Raises ConfigError as `build_optimizer` does. Collective.
     """
     train = run.train
-    trained = [one for one in held if one.parameter.requires_grad]
+    trained = [one for one in params if one.parameter.requires_grad]
     matrices = [one for one in trained if is_matrix(one, roles)] if _is_muon(train) else []
     bound = train.layerwise_lr_decay_bound
     grouping = Grouping(
@@ -36,15 +36,15 @@ def build_distributed_optimizer(
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
         lora_plus_ratio=run.lora.lora_plus_ratio,
-        rate_of=alike if bound == 1 else layerwise_lr_decay(bound, num_layers),
+        lr_multiplier=constant_multiplier if bound == 1 else layerwise_lr_decay(bound, num_layers),
         matrices={one.name for one in matrices},
-        rate_of_matrices=train.muon_lr / train.lr if _is_muon(train) else 1.0,
+        muon_lr_multiplier=train.muon_lr / train.lr if _is_muon(train) else 1.0,
     )
     return build_optimizer(
         [(one.name, one.parameter) for one in trained],
         train,
         grouping,
-        keeping=build_state_precision(train, trained),
+        precision=build_state_precision(train, trained),
         directions=DistMuon(matrices, newton_schulz_args(train), ranks)
         if _is_muon(train)
         else None,
@@ -52,7 +52,7 @@ def build_distributed_optimizer(
     )
 
 
-def set_grad_dtype(train: TrainConfig, held: Sequence[LocalParam]) -> None:
+def set_grad_dtype(train: TrainConfig, params: Sequence[LocalParam]) -> None:
     """Accumulate gradients in `train.grad_accum_dtype` where FSDP does not reduce them."""
     if train.data_parallel_mode == "fsdp2":
         return
@@ -60,27 +60,27 @@ def set_grad_dtype(train: TrainConfig, held: Sequence[LocalParam]) -> None:
         # Weight gradients of split backward passes bypass autograd's accumulation.
         return
     dtype = torch.bfloat16 if train.grad_accum_dtype == "bf16" else torch.float32
-    for one in held:
+    for one in params:
         if one.parameter.requires_grad and one.parameter.dtype != dtype:
             one.parameter.grad_dtype = dtype
 
 
-def build_state_precision(train: TrainConfig, held: Sequence[LocalParam]) -> StatePrecision:
+def build_state_precision(train: TrainConfig, params: Sequence[LocalParam]) -> StatePrecision:
     """The dtypes of optimizer states and weight updates."""
     in_bf16 = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
     return StatePrecision(
         states=torch.bfloat16 if in_bf16 else torch.float32,
         lost="kept" if train.optimizer_kwargs.get("use_kahan_summation") else "forgotten",
-        rounding=build_rounding(held, train.seed) if train.stochastic_rounding else None,
+        rounding=build_rounding(params, train.seed) if train.stochastic_rounding else None,
         local=local,
     )
 
 
-def build_rounding(held: Sequence[LocalParam], seed: int) -> Rounding:
+def build_rounding(params: Sequence[LocalParam], seed: int) -> Rounding:
     """Random numbers for stochastic rounding: a function of seed, step, and position in the
     checkpoint.
     """
-    pieces = {one.parameter: one.shards for one in held}
+    pieces = {one.parameter: one.shards for one in params}
 
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
         its = pieces[parameter]

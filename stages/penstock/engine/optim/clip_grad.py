@@ -10,14 +10,14 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 
 @torch.no_grad()
-def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tensor:
+def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tensor:
     """The L2 norm of all gradients, fp32 scalar, the same on every rank.
 
     A shard that several ranks hold is divided by their number, so one all-reduce is right for every
     layout.
     """
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for one in held:
+    for one in params:
         if one.parameter.grad is None:
             continue
         gradient = local(one.parameter.grad)
@@ -35,11 +35,11 @@ def gradient_norm(held: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tenso
 
 
 @torch.no_grad()
-def scale_gradients(held: Sequence[LocalParam], norm: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(params: Sequence[LocalParam], norm: torch.Tensor, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`; 0 or less disables clipping."""
     if max_norm <= 0:
         return
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+    gradients = [local(one.parameter.grad) for one in params if one.parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))

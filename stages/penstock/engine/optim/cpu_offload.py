@@ -25,9 +25,9 @@ class CPUOffloadedParams:
     there: Sequence[LocalParam]
 
     @classmethod
-    def of(cls, held: Sequence[LocalParam]) -> "CPUOffloadedParams":
-        """Create CPU copies of the local shards of the trainable parameters of `held`."""
-        here = [one for one in held if one.parameter.requires_grad]
+    def of(cls, params: Sequence[LocalParam]) -> "CPUOffloadedParams":
+        """Create CPU copies of the local shards of the trainable parameters of `params`."""
+        here = [one for one in params if one.parameter.requires_grad]
         return cls(here, [replace(one, parameter=_copy(one.parameter)) for one in here])
 
     @torch.no_grad()

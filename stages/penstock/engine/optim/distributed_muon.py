@@ -15,30 +15,34 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
-from penstock.optim.muon import MomentumOf, Orthogonalizer
+from penstock.optim.muon import MomentumFn, Orthogonalizer
 
-AT_ONCE = 1 << 26
+GATHER_ELEMENTS = 1 << 26
 """The largest number of elements a rank gathers at a time, unless one parameter is larger."""
 
-TURNED = (ParallelStyle.WIDEN, ParallelStyle.NARROW, ParallelStyle.EXPERTS)
+MUON_STYLES = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS)
 """The parallel styles of hidden-layer matrices."""
 
 
-def is_matrix(held: LocalParam, roles: Roles) -> bool:
+def is_matrix(local_param: LocalParam, roles: Roles) -> bool:
     """Whether Muon steps it: a matrix of a hidden layer, or a stack of expert matrices.
 
     Embedding, head, routers, norms, biases and adapters use AdamW: a LoRA factor is half of a
     matrix, and its first update would be zero or random while the other factor has not moved yet.
     """
-    module, _, leaf = held.name.rpartition(".")
+    module, _, leaf = local_param.name.rpartition(".")
     role = find_parallel_style(module, roles)
-    if role not in TURNED or parse_factor(held.name) or not held.parameter.is_floating_point():
+    if (
+        role not in MUON_STYLES
+        or parse_lora_name(local_param.name)
+        or not local_param.parameter.is_floating_point()
+    ):
         return False
-    return held.parameter.ndim == 3 if role is ParallelStyle.EXPERTS else leaf == "weight"
+    return local_param.parameter.ndim == 3 if role is ParallelStyle.EXPERTS else leaf == "weight"
 
 
 @dataclass(frozen=True)
@@ -110,36 +114,38 @@ def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> li
     for mine in have:
         for place, (name, _) in enumerate(mine):
             places[name] = min(place, places.get(name, place))
-    of_name: dict[str, dict[Box, list[int]]] = {name: {} for name in places}
+    boxes_by_name: dict[str, dict[Box, list[int]]] = {name: {} for name in places}
     for rank, mine in enumerate(have):
         for name, boxes in mine:
             for box in boxes:
-                of_name[name].setdefault(box, []).append(rank)
+                boxes_by_name[name].setdefault(box, []).append(rank)
     messages: list[Message] = []
     load = [0] * len(have)
     wave, room = -1, 0
     for name in sorted(places, key=lambda name: (places[name], name)):
-        held = of_name[name]
-        size = sum(box.numel for box in held)
+        params = boxes_by_name[name]
+        size = sum(box.numel for box in params)
         if size > room:
             wave, room = wave + 1, at_once * len(have)
         room -= size
-        messages += _given_away(wave, held, load)
+        messages += _plan_messages(wave, params, load)
     return messages
 
 
-def _given_away(wave: int, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[Message]:
+def _plan_messages(
+    wave: int, params: Mapping[Box, Sequence[int]], load: list[int]
+) -> Iterator[Message]:
     """The messages of one parameter's boxes. Adds to the `load` of owners."""
     matrices: dict[tuple[str, int], list[Box]] = {}
-    for box in held:
+    for box in params:
         matrices.setdefault(box.matrix, []).append(box)
     for matrix in sorted(matrices, key=lambda one: (-_cost(matrices[one][0]), one)):
         boxes = sorted(matrices[matrix], key=lambda box: box.offsets)
-        candidates = sorted({rank for box in boxes for rank in held[box]})
+        candidates = sorted({rank for box in boxes for rank in params[box]})
         owner = min(candidates, key=lambda rank: (load[rank], rank))
         load[owner] += _cost(boxes[0])
         for box in boxes:
-            holders = held[box]
+            holders = params[box]
             source = owner if owner in holders else holders[owner % len(holders)]
             yield Message(wave, box, source, owner, tuple(holders))
 
@@ -152,42 +158,42 @@ def _cost(box: Box) -> int:
 class DistMuon:
     """The orthogonalized updates of sharded matrices.
 
-    Every rank creates it and calls it at the same time, with all its parameters of `held`.
+    Every rank creates it and calls it at the same time, with all its parameters of `params`.
     """
 
     def __init__(
         self,
-        held: Sequence[LocalParam],
-        turning: Orthogonalizer,
+        params: Sequence[LocalParam],
+        orthogonalizer: Orthogonalizer,
         ranks: ProcessInfo,
-        at_once: int = AT_ONCE,
+        at_once: int = GATHER_ELEMENTS,
     ) -> None:
-        self._turning, self._ranks = turning, ranks
-        self._held = {one.parameter: one for one in held}
+        self._orthogonalizer, self._ranks = orthogonalizer, ranks
+        self._params = {one.parameter: one for one in params}
         have = [
             (one.name, [box for boxes in matrix_shards(one.shards) for box in boxes])
-            for one in held
+            for one in params
         ]
         messages = planned(ranks.all_gather(have), at_once)
         self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
-        self._ready_in = self._last_waves()
+        self._last_wave = self._last_waves()
 
     def __call__(
-        self, parameters: Sequence[nn.Parameter], momentum_of: MomentumOf
+        self, parameters: Sequence[nn.Parameter], momentum_fn: MomentumFn
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the updates wave by wave."""
-        assert {*parameters} == {*self._held}, "not those that were planned for"
+        assert {*parameters} == {*self._params}, "other parameters than in the constructor"
         for wave, messages in enumerate(self._waves):
-            mine = [one for one in parameters if self._ready_in[one] == wave]
-            momenta = {one: momentum_of(one) for one in mine}
-            turned = self._orthogonalized(messages, self._views(momenta))
+            mine = [one for one in parameters if self._last_wave[one] == wave]
+            momenta = {one: momentum_fn(one) for one in mine}
+            transpose = self._orthogonalized(messages, self._views(momenta))
             for parameter, momentum in momenta.items():
-                yield parameter, self._direction(self._held[parameter], momentum, turned)
+                yield parameter, self._direction(self._params[parameter], momentum, transpose)
         for parameter in parameters:
-            if self._ready_in[parameter] < 0:
+            if self._last_wave[parameter] < 0:
                 # This rank holds no part of it. Its momentum is requested all the same, because it
                 # counts steps.
-                yield parameter, momentum_of(parameter).float()
+                yield parameter, momentum_fn(parameter).float()
 
     def _last_waves(self) -> dict[nn.Parameter, int]:
         """The last wave of each parameter; -1 for parameters of which this rank holds nothing."""
@@ -200,14 +206,14 @@ class DistMuon:
             parameter: max(
                 (wave_of[box] for boxes in matrix_shards(one.shards) for box in boxes), default=-1
             )
-            for parameter, one in self._held.items()
+            for parameter, one in self._params.items()
         }
 
     def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
         """Every local box, as a view of its parameter's momentum."""
         found: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
-            pieces = self._held[parameter].shards
+            pieces = self._params[parameter].shards
             for piece, boxes in zip(pieces, matrix_shards(pieces), strict=True):
                 stack = piece.view(momentum).view(len(boxes), *boxes[0].sizes)
                 found.update(zip(boxes, stack, strict=True))
@@ -219,60 +225,64 @@ class DistMuon:
         """The orthogonalized update of every local box, in bfloat16."""
         me = self._ranks.rank
         owned = [message for message in messages if message.owner == me]
-        arrived = self._sent(
+        arrived = self._exchange(
             [(one.owner, here[one.box]) for one in messages if one.source == me != one.owner],
             [(one.source, one.box) for one in owned if one.source != me],
-            travels=any(one.source != one.owner for one in messages),
+            communicates=any(one.source != one.owner for one in messages),
         )
         boxes = {one.box: here[one.box] for one in owned if one.source == me} | arrived
-        wholes: dict[tuple[str, int], torch.Tensor] = {}
+        full_matrices: dict[tuple[str, int], torch.Tensor] = {}
         for one in owned:
-            whole = wholes.get(one.box.matrix)
-            if whole is None:
-                whole = torch.empty(one.box.shape, dtype=torch.bfloat16, device=self._ranks.device)
-                wholes[one.box.matrix] = whole
-            one.box.within(whole).copy_(boxes[one.box])
-        turned = dict(zip(wholes, self._turning(list(wholes.values())), strict=True))
-        made = {one.box: one.box.within(turned[one.box.matrix]) for one in owned}
-        back = self._sent(
+            full_matrix = full_matrices.get(one.box.matrix)
+            if full_matrix is None:
+                full_matrix = torch.empty(
+                    one.box.shape, dtype=torch.bfloat16, device=self._ranks.device
+                )
+                full_matrices[one.box.matrix] = full_matrix
+            one.box.within(full_matrix).copy_(boxes[one.box])
+        transpose = dict(
+            zip(full_matrices, self._orthogonalizer(list(full_matrices.values())), strict=True)
+        )
+        made = {one.box: one.box.within(transpose[one.box.matrix]) for one in owned}
+        back = self._exchange(
             [(rank, made[one.box]) for one in owned for rank in one.holders if rank != me],
             [(one.owner, one.box) for one in messages if me in one.holders and one.owner != me],
-            travels=any({*one.holders} != {one.owner} for one in messages),
+            communicates=any({*one.holders} != {one.owner} for one in messages),
         )
         return made | back
 
-    def _sent(
+    def _exchange(
         self,
-        leaving: Sequence[tuple[int, torch.Tensor]],
-        arriving: Sequence[tuple[int, Box]],
+        outgoing: Sequence[tuple[int, torch.Tensor]],
+        incoming: Sequence[tuple[int, Box]],
         *,
-        travels: bool,
+        communicates: bool,
     ) -> dict[Box, torch.Tensor]:
         """Send boxes to ranks and receive others, in the planned order."""
-        if not travels:
+        if not communicates:
             return {}
         world, device = self._ranks.world_size, self._ranks.device
-        out = [[part for to, part in leaving if to == rank] for rank in range(world)]
-        came = [[box for source, box in arriving if source == rank] for rank in range(world)]
+        out = [[part for to, part in outgoing if to == rank] for rank in range(world)]
+        expected = [[box for source, box in incoming if source == rank] for rank in range(world)]
         parts = [part.reshape(-1).to(device) for some in out for part in some]
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         # Sent as bytes, which every backend supports.
         sending = torch.cat([empty, *parts]).view(torch.uint8)
         sends = [2 * sum(part.numel() for part in some) for some in out]
-        receives = [2 * sum(box.numel for box in some) for some in came]
+        receives = [2 * sum(box.numel for box in some) for some in expected]
         received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
         dist.all_to_all_single(received, sending, receives, sends)
-        boxes = [box for some in came for box in some]
+        boxes = [box for some in expected for box in some]
         cut = received.view(torch.bfloat16).split([box.numel for box in boxes])
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
 
     def _direction(
-        self, held: LocalParam, momentum: torch.Tensor, turned: Mapping[Box, torch.Tensor]
+        self, local_param: LocalParam, momentum: torch.Tensor, transpose: Mapping[Box, torch.Tensor]
     ) -> torch.Tensor:
         """The update of the local part of a parameter, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
-        for piece, boxes in zip(held.shards, matrix_shards(held.shards), strict=True):
+        for piece, boxes in zip(local_param.shards, matrix_shards(local_param.shards), strict=True):
             stack = piece.view(direction).view(len(boxes), *boxes[0].sizes)
             for box, into in zip(boxes, stack, strict=True):
-                into.copy_(turned[box]).mul_(self._turning.size(box.shape))
+                into.copy_(transpose[box]).mul_(self._orthogonalizer.size(box.shape))
         return direction

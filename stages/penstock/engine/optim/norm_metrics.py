@@ -17,7 +17,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 Detail = Literal["none", "total", "layers"]
 
-_OF_MIXTURES = {"experts": "experts", "adapter": "experts", "gate": "router"}
+_MOE_MODULES = {"experts": "experts", "adapter": "experts", "gate": "router"}
 """Modules of an MoE layer; `adapter` is the adapter that all experts share."""
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
@@ -32,22 +32,22 @@ class Norm:
 
 
 def norms_by_type(
-    train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
+    train: TrainConfig, params: Sequence[LocalParam], ranks: ProcessInfo
 ) -> "Norms | None":
     """Gradient norms by layer type; None if the config asks for none. Collective."""
     if train.log_grad_norm != "layers":
         return None
     train = train.model_copy(update={"log_param_norm": False})
-    return Norms(train, held, ranks, named=norm_layer_type)
+    return Norms(train, params, ranks, named=norm_layer_type)
 
 
 def build_norms(
-    train: TrainConfig, held: Sequence[LocalParam], ranks: ProcessInfo
+    train: TrainConfig, params: Sequence[LocalParam], ranks: ProcessInfo
 ) -> "Norms | None":
     """The norm metrics of a run; None if only the total gradient norm is logged. Collective."""
     if train.log_grad_norm != "layers" and not train.log_param_norm:
         return None
-    return Norms(train, [one for one in held if one.parameter.requires_grad], ranks)
+    return Norms(train, [one for one in params if one.parameter.requires_grad], ranks)
 
 
 class Norms:
@@ -165,7 +165,7 @@ def norm_layer_type(name: str) -> str:
         return "attention"
     if inner.startswith("mlp."):
         module = inner.split(".")[1]
-        return _OF_MIXTURES.get(module, "feed_forward")
+        return _MOE_MODULES.get(module, "feed_forward")
     return "norm" if "norm" in inner else norm_layer_name(name)
 
 

@@ -19,14 +19,14 @@ class OptimizerInBackward:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        held: Sequence[LocalParam],
+        params: Sequence[LocalParam],
         ranks: ProcessInfo,
         changes: PreUpdateHooks,
     ) -> None:
-        """`held` are trainable, and the number of copies of each is the same on every rank."""
+        """`params` are trainable, and the number of copies of each is the same on every rank."""
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
-        for one in held:
+        for one in params:
             one.parameter.register_post_accumulate_grad_hook(self._on_gradient(one))
 
     def norm(self) -> torch.Tensor:
@@ -39,9 +39,9 @@ class OptimizerInBackward:
         self._squares = []
         return self._ranks.all_reduce_sum(total).sqrt().float()
 
-    def _on_gradient(self, held: LocalParam) -> Callable[[torch.Tensor], None]:
-        copies = held.num_copies
-        assert copies is not None, f"{held.name} lies otherwise from piece to piece"
+    def _on_gradient(self, local_param: LocalParam) -> Callable[[torch.Tensor], None]:
+        copies = local_param.num_copies
+        assert copies is not None, f"{local_param.name} lies otherwise from piece to piece"
 
         @torch.no_grad()
         def hook(parameter: torch.Tensor) -> None:

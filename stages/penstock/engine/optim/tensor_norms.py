@@ -18,15 +18,15 @@ def numbers_of(piece: TensorShard) -> range:
 
 
 class TensorNorms(Tensors):
-    """Per-tensor norms of `held`, with each matrix of a stack separate.
+    """Per-tensor norms of `params`, with each matrix of a stack separate.
 
     Every rank creates it and calls it at the same time; one all-reduce gives all norms.
     """
 
-    def __init__(self, held: Sequence[LocalParam], ranks: ProcessInfo) -> None:
+    def __init__(self, params: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
-        self._pieces = {one.parameter: one.shards for one in held}
-        here = {(piece.tensor, piece.full_shape) for one in held for piece in one.shards}
+        self._pieces = {one.parameter: one.shards for one in params}
+        here = {(piece.tensor, piece.full_shape) for one in params for piece in one.shards}
         everywhere = sorted({one for found in ranks.all_gather(sorted(here)) for one in found})
         firsts: dict[str, int] = {}
         self._count = 0
@@ -35,7 +35,7 @@ class TensorNorms(Tensors):
             self._count += whole[0] if len(whole) == 3 else 1
         self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._shares: dict[nn.Parameter, torch.Tensor] = {}
-        for one in held:
+        for one in params:
             own = [(piece, number) for piece in one.shards for number in numbers_of(piece)]
             places = [firsts[piece.tensor] + number for piece, number in own]
             # Each element is summed by as many ranks as hold it.

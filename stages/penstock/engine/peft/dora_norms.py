@@ -6,36 +6,36 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.names import EMBEDDING, MAGNITUDE, parse_factor
+from penstock.adapters.names import EMBEDDING, MAGNITUDE, parse_lora_name
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.hf.load_weights import Readers, Seen, row_blocks
+from penstock.engine.hf.load_weights import Readers, ToReader, row_blocks
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.quantized_reader import TensorReader
 
 
 def norms_for(
-    held: Sequence[LocalParam],
+    params: Sequence[LocalParam],
     weights: Path | None,
     drawn: TensorReader,
     *,
     readers: Readers,
     ranks: ProcessInfo,
-    seen: Seen,
+    to_reader: ToReader,
 ) -> dict[str, torch.Tensor]:
     """The row norms of every weight with a DoRA adapter on any rank, by layer name. Collective.
 
     For an embedding they are column norms. All ranks get all norms.
 
-    Weights come from the folder `weights`, wrapped by `seen`, or without one from the initial
+    Weights come from the folder `weights`, wrapped by `to_reader`, or without one from the initial
     values `drawn`. Norms are computed from full rows in a fixed order, so they do not depend on the
     layout: by rank 0 alone, or with `all_ranks` a share by each.
     """
     mine = {
         factor.hf_module
-        for one in held
+        for one in params
         for piece in one.shards
-        if (factor := parse_factor(piece.tensor)) and factor.side == MAGNITUDE
+        if (factor := parse_lora_name(piece.tensor)) and factor.side == MAGNITUDE
     }
     wanted = sorted(set[str]().union(*ranks.all_gather(mine)))
     if not wanted:
@@ -46,7 +46,7 @@ def norms_for(
         here = wanted if ranks.is_main_process else []
     found: dict[str, torch.Tensor] = {}
     with SafetensorsFolder(weights) if weights else nullcontext() as opened:
-        source = seen(opened) if opened else drawn
+        source = to_reader(opened) if opened else drawn
         if here:
             source.require(f"{layer}.weight" for layer in here)
         for layer in here:

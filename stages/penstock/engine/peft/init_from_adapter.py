@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.adapters.names import EACH, MAGNITUDE, Factor, parse_factor
+from penstock.adapters.names import EACH, MAGNITUDE, LoraParamName, parse_lora_name
 from penstock.adapters.peft_format import (
     EMBEDDED,
     FUSED_EXPERTS,
@@ -34,9 +34,9 @@ class AdapterStart:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The full tensor of this name, fp32. Raises ConfigError if its shape differs."""
-        factor = parse_factor(name)
+        factor = parse_lora_name(name)
         assert factor is not None, f"{name} is no part of an adapter"
-        found = self._of_experts(factor, shape) if factor.of_experts else self._of_layer(factor)
+        found = self._of_experts(factor, shape) if factor.is_expert else self._of_layer(factor)
         if found is None or tuple(found.shape) != shape:
             there = "absent" if found is None else tuple(found.shape)
             raise ConfigError(
@@ -46,24 +46,24 @@ class AdapterStart:
             )
         return found
 
-    def load_biases(self, held: Sequence[LocalParam]) -> None:
+    def load_biases(self, params: Sequence[LocalParam]) -> None:
         """Load biases that were trained with the adapter."""
         with torch.no_grad():
-            for one in held:
+            for one in params:
                 for piece in one.shards:
                     is_bias = piece.tensor.endswith(".bias")
                     if is_bias and self._folder.replacement(piece.tensor):
                         whole = self._folder.replacing(piece.tensor)
                         copy_shard(whole, piece, piece.view(local(one.parameter)))
 
-    def _of_layer(self, factor: Factor) -> torch.Tensor | None:
+    def _of_layer(self, factor: LoraParamName) -> torch.Tensor | None:
         if factor.side == MAGNITUDE:
             found = self._folder.part(factor.hf_module, NORMS)
             return None if found is None else found.flatten()
-        ends = EMBEDDED if factor.of_embedding else LINEAR
+        ends = EMBEDDED if factor.is_embedding else LINEAR
         return self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
 
-    def _of_experts(self, factor: Factor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    def _of_experts(self, factor: LoraParamName, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The stacked factors of all experts, or the shared one; None if an expert has none."""
         mixture = factor.hf_module.partition(f".{EACH}.")[0]
         end = LINEAR[factor.side == "lora_B"]
@@ -84,7 +84,7 @@ class AdapterStart:
             )
         return found[0]
 
-    def _of_fused_experts(self, mixture: str, factor: Factor) -> list[torch.Tensor | None]:
+    def _of_fused_experts(self, mixture: str, factor: LoraParamName) -> list[torch.Tensor | None]:
         """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
         outer = f"{mixture}.experts"
         inner = f"{outer}.base_layer"
@@ -131,8 +131,8 @@ class AdapterStart:
         """The folder's names of these layers."""
         experts = self._names.config.experts
         for layer in chosen:
-            before, is_of_experts, matrix = layer.partition(f".{EACH}.")
-            if not is_of_experts or experts is None:
+            before, is_expert_layer, matrix = layer.partition(f".{EACH}.")
+            if not is_expert_layer or experts is None:
                 yield layer
             elif experts.clamped:
                 others = [f"{before}.{EACH}.{name}" for name in FUSED_EXPERTS]

@@ -135,7 +135,7 @@ class AdapterMerge:
     def _stacked(self, module: str, num_experts: int, is_turned: bool) -> WeightDelta:
         products = self._products(module, num_experts)
         if is_turned:
-            products = [product.turned() for product in products]
+            products = [product.transpose() for product in products]
         return WeightDelta(BatchedDelta(tuple(products)))
 
     def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> WeightDelta:

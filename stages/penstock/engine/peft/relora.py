@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.adapters.init import initial_lora
-from penstock.adapters.lora_delta import adapted_in
-from penstock.adapters.names import parse_factor
+from penstock.adapters.lora_delta import iter_adapted_weights
+from penstock.adapters.names import parse_lora_name
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.config.schema.run import RunConfig
-from penstock.engine.distributed.device_mesh import ROWS, Mesh
+from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.param_shards import LocalParam, local, rows_here
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.load_weights import copy_shard
@@ -35,7 +35,7 @@ class ReLoRA:
     """When adapters are merged, and how."""
 
     parts: Sequence[nn.Module]
-    held: Sequence[LocalParam]
+    params: Sequence[LocalParam]
     """Every parameter of the parts."""
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
@@ -63,7 +63,7 @@ class ReLoRA:
             StageError: the result is not finite and cannot be quantized.
         """
         for part in self.parts:
-            for adapted in adapted_in(part, self._whole):
+            for adapted in iter_adapted_weights(part, self._whole):
                 if isinstance(adapted.weight, torch.Tensor):
                     _add(adapted.weight, adapted.products)
                 else:
@@ -81,7 +81,7 @@ class ReLoRA:
                 self.optimizer.state.pop(one.parameter, None)
 
     def _factors(self) -> list[LocalParam]:
-        return [one for one in self.held if parse_factor(one.name)]
+        return [one for one in self.params if parse_lora_name(one.name)]
 
     def _whole(self, factor: torch.Tensor) -> torch.Tensor:
         """The factor needed by this rank, gathered, fp32."""
@@ -101,7 +101,7 @@ class ReLoRA:
 def build_relora(
     run: RunConfig,
     parts: Sequence[nn.Module],
-    held: Sequence[LocalParam],
+    params: Sequence[LocalParam],
     optimizer: torch.optim.Optimizer,
     names: WeightMap,
     mesh: Mesh,
@@ -112,10 +112,10 @@ def build_relora(
         return None
     requantizer = None
     if run.lora.enable_qlora:
-        requantizer = MergeIntoQuantized(held, names, ranks, mesh.group(*ROWS, "tensor"))
+        requantizer = MergeIntoQuantized(params, names, ranks, mesh.group(*DATA_AXES, "tensor"))
     return ReLoRA(
         parts,
-        held,
+        params,
         optimizer,
         ranks,
         requantizer,
@@ -135,4 +135,4 @@ def _add(weight: torch.Tensor, products: Sequence[tuple[int, LoraDelta]]) -> Non
         low, high = max(first, start), min(end, start + product.shape[0])
         for row in range(low, high, at_once):
             rows = here[row - first : min(row + at_once, high) - first]
-            rows.copy_(product.added_to(rows, row - start))
+            rows.copy_(product.add_to(rows, row - start))

@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.precision.fp8_convert import largest_over, products_in
 from penstock.models.decoder import Decoder
-from penstock.models.layers.float8 import Float8Product
+from penstock.models.layers.float8 import Float8Matmul
 from penstock_kernels.float8 import (
     BLOCK,
     AmaxReduceGroups,
@@ -49,7 +49,7 @@ class Rows:
     whole: int
     group: dist.ProcessGroup
     """The group of ranks that hold the other rows."""
-    product: Float8Product
+    product: Float8Matmul
 
     @property
     def scheme(self) -> Float8Recipe:

@@ -18,7 +18,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.device_mesh import Axis, Mesh
 from penstock.engine.precision.fp8_layers import Float8Layers, float8_layers, is_shared
 from penstock.models.decoder import Decoder
-from penstock.models.layers.float8 import Float8Linear, Float8Product
+from penstock.models.layers.float8 import Float8Linear, Float8Matmul
 from penstock.models.tp_roles import ParallelStyle, Roles
 from penstock.models.weights import WeightMap
 from penstock_kernels.float8 import Agree, AmaxReduceGroups, Float8Recipe
@@ -64,18 +64,17 @@ def _put(model: Decoder, layers: Float8Layers, scheme: Float8Recipe) -> None:
     for native in layers.chosen:
         module = here.get(native)
         if isinstance(module, LoraLinear):
-            module.affine = Float8Product(scheme)
+            module.affine = Float8Matmul(scheme)
         elif isinstance(module, nn.Linear):
-            model.set_submodule(native, Float8Linear(module, Float8Product(scheme)))
+            model.set_submodule(native, Float8Linear(module, Float8Matmul(scheme)))
 
 
-def products_in(model: Decoder) -> Mapping[str, Float8Product]:
+def products_in(model: Decoder) -> Mapping[str, Float8Matmul]:
     """The FP8 matmuls of a model's layers, by module name."""
     return {
         name: module.affine
         for name, module in model.named_modules()
-        if isinstance(module, Float8Linear | LoraLinear)
-        and isinstance(module.affine, Float8Product)
+        if isinstance(module, Float8Linear | LoraLinear) and isinstance(module.affine, Float8Matmul)
     }
 
 
@@ -91,7 +90,7 @@ def set_amax_reduce_groups(parts: Sequence[Decoder], layers: Float8Layers, mesh:
     for name, product in (each for part in parts for each in products_in(part).items()):
         if is_shared(name):
             product.agreement = AmaxReduceGroups(tokens=shared)
-        elif layers.chosen[name] is ParallelStyle.WIDEN:
+        elif layers.chosen[name] is ParallelStyle.COLWISE:
             product.agreement = AmaxReduceGroups(tokens=tokens, outputs=features)
         else:
             product.agreement = AmaxReduceGroups(tokens=tokens, inputs=features)

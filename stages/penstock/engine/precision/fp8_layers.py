@@ -119,7 +119,7 @@ def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, Parall
     for name in names.native_names():
         native, _, leaf = name.rpartition(".")
         role = find_parallel_style(native, roles)
-        if leaf == "weight" and role in (ParallelStyle.WIDEN, ParallelStyle.NARROW):
+        if leaf == "weight" and role in (ParallelStyle.COLWISE, ParallelStyle.ROWWISE):
             yield native, role
 
 
@@ -131,11 +131,11 @@ def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Lay
     for native, role in layers.chosen.items():
         if is_shared(native):
             continue
-        whole = _unit(fp8) if role is ParallelStyle.NARROW else MULTIPLE
+        whole = _unit(fp8) if role is ParallelStyle.ROWWISE else MULTIPLE
         if fp8.recipe == "blockwise":
             whole = TILE
         for part in names.hf_names(f"{native}.weight"):
-            features = names.hf_shapes()[part][role is ParallelStyle.NARROW]
+            features = names.hf_shapes()[part][role is ParallelStyle.ROWWISE]
             layer = part.removesuffix(".weight").rpartition(".")[2]
             grain = names.config.head_dim if layer in ("k_proj", "v_proj") else 1
             # Key heads are replicated if there are fewer than ranks.

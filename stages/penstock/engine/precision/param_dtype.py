@@ -45,13 +45,13 @@ def rounded_to(train: TrainConfig) -> torch.dtype | None:
 
 
 def fp32_params(
-    parts: Sequence[Decoder], held: Sequence[LocalParam], names: WeightMap
+    parts: Sequence[Decoder], params: Sequence[LocalParam], names: WeightMap
 ) -> frozenset[int]:
     """The ids of parameters that layers always use in fp32."""
     exact = {one for part in parts for one in of_exact_routers(part)}
     exact |= {
         id(one.parameter)
-        for one in held
+        for one in params
         if any(names.is_exact(piece.tensor) for piece in one.shards)
     }
     return frozenset(exact)

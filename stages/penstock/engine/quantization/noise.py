@@ -14,7 +14,7 @@ import torch
 
 from penstock.engine.distributed.param_shards import TensorShard
 from penstock.models.decoder import Decoder
-from penstock.models.layers.dropout import current_noise
+from penstock.models.layers.dropout import current_dropout_rng
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.noise import RowKeys, add_noise_
 from penstock_kernels.quant import QuantizedTensor
@@ -33,7 +33,7 @@ class QuantNoise:
 
     def __call__(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The function that adds this step's noise to the weight of `value`; None without noise."""
-        noise = current_noise()
+        noise = current_dropout_rng()
         if noise is None:
             return None
         runs = [RowKeys(one.num_rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]

@@ -18,7 +18,7 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.initialize import initialize
-from penstock.models.layers.quantized_linear import LEAVES
+from penstock.models.layers.quantized_linear import COMPONENTS
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, QuantizedTensor, dequantize, largest, quantize
 
@@ -88,7 +88,7 @@ def split_name(name: str) -> tuple[str, str]:
     The component is empty for unquantized tensors.
     """
     base, _, leaf = name.rpartition(".")
-    return (base, leaf) if leaf in LEAVES else (name, "")
+    return (base, leaf) if leaf in COMPONENTS else (name, "")
 
 
 @dataclass
@@ -216,7 +216,7 @@ class QuantizeOnLoad:
         tensors = made.as_bytes()
         found = tensors.pop(leaf)
         # Codes are read first. They are large, so they are not cached.
-        self._kept.blocks[block.start] = tensors if leaf == LEAVES[0] else {}
+        self._kept.blocks[block.start] = tensors if leaf == COMPONENTS[0] else {}
         return found
 
     def _quantized(self, name: str, block: range) -> QuantizedTensor:

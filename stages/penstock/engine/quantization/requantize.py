@@ -16,7 +16,7 @@ from penstock.adapters.weight_delta import LoraDelta
 from penstock.core.errors import StageError
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local, rows_here
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.models.layers.quantized_linear import LEAVES, QuantizedMatrix
+from penstock.models.layers.quantized_linear import COMPONENTS, QuantizedMatrix
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import QuantizedTensor, dequantize, largest, quantize
 
@@ -56,7 +56,7 @@ class _Rows:
         value = QuantizedTensor(self.value.format, self.value.columns, **tensors)
         product = self.product
         there = replace(product, left=product.left.to(device), right=product.right.to(device))
-        return there.added_alike(dequantize(value, torch.float32), self.start)
+        return there.add_to_reproducibly(dequantize(value, torch.float32), self.start)
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class MergeIntoQuantized:
 
     def __init__(
         self,
-        held: Sequence[LocalParam],
+        params: Sequence[LocalParam],
         names: WeightMap,
         ranks: ProcessInfo,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """`held` are the parameters of this rank's parts; `group` has the ranks of its pipeline
+        """`params` are the parameters of this rank's parts; `group` has the ranks of its pipeline
         stage.
 
         `group` is None for a single rank. Rows are computed on the device of `ranks`.
         """
-        self._held = {id(one.parameter): one for one in held}
+        self._params = {id(one.parameter): one for one in params}
         self._names, self._shapes = names, names.hf_shapes()
         self._ranks, self._group = ranks, group
         self._broken: set[str] = set()
@@ -152,7 +152,7 @@ class MergeIntoQuantized:
             return
         flat = {leaf: local(raw.detach()).flatten(0, -2) for leaf, raw in parameters.items()}
         value = QuantizedTensor.of_bytes(weight.format, weight.columns, flat)
-        codes, scales = (self._held[id(parameters[leaf])].shards for leaf in LEAVES[:2])
+        codes, scales = (self._params[id(parameters[leaf])].shards for leaf in COMPONENTS[:2])
         in_order = sorted(products, key=lambda one: one[0])
         starts = [start for start, _ in in_order]
         for piece, of_scales in zip(codes, scales, strict=True):
@@ -161,7 +161,7 @@ class MergeIntoQuantized:
             if number < 0 or row >= starts[number] + in_order[number][1].shape[0]:
                 continue
             yield _Rows(
-                matrix=piece.tensor.removesuffix(f".{LEAVES[0]}"),
+                matrix=piece.tensor.removesuffix(f".{COMPONENTS[0]}"),
                 first=piece.offsets[0],
                 columns=_entries_of_columns(weight, of_scales),
                 value=value.narrow(-2, piece.start, piece.num_rows),
@@ -174,7 +174,9 @@ class MergeIntoQuantized:
 
         Empty if scales depend on local rows only.
         """
-        native = self._held[id(weight.get_parameter(LEAVES[0]))].name.removesuffix(f".{LEAVES[0]}")
+        native = self._params[id(weight.get_parameter(COMPONENTS[0]))].name.removesuffix(
+            f".{COMPONENTS[0]}"
+        )
         shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
         sizes: dict[str, tuple[int, int]] = {}
         for matrix, (rows, columns) in shapes.items():

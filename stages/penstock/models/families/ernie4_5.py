@@ -6,7 +6,7 @@ from penstock.models.hf_config import (
     HfConfig,
     config_get,
     decoder_config,
-    of_whole_heads,
+    require_full_rotary,
     rope_parameters,
 )
 from penstock.models.tp_roles import DECODER_ROLES
@@ -22,7 +22,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         hf,
         head_dim=config_get(hf, "head_dim", 128),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
+        rope_parameters=require_full_rotary(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         qkv_bias=bias,

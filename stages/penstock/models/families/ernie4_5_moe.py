@@ -9,7 +9,7 @@ from penstock.models.hf_config import (
     config_get,
     config_require,
     decoder_config,
-    of_whole_heads,
+    require_full_rotary,
     rope_parameters,
 )
 from penstock.models.tp_roles import DECODER_ROLES
@@ -17,7 +17,7 @@ from penstock.models.tp_roles import DECODER_ROLES
 ROLES = DECODER_ROLES
 NAMES = ExpertNames(selection_bias="moe_statics.e_score_correction_bias")
 
-LEAST_SUM = 1e-9
+MIN_TOPK_SUM = 1e-9
 """The top-k softmax weights always sum to more than this, so a lower bound on the sum that is at
 most this large has no effect."""
 
@@ -27,13 +27,13 @@ def read(hf: HfConfig) -> DecoderConfig:
     faults = []
     if config_get(hf, "use_bias", False):
         faults.append("use_bias is true; projections without biases are computed")
-    if (least := config_get(hf, "moe_norm_min", 1e-12)) > LEAST_SUM:
-        faults.append(f"moe_norm_min is {least}; up to {LEAST_SUM} is computed")
+    if (min_sum := config_get(hf, "moe_norm_min", 1e-12)) > MIN_TOPK_SUM:
+        faults.append(f"moe_norm_min is {min_sum}; up to {MIN_TOPK_SUM} is computed")
     return decoder_config(
         hf,
-        faults=faults,
+        unsupported=faults,
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=of_whole_heads(rope_parameters(hf, theta=THETA)),
+        rope_parameters=require_full_rotary(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         experts=_experts(hf),

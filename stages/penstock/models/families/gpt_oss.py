@@ -12,7 +12,7 @@ from penstock.models.hf_config import (
     config_get,
     config_require,
     decoder_config,
-    of_whole_heads,
+    require_full_rotary,
     rope_parameters,
     sliding,
 )
@@ -37,15 +37,15 @@ ROPE: Mapping[str, Any] = {
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a gpt-oss's config.json."""
     bias = bool(config_get(hf, "attention_bias", True))
-    says = hf.get("rope_parameters") or hf.get("rope_scaling")
-    rope = rope_parameters(hf if says else {**hf, "rope_parameters": ROPE}, theta=THETA)
+    given_rope = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = rope_parameters(hf if given_rope else {**hf, "rope_parameters": ROPE}, theta=THETA)
     num_layers = config_require(hf, "num_hidden_layers")
     return decoder_config(
         hf,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
         head_dim=config_get(hf, "head_dim", 64),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=of_whole_heads(rope),
+        rope_parameters=require_full_rotary(rope),
         qkv_bias=bias,
         o_bias=bias,
         attention_sinks=True,

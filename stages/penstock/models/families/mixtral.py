@@ -8,7 +8,7 @@ from penstock.models.hf_config import (
     config_get,
     config_require,
     decoder_config,
-    of_whole_heads,
+    require_full_rotary,
     rope_parameters,
     sliding_everywhere,
 )
@@ -25,10 +25,10 @@ def read(hf: HfConfig) -> DecoderConfig:
         faults.append(f"router_jitter_noise is {noise}; routing without noise is computed")
     return decoder_config(
         hf,
-        faults=faults,
+        unsupported=faults,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=of_whole_heads(rope_parameters(hf, theta=1e6)),
+        rope_parameters=require_full_rotary(rope_parameters(hf, theta=1e6)),
         experts=ExpertsConfig(
             layers=tuple(range(config_require(hf, "num_hidden_layers"))),
             num_experts=config_get(hf, "num_local_experts", config_get(hf, "num_experts", 8)),

@@ -34,7 +34,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     heads, hidden = config_require(hf, "num_attention_heads"), config_require(hf, "hidden_size")
     return decoder_config(
         hf,
-        faults=_faults(hf, hidden, heads),
+        unsupported=_faults(hf, hidden, heads),
         hidden_act="relu",
         named={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
         norm="layer",
@@ -60,7 +60,10 @@ def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
     if hidden % heads:
         yield f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})"
     if config_get(hf, "word_embed_proj_dim", hidden) != hidden:
-        yield "word_embed_proj_dim differs from hidden_size; embeddings as wide as the model are"
+        yield (
+            "word_embed_proj_dim differs from hidden_size; only embeddings of the model's "
+            "width are supported"
+        )
     if not config_get(hf, "do_layer_norm_before", True) or config_get(
         hf, "_remove_final_layer_norm", False
     ):
@@ -71,7 +74,7 @@ def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
         yield f"layerdrop is {rate}; whole layers are not dropped"
     if rate := config_get(hf, "dropout", 0.0):
         yield (
-            f"dropout is {rate}; write 0 here (model.foundation lays over it), and"
+            f"dropout is {rate}; write 0 here (model.foundation overrides it), and"
             f" train.dropout.hidden: {rate} if hidden states are to be dropped"
         )
 

@@ -2,7 +2,7 @@
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, decoder_config, sliding_from_a_layer_on
+from penstock.models.hf_config import HfConfig, decoder_config, sliding_after_max_window_layers
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -10,7 +10,7 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Qwen2's config.json, which has no field for its biases."""
-    return decoder_config(hf, qkv_bias=True, **sliding_from_a_layer_on(hf))
+    return decoder_config(hf, qkv_bias=True, **sliding_after_max_window_layers(hf))
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read, ROLES)

@@ -2,7 +2,12 @@
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, config_get, decoder_config, sliding_from_a_layer_on
+from penstock.models.hf_config import (
+    HfConfig,
+    config_get,
+    decoder_config,
+    sliding_after_max_window_layers,
+)
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -17,7 +22,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
-        **sliding_from_a_layer_on(hf),
+        **sliding_after_max_window_layers(hf),
     )
 
 

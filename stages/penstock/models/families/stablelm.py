@@ -23,7 +23,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     ]
     if dropout := config_get(hf, "hidden_dropout", 0.0):
         faults.append(
-            f"hidden_dropout is {dropout}; write 0 here (model.foundation lays over it), and"
+            f"hidden_dropout is {dropout}; write 0 here (model.foundation overrides it), and"
             " train.dropout if something is to be dropped"
         )
     width = config_require(hf, "hidden_size") // config_require(hf, "num_attention_heads")
@@ -31,7 +31,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         faults.append(f"head_dim is {head_dim}; hidden_size / num_attention_heads is computed")
     return decoder_config(
         hf,
-        faults=faults,
+        unsupported=faults,
         norm="layer",
         rms_norm_eps=config_get(hf, "layer_norm_eps", 1e-5),
         head_dim=width,

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig, RotaryPairs
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
+from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import RMSNorm
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.reference import eager
@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         *,
         merge_qkv: bool,
         attend: AttentionFn,
-        operations: LayerOps = BEST_OPERATIONS,
+        operations: LayerOps = DEFAULT_LAYER_OPS,
         drop: WeightDropout | None = None,
     ) -> None:
         """With a nonzero attention dropout rate, training uses eager attention instead of
@@ -116,7 +116,7 @@ class SelfAttention(nn.Module):
         segments: VarlenMetadata,
     ) -> torch.Tensor:
         """Attention's output, which is added to the residual stream, [T, D]."""
-        q, k, v = self._projected(x_TD)
+        q, k, v = self._project_qkv(x_TD)
         # -1 for heads, because under tensor parallelism the projections return only the local
         # heads.
         q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
@@ -135,12 +135,12 @@ class SelfAttention(nn.Module):
         segments: VarlenMetadata,
     ) -> torch.Tensor:
         """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
-        given = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
+        args = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
         if self.training and self.dropout is not None and self.dropout.is_enabled:
-            return eager(*given, drop=self.dropout.drop_probs)
-        return self.attend(*given)
+            return eager(*args, drop=self.dropout.drop_probs)
+        return self.attend(*args)
 
-    def _projected(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _project_qkv(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.merge_qkv:
             return self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
         return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)

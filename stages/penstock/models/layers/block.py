@@ -6,7 +6,7 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.dropout import NOTHING, Dropout, DropoutRates
+from penstock.models.layers.dropout import NO_DROPOUT, Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
 from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
@@ -15,7 +15,7 @@ from penstock.models.layers.norm import build_norm
 from penstock.models.layers.router import Precision
 from penstock_kernels.attention import VarlenMetadata
 
-SOCKETS = {"self_attn": "run_attn", "mlp": "run_mlp"}
+CALL_HOOKS = {"self_attn": "run_attn", "mlp": "run_mlp"}
 """The two submodules of a block, and the call hooks through which they are called."""
 
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
         operations: LayerOps,
         experts: ExpertOperations,
         router: Precision,
-        dropout: DropoutRates = NOTHING,
+        dropout: DropoutRates = NO_DROPOUT,
     ) -> None:
         """`layer` is the layer's index in the whole model, from 0."""
         super().__init__()
@@ -55,9 +55,9 @@ class Block(nn.Module):
             gate = operations.gates[config.activation]
             self.mlp = MoE(config, sparse, operations=experts, router=router, gate=gate)
         else:
-            self.mlp = _network(config, operations, drop)
+            self.mlp = _build_mlp(config, operations, drop)
         self.drop_attn, self.drop_mlp = (
-            dropout.site("hidden", part, layer, config.num_hidden_layers) for part in SOCKETS
+            dropout.site("hidden", part, layer, config.num_hidden_layers) for part in CALL_HOOKS
         )
         self.run_attn: CallHook = call
         self.run_mlp: CallHook = call
@@ -76,7 +76,7 @@ class Block(nn.Module):
         return x_TD + self.drop_mlp(self.run_mlp(self.mlp, normed_TD))
 
 
-def _network(
+def _build_mlp(
     config: DecoderConfig, operations: LayerOps, drop: Dropout | None
 ) -> FeedForward | PlainFeedForward:
     sizes = config.hidden_size, config.intermediate_size

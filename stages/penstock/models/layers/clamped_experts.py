@@ -13,7 +13,7 @@ from torch import nn
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import ExpertOperations, Experts, Matrix
 
-ONES = 8
+BIAS_GEMM_WIDTH = 8
 """Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
 that every grouped GEMM backend supports."""
 
@@ -42,16 +42,18 @@ class ClampedExperts(Experts):
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
-        both_R2F = self._product(x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E)
-        both_R2F = self._adapted("gate_up_proj", both_R2F, x_RD, counts_E)
+        both_R2F = self._biased_group_linear(
+            x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E
+        )
+        both_R2F = self._add_adapter("gate_up_proj", both_R2F, x_RD, counts_E)
         return self.operations.clamped_gate(both_R2F, self.alpha, self.limit)
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """down_proj, [R, D]."""
-        y_RD = self._product(inner_RF, self.down_proj, self.down_proj_bias, counts_E)
-        return self._adapted("down_proj", y_RD, inner_RF, counts_E)
+        y_RD = self._biased_group_linear(inner_RF, self.down_proj, self.down_proj_bias, counts_E)
+        return self._add_adapter("down_proj", y_RD, inner_RF, counts_E)
 
-    def _product(
+    def _biased_group_linear(
         self,
         x_RK: torch.Tensor,
         weight_EKN: torch.Tensor,
@@ -63,9 +65,9 @@ class ClampedExperts(Experts):
         y_RN = multiply(x_RK, weight_EKN.to(dtype).mT, counts_E)
         # The bias is added by a grouped GEMM too, so that its gradient is a sum over the expert's
         # rows in fp32 and in a fixed order, wherever the rows are.
-        ones_RC = x_RK.new_zeros(x_RK.shape[0], ONES)
+        ones_RC = x_RK.new_zeros(x_RK.shape[0], BIAS_GEMM_WIDTH)
         ones_RC[:, 0] = 1
-        bias_ENC = F.pad(bias_EN.to(dtype).unsqueeze(-1), (0, ONES - 1))
+        bias_ENC = F.pad(bias_EN.to(dtype).unsqueeze(-1), (0, BIAS_GEMM_WIDTH - 1))
         return y_RN + multiply(ones_RC, bias_ENC, counts_E)
 
     def extra_repr(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from penstock.models.layers.module_registry import OpModule, numbered
+from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock_kernels.custom_op import operator
 from penstock_kernels.dropout import dropout, on_host
 
@@ -43,33 +43,33 @@ class DropoutRNG:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-_DRAWN_FROM: ContextVar[DropoutRNG | None] = ContextVar("noise", default=None)
+_CURRENT_RNG: ContextVar[DropoutRNG | None] = ContextVar("dropout_rng", default=None)
 
 
 @contextmanager
-def dropout_rng(noise: DropoutRNG | None) -> Iterator[None]:
+def dropout_rng(rng: DropoutRNG | None) -> Iterator[None]:
     """Context manager that sets the RNG of dropout; None disables dropout."""
-    before = _DRAWN_FROM.set(noise)
+    before = _CURRENT_RNG.set(rng)
     try:
         yield
     finally:
-        _DRAWN_FROM.reset(before)
+        _CURRENT_RNG.reset(before)
 
 
-def current_noise() -> DropoutRNG | None:
+def current_dropout_rng() -> DropoutRNG | None:
     """The current RNG, or None if dropout is disabled."""
-    return _DRAWN_FROM.get()
+    return _CURRENT_RNG.get()
 
 
 def preserve_dropout_rng(run: Callable[..., R]) -> Callable[..., R]:
     """Wrap `run` so that later calls, such as recomputation, use the RNG that is current now."""
-    noise = current_noise()
+    rng = current_dropout_rng()
 
-    def alike(*args: Any) -> R:
-        with dropout_rng(noise):
+    def run_with_rng(*args: Any) -> R:
+        with dropout_rng(rng):
             return run(*args)
 
-    return alike
+    return run_with_rng
 
 
 @dataclass(frozen=True)
@@ -86,35 +86,38 @@ class DropoutRates:
     """Linear warmup: the rate is 0 in the first step and reaches its full value after so many
     steps; 0: no warmup."""
     depth: Literal["alike", "rising"] = "alike"
-    """`alike`: one rate for all layers; `rising`: layer l of L, from 0, has l / L of the rate."""
+    """`run_with_rng`: one rate for all layers; `rising`: layer l of L, from 0, has l / L of the
+    rate."""
 
     def site(
         self, of: Literal["hidden", "ffn"], part: str, layer: int, num_layers: int
     ) -> "Dropout":
         """The dropout of layer `layer`, from 0, for the output of `part`."""
         rate = self.hidden if of == "hidden" else self.ffn
-        return Dropout(rate, f"model.layers.{layer}.{part}", **self._force(layer, num_layers))
+        return Dropout(
+            rate, f"model.layers.{layer}.{part}", **self._rate_schedule(layer, num_layers)
+        )
 
     def of_weights(self, layer: int, num_layers: int) -> "WeightDropout":
         """The dropout of layer `layer`, from 0, for attention probabilities."""
         site = f"model.layers.{layer}.self_attn.weights"
-        return WeightDropout(self.attention, site, **self._force(layer, num_layers))
+        return WeightDropout(self.attention, site, **self._rate_schedule(layer, num_layers))
 
-    def _force(self, layer: int, num_layers: int) -> dict[str, Any]:
+    def _rate_schedule(self, layer: int, num_layers: int) -> dict[str, Any]:
         share = layer / num_layers if self.depth == "rising" else 1.0
         return {"share": share, "warmup_steps": self.warmup_steps}
 
 
-NOTHING = DropoutRates()
+NO_DROPOUT = DropoutRates()
 
 
 class Dropout(OpModule):
     """Dropout at one site of a model, in training only.
 
     The site has the checkpoint name of the tensor's producer, so models that are sharded or fused
-    differently draw the same masks. Under sequence parallelism the `places_here` hook maps the
-    token indices of the pass to those of the local tokens. Under tensor parallelism `first_feature`
-    is the first local feature.
+    differently draw the same masks. Under sequence parallelism the `local_token_indices` hook maps
+    the token indices of the pass to those of the local tokens. Under tensor parallelism
+    `first_feature` is the first local feature.
     """
 
     def __init__(
@@ -128,22 +131,22 @@ class Dropout(OpModule):
         rate, which differs by layer and step."""
         self._rate, self._warmup_steps = rate * share, warmup_steps
         self.first_feature = 0
-        self.places_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
+        self.local_token_indices: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         """Apply dropout to [T, F]; what is kept is divided by the keep probability."""
         if not (self.training and self.is_enabled):
             return x_TF
-        number = self.traced_op_id()
-        if number is not None:
-            places_T, rate, key = _draws_of(x_TF.detach(), number)
+        op_id = self.traced_op_id()
+        if op_id is not None:
+            places_T, rate, key = _mask_inputs_op(x_TF.detach(), op_id)
             return dropout(x_TF, places_T, rate, key, self.first_feature)
-        noise = current_noise()
-        rate = self.rate_in(noise.step) if noise else 0.0
-        if noise is None or not rate:
+        rng = current_dropout_rng()
+        rate = self.rate_in(rng.step) if rng else 0.0
+        if rng is None or not rate:
             return x_TF
-        places_T = self.places_here(noise.token_indices_T)
-        return dropout(x_TF, places_T, rate, noise.key(self.site), self.first_feature)
+        places_T = self.local_token_indices(rng.token_indices_T)
+        return dropout(x_TF, places_T, rate, rng.key(self.site), self.first_feature)
 
     def rate_in(self, step: int) -> float:
         """The rate in this step, from 0."""
@@ -165,41 +168,41 @@ class WeightDropout(Dropout):
     def drop_probs(self, weights_NLL: torch.Tensor, first: int) -> torch.Tensor:
         """Apply dropout to the probabilities [N, L, L] of the document that starts at token
         `first`."""
-        noise = current_noise()
-        rate = self.rate_in(noise.step) if noise and self.training else 0.0
-        if noise is None or not rate:
+        rng = current_dropout_rng()
+        rate = self.rate_in(rng.step) if rng and self.training else 0.0
+        if rng is None or not rate:
             return weights_NLL
         heads, length = weights_NLL.shape[:2]
-        places_L = noise.token_indices_T[first : first + length]
+        places_L = rng.token_indices_T[first : first + length]
         # A feature is a (head, key) pair; features of earlier heads are on other ranks.
         weights_LF = weights_NLL.transpose(0, 1).flatten(1)
-        key, first_feature = noise.key(self.site), self.first_feature * length
+        key, first_feature = rng.key(self.site), self.first_feature * length
         kept_LF = dropout(weights_LF, places_L, rate, key, first_feature)
         return kept_LF.unflatten(1, (heads, length)).transpose(0, 1)
 
 
-def _all_of_them(places_T: torch.Tensor) -> torch.Tensor:
+def _identity(places_T: torch.Tensor) -> torch.Tensor:
     return places_T
 
 
-def _draws(
-    x: torch.Tensor, number: torch.Tensor
+def _mask_inputs(
+    x: torch.Tensor, op_id: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
     is 0, which drops nothing."""
-    site, noise = numbered(number), current_noise()
+    site, rng = module_by_id(op_id), current_dropout_rng()
     assert isinstance(site, Dropout)
-    if noise is None:
+    if rng is None:
         return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
     # A copy, because compiled code may reuse the buffer of an operator's output.
-    places_T = site.places_here(noise.token_indices_T).clone()
-    return places_T, *on_host(site.rate_in(noise.step), noise.key(site.site))
+    places_T = site.local_token_indices(rng.token_indices_T).clone()
+    return places_T, *on_host(site.rate_in(rng.step), rng.key(site.site))
 
 
-def _draws_fake(
-    x: torch.Tensor, number: torch.Tensor
+def _mask_inputs_fake(
+    x: torch.Tensor, op_id: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del number
+    del op_id
     places = x.new_empty(x.shape[0], dtype=torch.int64)
     rate, key = (
         x.new_empty((), dtype=dtype, device="cpu") for dtype in (torch.float64, torch.int64)
@@ -207,4 +210,4 @@ def _draws_fake(
     return places, rate, key
 
 
-_draws_of = operator("dropout_draws", _draws, fake=_draws_fake)
+_mask_inputs_op = operator("dropout_draws", _mask_inputs, fake=_mask_inputs_fake)

@@ -114,18 +114,18 @@ class Experts(nn.Module):
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
-        gate_RF, up_RF = self._multiplied(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
+        gate_RF, up_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return self.operations.activate(
-            self._adapted("gate_proj", gate_RF, x_RD, counts_E),
-            self._adapted("up_proj", up_RF, x_RD, counts_E),
+            self._add_adapter("gate_proj", gate_RF, x_RD, counts_E),
+            self._add_adapter("up_proj", up_RF, x_RD, counts_E),
         )
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """down_proj, [R, D]."""
-        y_RD = self._multiplied(inner_RF, self.down_proj, counts_E)
-        return self._adapted("down_proj", y_RD, inner_RF, counts_E)
+        y_RD = self._grouped_linear(inner_RF, self.down_proj, counts_E)
+        return self._add_adapter("down_proj", y_RD, inner_RF, counts_E)
 
-    def _multiplied(
+    def _grouped_linear(
         self, x_RK: torch.Tensor, weight_ENK: torch.Tensor | QuantizedMatrix, counts_E: torch.Tensor
     ) -> torch.Tensor:
         multiply = self.operations.group_gemm
@@ -135,7 +135,7 @@ class Experts(nn.Module):
         # cover grouped GEMMs.
         return multiply(x_RK, weight_ENK.to(x_RK.dtype), counts_E)
 
-    def _adapted(
+    def _add_adapter(
         self, matrix: Matrix, y_RN: torch.Tensor, x_RK: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
         more_RN = None if self.adapter is None else self.adapter(matrix, x_RK, counts_E)

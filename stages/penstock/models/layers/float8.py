@@ -10,7 +10,7 @@ from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.float8 import ALONE, AmaxReduceGroups, Float8Recipe, linear
 
 
-class Float8Product:
+class Float8Matmul:
     """FP8 matmul of a linear layer, assigned to the layer's `affine` hook.
 
     `agreement` has the process groups that all-reduce amax where tokens or features are sharded.
@@ -31,7 +31,7 @@ class Float8Product:
 class Float8Linear(nn.Linear):
     """A linear layer that takes over the parameters of `base`."""
 
-    def __init__(self, base: nn.Linear, product: Float8Product) -> None:
+    def __init__(self, base: nn.Linear, product: Float8Matmul) -> None:
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )

@@ -55,19 +55,19 @@ class LayerOps:
 
 
 def layer_operations(
-    *, norms: Choice = "best", gates: Choice = "best", turns: Choice = "best"
+    *, norms: Choice = "best", gates: Choice = "best", rope_impl: Choice = "best"
 ) -> LayerOps:
-    """Select implementations of norms, gated activations and RoPE (`turns`)."""
+    """Select implementations of norms, gated activations and RoPE (`rope_impl`)."""
     return LayerOps(
-        rms_norm=_chosen(rms_norm, norms),
-        add_rms_norm=_chosen(add_rms_norm, norms),
-        gates={name: _chosen(gate, gates) for name, gate in GATES.items()},
-        rope=_chosen(rope, turns),
+        rms_norm=_select(rms_norm, norms),
+        add_rms_norm=_select(add_rms_norm, norms),
+        gates={name: _select(gate, gates) for name, gate in GATES.items()},
+        rope=_select(rope, rope_impl),
     )
 
 
-def _chosen(op: Op[P, R], choice: Choice) -> Callable[P, R]:
+def _select(op: Op[P, R], choice: Choice) -> Callable[P, R]:
     return op.reference if choice == "plain" else op
 
 
-BEST_OPERATIONS = layer_operations()
+DEFAULT_LAYER_OPS = layer_operations()

@@ -42,7 +42,7 @@ def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | Non
         found = layer.products(x)
     elif type(layer) is nn.Linear and layer.bias is None:
         found = [(x, layer.weight)]
-    return found if found and _are_here(found) else None
+    return found if found and _are_plain_tensors(found) else None
 
 
 def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
@@ -51,8 +51,8 @@ def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProduc
         found = linear_terms(layer, x)
         return [(None, found)] if found else None
     groups = layer.scaled_products(x)
-    return groups if groups and all(_are_here(found) for _, found in groups) else None
+    return groups if groups and all(_are_plain_tensors(found) for _, found in groups) else None
 
 
-def _are_here(products: Sequence[WeightedRows]) -> bool:
+def _are_plain_tensors(products: Sequence[WeightedRows]) -> bool:
     return all(type(matrix) in (torch.Tensor, nn.Parameter) for _, matrix in products)

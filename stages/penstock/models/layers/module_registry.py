@@ -24,8 +24,8 @@ class OpModule(nn.Module):
 
     def register_op(self) -> None:
         """Register the module. The registry holds a weak reference."""
-        number = next(_NUMBERS)
-        _KNOWN[number] = self
+        number = next(_NEXT_ID)
+        _MODULES[number] = self
         self.op_id = torch.tensor(number, device="cpu")
 
     def traced_op_id(self) -> torch.Tensor | None:
@@ -34,10 +34,10 @@ class OpModule(nn.Module):
         return self.op_id if torch.compiler.is_compiling() else None
 
 
-def numbered(number: torch.Tensor) -> OpModule:
+def module_by_id(number: torch.Tensor) -> OpModule:
     """The module with this number."""
-    return _KNOWN[int(number)]
+    return _MODULES[int(number)]
 
 
-_NUMBERS = count()
-_KNOWN: WeakValueDictionary[int, OpModule] = WeakValueDictionary()
+_NEXT_ID = count()
+_MODULES: WeakValueDictionary[int, OpModule] = WeakValueDictionary()

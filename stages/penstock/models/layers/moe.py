@@ -20,7 +20,7 @@ from penstock_kernels.glu import swiglu
 from penstock_kernels.permute import sort_by_expert
 
 
-class Dispatch(Protocol):
+class TokenDispatcher(Protocol):
     """Dispatches tokens to their experts and combines the outputs: the weighted sum of each token's
     experts, [T, D].
 
@@ -37,7 +37,7 @@ class Dispatch(Protocol):
     ) -> torch.Tensor: ...
 
 
-def dispatch_here(
+def dispatch_locally(
     x_TD: torch.Tensor, choice_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, /
 ) -> torch.Tensor:
     """Dispatch where all experts are local: sort tokens by expert, run the experts, and unsort."""
@@ -48,16 +48,16 @@ def dispatch_here(
 
 
 def no_op(y_TD: torch.Tensor) -> torch.Tensor:
-    """The default of `arrive`: nothing to wait for."""
+    """The default of `finish_dispatch`: nothing to wait for."""
     return y_TD
 
 
 class MoE(nn.Module):
     """Router, dispatch, experts and combine, plus the output of the shared experts.
 
-    The caller that builds the model may wrap or replace the hooks `dispatch`, `arrive` and
-    `run_shared`. `dispatch` may return a tensor whose communication is still running. `arrive`
-    waits for it, after the shared experts were computed.
+    The caller that builds the model may wrap or replace the hooks `dispatch`, `finish_dispatch` and
+    `run_shared`. `dispatch` may return a tensor whose communication is still running.
+    `finish_dispatch` waits for it, after the shared experts were computed.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class MoE(nn.Module):
             if experts.shared_intermediate_size
             else None
         )
-        self.dispatch: Dispatch = dispatch_here
-        self.arrive: Callable[[torch.Tensor], torch.Tensor] = no_op
+        self.dispatch: TokenDispatcher = dispatch_locally
+        self.finish_dispatch: Callable[[torch.Tensor], torch.Tensor] = no_op
         self.run_shared: CallHook = call
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -89,6 +89,6 @@ class MoE(nn.Module):
         choice_TK, weights_TK = self.gate(x_TD)
         y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
         if self.shared_experts is None:
-            return self.arrive(y_TD)
+            return self.finish_dispatch(y_TD)
         shared_TD = self.run_shared(self.shared_experts, x_TD)
-        return self.arrive(y_TD) + shared_TD
+        return self.finish_dispatch(y_TD) + shared_TD

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.layer_ops import BEST_OPERATIONS, LayerOps
+from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension, in x's dtype."""
 
-    def __init__(self, width: int, eps: float, *, operations: LayerOps = BEST_OPERATIONS) -> None:
+    def __init__(self, width: int, eps: float, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps

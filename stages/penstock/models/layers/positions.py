@@ -12,14 +12,14 @@ from torch import nn
 from penstock.models.decoder_config import LearnedPositions
 
 
-def _all_of_them(position_ids_T: torch.Tensor) -> torch.Tensor:
+def _identity(position_ids_T: torch.Tensor) -> torch.Tensor:
     return position_ids_T
 
 
 class PositionTable(nn.Module):
     """One embedding [D] for each position in a document.
 
-    Under sequence parallelism the `positions_here` hook maps the positions of the pass's tokens to
+    Under sequence parallelism the `local_positions` hook maps the positions of the pass's tokens to
     those of the local tokens.
     """
 
@@ -27,7 +27,7 @@ class PositionTable(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(positions.rows, width))
         self.first, self.learned = positions.first, positions.rows - positions.first
-        self.positions_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
+        self.local_positions: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def forward(self, position_ids_T: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, D] of position ids [T], which start at 0 in each document.
@@ -35,7 +35,7 @@ class PositionTable(nn.Module):
         For a position beyond the table it raises ValueError on a CPU; on a GPU a device-side
         assertion ends the process.
         """
-        at_T = self.positions_here(position_ids_T)
+        at_T = self.local_positions(position_ids_T)
         if at_T.device.type != "cpu":
             torch._assert_async((at_T < self.learned).all(), "more positions than are learned")
         elif len(at_T) and (last := int(at_T.max())) >= self.learned:

@@ -9,20 +9,20 @@ from typing import cast
 import torch
 from torch import nn
 
-from penstock.models.layers import quantized_ops as programs
+from penstock.models.layers import quantized_ops
 from penstock.models.layers.autocast import as_autocast
-from penstock.models.layers.quantized_ops import Dequantizes, Multiply, Tensors
+from penstock.models.layers.quantized_ops import DequantizableModule, Multiply, Tensors
 from penstock_kernels.quant import Format, QuantizedTensor, dequantize, group_linear, linear
 
-LEAVES = ("codes", "scales", "global_scales")
+COMPONENTS = ("codes", "scales", "global_scales")
 """Names of the tensors of a quantized matrix."""
 
-Change = Callable[[QuantizedTensor], Callable[[torch.Tensor], torch.Tensor] | None]
+WeightTransform = Callable[[QuantizedTensor], Callable[[torch.Tensor], torch.Tensor] | None]
 """Called with the quantized matrix in the forward pass. It returns None or a function from the
 dequantized weight to the weight that is used; the backward pass calls that function again."""
 
 
-class QuantizedMatrix(Dequantizes):
+class QuantizedMatrix(DequantizableModule):
     """A quantized matrix [N, K], or those of experts [E, N, K], as uint8 parameters.
 
     They are uint8 so that casting a model does not change the scales. N is their last dimension but
@@ -38,7 +38,7 @@ class QuantizedMatrix(Dequantizes):
         super().__init__()
         *rows, self.columns = shape
         self.format = format
-        self.transform: Change | None = None
+        self.transform: WeightTransform | None = None
         for name, width in format.widths(self.columns).items():
             raw = torch.empty(*rows, width, dtype=torch.uint8, device=device)
             self.register_parameter(name, nn.Parameter(raw, requires_grad=False))
@@ -63,10 +63,10 @@ class QuantizedMatrix(Dequantizes):
         x = as_autocast(x)
         number = self.traced_op_id()
         if number is not None:
-            y_TN = programs.linear(x.flatten(0, -2), number, self._tensors, self.columns)
+            y_TN = quantized_ops.linear(x.flatten(0, -2), number, self._tensors, self.columns)
             return y_TN.unflatten(0, x.shape[:-1])
         value = self.value
-        return linear(x, value, self._change_of(value))
+        return linear(x, value, self._weight_transform(value))
 
     def group_linear(
         self, x_RK: torch.Tensor, counts_E: torch.Tensor, multiply: Multiply
@@ -76,15 +76,17 @@ class QuantizedMatrix(Dequantizes):
         number = self.traced_op_id()
         if number is not None:
             tensors, columns = self._tensors, self.columns
-            return programs.group_linear(x_RK, counts_E, number, tensors, columns, multiply)
+            return quantized_ops.group_linear(x_RK, counts_E, number, tensors, columns, multiply)
         value = self.value
-        return group_linear(x_RK, value, counts_E, multiply, self._change_of(value))
+        return group_linear(x_RK, value, counts_E, multiply, self._weight_transform(value))
 
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The weight of the current pass, dequantized from these tensors into new memory."""
-        named = {name: one for name, one in zip(LEAVES, tensors, strict=True) if one is not None}
+        named = {
+            name: one for name, one in zip(COMPONENTS, tensors, strict=True) if one is not None
+        }
         value = QuantizedTensor.of_bytes(self.format, self.columns, named)
-        transform, weight = self._change_of(value), dequantize(value, dtype)
+        transform, weight = self._weight_transform(value), dequantize(value, dtype)
         return weight if transform is None else transform(weight)
 
     @property
@@ -92,7 +94,9 @@ class QuantizedMatrix(Dequantizes):
         has_global = self.format.scales == "e4m3"
         return self.codes, self.scales, self.global_scales if has_global else None
 
-    def _change_of(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def _weight_transform(
+        self, value: QuantizedTensor
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
         return self.transform(value) if self.transform and self.training else None
 
     def extra_repr(self) -> str:
@@ -108,14 +112,14 @@ class QuantizedLinear(nn.Linear):
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
         self.bias = base.bias
-        put_weight(self, QuantizedMatrix(format, base.weight.shape, base.weight.device))
+        set_weight(self, QuantizedMatrix(format, base.weight.shape, base.weight.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The base layer's output, with the quantized weight."""
         return affine(input, self.weight, self.bias)
 
 
-def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantizedMatrix) -> None:
+def set_weight(layer: nn.Linear, weight: nn.Parameter | QuantizedMatrix) -> None:
     """Set the layer's weight. A QuantizedMatrix has the attributes of a parameter that other code
     uses: shape and device."""
     del layer.weight
@@ -123,7 +127,7 @@ def put_weight(layer: nn.Linear, weight: nn.Parameter | QuantizedMatrix) -> None
 
 
 def get_weight(layer: nn.Linear) -> nn.Parameter | QuantizedMatrix:
-    """The layer's weight: a parameter, or the matrix that `put_weight` set."""
+    """The layer's weight: a parameter, or the matrix that `set_weight` set."""
     return cast(nn.Parameter | QuantizedMatrix, layer.weight)
 
 

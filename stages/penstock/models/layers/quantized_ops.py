@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from penstock.models.layers.dropout import DropoutRNG, current_noise, dropout_rng
-from penstock.models.layers.module_registry import OpModule, numbered
+from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
+from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock_kernels.custom_op import operator
 
 Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -25,7 +25,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes, scales and global scales, as uint8."""
 
 
-class Dequantizes(OpModule, ABC):
+class DequantizableModule(OpModule, ABC):
     """A quantized matrix that can be dequantized."""
 
     columns: int
@@ -35,40 +35,38 @@ class Dequantizes(OpModule, ABC):
         """The weight of the current pass, in new memory."""
 
 
-def linear(
-    x_TK: torch.Tensor, number: torch.Tensor, tensors: Tensors, columns: int
-) -> torch.Tensor:
+def linear(x_TK: torch.Tensor, op_id: torch.Tensor, tensors: Tensors, columns: int) -> torch.Tensor:
     """`x W^T` with the matrix that has this number, [T, N]."""
-    return _Product.apply(x_TK, None, number, *tensors, columns, None)
+    return _QuantizedMatmul.apply(x_TK, None, op_id, *tensors, columns, None)
 
 
 def group_linear(
     x_TK: torch.Tensor,
     counts_E: torch.Tensor,
-    number: torch.Tensor,
+    op_id: torch.Tensor,
     tensors: Tensors,
     columns: int,
     multiply: Multiply,
 ) -> torch.Tensor:
     """Grouped GEMM, [T, N]; rows are sorted by expert."""
-    return _Product.apply(x_TK, counts_E, number, *tensors, columns, multiply)
+    return _QuantizedMatmul.apply(x_TK, counts_E, op_id, *tensors, columns, multiply)
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x_TK: torch.Tensor,
         counts_E: torch.Tensor | None,
-        number: torch.Tensor,
+        op_id: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
         global_scales: torch.Tensor | None,
         columns: int,
         multiply: Multiply | None,
     ) -> torch.Tensor:
-        weight, drawn = _weight_of(number, codes, scales, global_scales, columns, x_TK.dtype)
-        ctx.save_for_backward(counts_E, number, drawn, codes, scales, global_scales)
+        weight, rng_state = _weight_op(op_id, codes, scales, global_scales, columns, x_TK.dtype)
+        ctx.save_for_backward(counts_E, op_id, rng_state, codes, scales, global_scales)
         ctx.columns, ctx.multiply = columns, multiply
         if multiply is None or counts_E is None:
             return x_TK @ weight.mT
@@ -77,20 +75,20 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
         counts_E, *kept = ctx.saved_tensors
-        weight, nothing = _weight_again_of(*kept, ctx.columns, dy_TN.dtype), (None,) * 7
+        weight, nothing = _recompute_weight_op(*kept, ctx.columns, dy_TN.dtype), (None,) * 7
         if ctx.multiply is None:
             return dy_TN @ weight, *nothing
         return ctx.multiply(dy_TN, weight.mT, counts_E), *nothing
 
 
-def _matrix(number: torch.Tensor) -> Dequantizes:
-    matrix = numbered(number)
-    assert isinstance(matrix, Dequantizes)
+def _matrix(op_id: torch.Tensor) -> DequantizableModule:
+    matrix = module_by_id(op_id)
+    assert isinstance(matrix, DequantizableModule)
     return matrix
 
 
 def _weight(
-    number: torch.Tensor,
+    op_id: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scales: torch.Tensor | None,
@@ -99,26 +97,26 @@ def _weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight, and its RNG as int64 [has_rng, seed, step] on the CPU."""
     del columns
-    noise = current_noise()
-    drawn = [0, 0, 0] if noise is None else [1, noise.seed, noise.step]
-    weight = _matrix(number).weight((codes, scales, global_scales), dtype)
-    return weight, torch.tensor(drawn, device="cpu")
+    rng = current_dropout_rng()
+    rng_state = [0, 0, 0] if rng is None else [1, rng.seed, rng.step]
+    weight = _matrix(op_id).weight((codes, scales, global_scales), dtype)
+    return weight, torch.tensor(rng_state, device="cpu")
 
 
 def _weight_fake(
-    number: torch.Tensor, codes: torch.Tensor, *others: Any
+    op_id: torch.Tensor, codes: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *_, columns, dtype = others
     weight = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
-    return weight, number.new_empty(3)
+    return weight, op_id.new_empty(3)
 
 
-_weight_of = operator("quantized_weight", _weight, fake=_weight_fake)
+_weight_op = operator("quantized_weight", _weight, fake=_weight_fake)
 
 
-def _weight_again(
-    number: torch.Tensor,
-    drawn: torch.Tensor,
+def _recompute_weight(
+    op_id: torch.Tensor,
+    rng_state: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     global_scales: torch.Tensor | None,
@@ -126,15 +124,19 @@ def _weight_again(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     del columns
-    was_drawn, seed, step = drawn.tolist()
-    noise = DropoutRNG(seed, step, drawn[:0]) if was_drawn else None
-    with dropout_rng(noise):
-        return _matrix(number).weight((codes, scales, global_scales), dtype)
+    has_rng, seed, step = rng_state.tolist()
+    rng = DropoutRNG(seed, step, rng_state[:0]) if has_rng else None
+    with dropout_rng(rng):
+        return _matrix(op_id).weight((codes, scales, global_scales), dtype)
 
 
-def _weight_again_fake(number: torch.Tensor, drawn: torch.Tensor, *others: Any) -> torch.Tensor:
-    del drawn
-    return _weight_fake(number, *others)[0]
+def _recompute_weight_fake(
+    op_id: torch.Tensor, rng_state: torch.Tensor, *others: Any
+) -> torch.Tensor:
+    del rng_state
+    return _weight_fake(op_id, *others)[0]
 
 
-_weight_again_of = operator("quantized_weight_again", _weight_again, fake=_weight_again_fake)
+_recompute_weight_op = operator(
+    "quantized_weight_again", _recompute_weight, fake=_recompute_weight_fake
+)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.decoder_config import BY_DOCUMENT, RotaryPairs
+from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, RotaryPairs
 from penstock_kernels.attention import VarlenMetadata
 
 
@@ -27,13 +27,13 @@ class Rotary:
         max_position_embeddings: int,
         pairs: RotaryPairs = "halves",
     ) -> None:
-        model = _Model(parameters, head_dim, max_position_embeddings)
+        model = _RopeFormula(parameters, head_dim, max_position_embeddings)
         # On the CPU even if the model is built on the meta device: the values are needed now.
         with torch.device("cpu"):
             inverse_frequencies, self.attention_factor = model.frequencies()
         self.pairs = pairs
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
-        self.model = model if parameters["rope_type"] in BY_DOCUMENT else None
+        self.model = model if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE else None
 
     def angles(
         self,
@@ -67,7 +67,7 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _RopeFormula:
     """The model parameters in RoPE formulas. R rotated features of a head, D documents."""
 
     parameters: Mapping[str, Any]
@@ -80,8 +80,8 @@ class _Model:
         returns [D, R/2]."""
         kind = self.parameters["rope_type"]
         if kind == "default":
-            turning = int(self.head_dim * self.parameters.get("partial_rotary_factor", 1.0))
-            exponents = torch.arange(0, turning, 2, dtype=torch.float) / turning
+            rotary_dim = int(self.head_dim * self.parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
             return 1.0 / (self.parameters["rope_theta"] ** exponents), 1.0
         # A stand-in for a transformers config with the fields that the formulas read. hidden_size
         # and num_attention_heads are there because some formulas compute a default head_dim before

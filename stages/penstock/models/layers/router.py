@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.module_registry import OpModule, numbered
-from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_watch
+from penstock.models.layers.module_registry import OpModule, module_by_id
+from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_observer
 from penstock_kernels.custom_op import operator
 from penstock_kernels.route import route
 
@@ -32,7 +32,7 @@ class Router(OpModule):
     it returns enters the gradient in the backward pass of the router itself. So it works in any
     layer, any pipeline stage and with recomputation, and need not be added to the loss.
 
-    Under sequence parallelism the `rows_here` hook maps the rows of the pass's tokens to those of
+    Under sequence parallelism the `local_rows` hook maps the rows of the pass's tokens to those of
     the local tokens.
     """
 
@@ -47,7 +47,7 @@ class Router(OpModule):
             if config.selection_bias
             else None
         )
-        self.rows_here: Callable[[torch.Tensor], torch.Tensor] = _all_of_them
+        self.local_rows: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     @property
     def is_exact(self) -> bool:
@@ -68,65 +68,67 @@ class Router(OpModule):
             groups_per_token=config.groups_per_token,
             scale=config.scale,
         )
-        number = self.traced_op_id()
-        if number is not None:
+        op_id = self.traced_op_id()
+        if op_id is not None:
             scores = self._scores(logits_TE)
-            return choice_TK, _Told.apply(weights_TK, *scores, choice_TK, number)
-        penalty = self._penalty(logits_TE, choice_TK)
-        if penalty is not None:
-            weights_TK = _WithPenalty.apply(weights_TK, penalty)
+            return choice_TK, _AddAuxLossCompiled.apply(weights_TK, *scores, choice_TK, op_id)
+        aux_loss = self._aux_loss(logits_TE, choice_TK)
+        if aux_loss is not None:
+            weights_TK = _AddAuxLoss.apply(weights_TK, aux_loss)
         return choice_TK, weights_TK
 
-    def _penalty(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
+    def _aux_loss(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
         """Report statistics to the observer; return its auxiliary loss, if any."""
-        watch = current_watch()
-        if watch is None or not watch.observes_pass(self):
+        observer = current_observer()
+        if observer is None or not observer.observes_pass(self):
             return None
-        with torch.set_grad_enabled(torch.is_grad_enabled() and watch.has_aux_loss):
-            seen = self._seen(watch, *self._scores(logits_TE), choice_TK)
-            pull = watch.observe(self, seen)
-            return None if pull is None else pull.inner_product(seen)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss):
+            seen = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
+            grad = observer.observe(self, seen)
+            return None if grad is None else grad.inner_product(seen)
 
     def aux_loss_grads(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
         shares and squares; zeros without an observer."""
-        watch = current_watch()
-        if watch is not None and watch.observes_pass(self):
-            pull = watch.observe(self, self._seen(watch, shares_TE, squares_T, choice_TK))
-            if pull is not None:
-                in_row_RT = self._in_row(watch)
-                of_shares_RE = pull.shares_RE.expand(len(in_row_RT), -1)
+        observer = current_observer()
+        if observer is not None and observer.observes_pass(self):
+            grad = observer.observe(
+                self, self._routing_stats(observer, shares_TE, squares_T, choice_TK)
+            )
+            if grad is not None:
+                row_mask_RT = self._row_mask(observer)
+                of_shares_RE = grad.shares_RE.expand(len(row_mask_RT), -1)
                 with torch.autocast(shares_TE.device.type, enabled=False):
-                    return in_row_RT.T @ of_shares_RE, in_row_RT.sum(0) * pull.squares
+                    return row_mask_RT.T @ of_shares_RE, row_mask_RT.sum(0) * grad.squares
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
-    def _in_row(self, watch: RouterObserver) -> torch.Tensor:
+    def _row_mask(self, observer: RouterObserver) -> torch.Tensor:
         """Mask of the local tokens of each row, fp32 [R, T]."""
-        row_T = self.rows_here(watch.row_T)
-        numbers_R = torch.arange(1, watch.num_rows + 1, device=row_T.device)
+        row_T = self.local_rows(observer.row_T)
+        numbers_R = torch.arange(1, observer.num_rows + 1, device=row_T.device)
         return (row_T == numbers_R[:, None]).float()
 
-    def _seen(
+    def _routing_stats(
         self,
-        watch: RouterObserver,
+        observer: RouterObserver,
         shares_TE: torch.Tensor,
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
     ) -> RouterStats:
         """Sums of the statistics over the tokens of each row."""
-        experts, row_T = self.config.num_experts, self.rows_here(watch.row_T)
+        experts, row_T = self.config.num_experts, self.local_rows(observer.row_T)
         # Not `torch.bincount`, which synchronizes with the GPU.
         chosen = (row_T[:, None] * experts + choice_TK).flatten()
-        counts = chosen.new_zeros((watch.num_rows + 1) * experts)
+        counts = chosen.new_zeros((observer.num_rows + 1) * experts)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        in_row_RT = self._in_row(watch)
+        row_mask_RT = self._row_mask(observer)
         with torch.autocast(shares_TE.device.type, enabled=False):
             return RouterStats(
                 counts_RE=counts.view(-1, experts)[1:],
-                shares_RE=in_row_RT @ shares_TE,
-                squares_R=in_row_RT @ squares_T,
+                shares_RE=row_mask_RT @ shares_TE,
+                squares_R=row_mask_RT @ squares_T,
             )
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -151,22 +153,22 @@ class Router(OpModule):
         return f"{width} -> {self.config.experts_per_token} of {experts}, {self.config.scoring}"
 
 
-class _WithPenalty(torch.autograd.Function):
+class _AddAuxLoss(torch.autograd.Function):
     """Returns the weights unchanged; the backward pass gives the auxiliary loss a gradient of 1, as
     a term of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, weights_TK: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(penalty)
+    def forward(ctx: Any, weights_TK: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(aux_loss)
         return weights_TK.view_as(weights_TK)
 
     @staticmethod
     def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (penalty,) = ctx.saved_tensors
-        return dweights_TK, torch.ones_like(penalty)
+        (aux_loss,) = ctx.saved_tensors
+        return dweights_TK, torch.ones_like(aux_loss)
 
 
-class _Told(torch.autograd.Function):
+class _AddAuxLossCompiled(torch.autograd.Function):
     """The same for compiled code: returns the weights unchanged; the backward pass adds the
     auxiliary loss's gradients to those of the scores."""
 
@@ -177,10 +179,10 @@ class _Told(torch.autograd.Function):
         shares_TE: torch.Tensor,
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
-        number: torch.Tensor,
+        op_id: torch.Tensor,
     ) -> torch.Tensor:
-        weights_TK, *pulls = _told_of(weights_TK, shares_TE, squares_T, choice_TK, number)
-        ctx.save_for_backward(*pulls)
+        weights_TK, *grads = _observe_op(weights_TK, shares_TE, squares_T, choice_TK, op_id)
+        ctx.save_for_backward(*grads)
         return weights_TK
 
     @staticmethod
@@ -189,27 +191,27 @@ class _Told(torch.autograd.Function):
         return dweights_TK, pull_TE, pull_T, None, None
 
 
-def _told(
+def _observe(
     weights: torch.Tensor,
     shares: torch.Tensor,
     squares: torch.Tensor,
     choice: torch.Tensor,
-    number: torch.Tensor,
+    op_id: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights unchanged, and the gradients from `Router.pulls`. The weights are an output so
+    """The weights unchanged, and the gradients from `Router.grads`. The weights are an output so
     that the forward pass needs the operator: otherwise the compiler moves it into the backward
     pass, where another observer may be current."""
-    router = numbered(number)
+    router = module_by_id(op_id)
     assert isinstance(router, Router)
     return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
 
 
-def _told_fake(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _observe_fake(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty_like(one) for one in given[:3])
 
 
-def _all_of_them(row_T: torch.Tensor) -> torch.Tensor:
+def _identity(row_T: torch.Tensor) -> torch.Tensor:
     return row_T
 
 
-_told_of = operator("router_told", _told, fake=_told_fake)
+_observe_op = operator("router_told", _observe, fake=_observe_fake)

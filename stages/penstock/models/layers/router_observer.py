@@ -69,36 +69,36 @@ class RouterObserver(Protocol):
         """Whether to report the current pass."""
         ...
 
-    def observe(self, router: nn.Module, seen: RouterStats) -> AuxLossGradient | None:
+    def observe(self, router: nn.Module, stats: RouterStats) -> AuxLossGradient | None:
         """Record the statistics; return the gradient of the auxiliary loss, or None without one."""
         ...
 
 
-_WATCHED_BY: ContextVar[RouterObserver | None] = ContextVar("watch", default=None)
+_CURRENT_OBSERVER: ContextVar[RouterObserver | None] = ContextVar("router_observer", default=None)
 
 
 @contextmanager
-def observe_routers(watch: RouterObserver | None) -> Iterator[None]:
+def observe_routers(observer: RouterObserver | None) -> Iterator[None]:
     """Context manager that sets the current observer; None: no observer."""
-    before = _WATCHED_BY.set(watch)
+    before = _CURRENT_OBSERVER.set(observer)
     try:
         yield
     finally:
-        _WATCHED_BY.reset(before)
+        _CURRENT_OBSERVER.reset(before)
 
 
-def current_watch() -> RouterObserver | None:
+def current_observer() -> RouterObserver | None:
     """The current observer, or None."""
-    return _WATCHED_BY.get()
+    return _CURRENT_OBSERVER.get()
 
 
 def preserve_observer(run: Callable[..., Result]) -> Callable[..., Result]:
     """Wrap `run` so that later calls, such as recomputation, use the observer that is
     current now."""
-    watch = current_watch()
+    observer = current_observer()
 
-    def alike(*args: Any) -> Result:
-        with observe_routers(watch):
+    def run_with_observer(*args: Any) -> Result:
+        with observe_routers(observer):
             return run(*args)
 
-    return alike
+    return run_with_observer

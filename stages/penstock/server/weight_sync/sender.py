@@ -51,7 +51,7 @@ MIB = 1 << 20
 class RankModelView:
     """One rank's view of a model."""
 
-    held: Sequence[LocalParam]
+    params: Sequence[LocalParam]
     """Every parameter, including frozen ones."""
     names: WeightMap
     roles: Roles
@@ -78,7 +78,7 @@ def sync_weights(
 
     Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
     """
-    tensors = FullTensorGather(model_view.held, ranks)
+    tensors = FullTensorGather(model_view.params, ranks)
     if not ranks.is_main_process:
         tensors.serve()
         return None

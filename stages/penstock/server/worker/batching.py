@@ -15,7 +15,7 @@ import torch
 from penstock.config.schema.run import RunConfig
 from penstock.engine.distributed.pipeline_stages import schedule_accepts
 from penstock.engine.distributed.validate_layout import micro_batch_padding
-from penstock.engine.losses.client_loss import NOWHERE, LossBatch
+from penstock.engine.losses.client_loss import NO_POSITION, LossBatch
 from penstock.losses.policy import LossInputs
 from penstock.rows.collate import MicroBatch, PadTo, collate
 from penstock.rows.reader import Row
@@ -120,7 +120,7 @@ def _build_loss_batch(
         LossInputs(**loss_inputs),
         _concatenate(which, size, 1, np.int64(len(samples))),
         len(samples),
-        _concatenate(where, size, 1, np.int64(NOWHERE)),
+        _concatenate(where, size, 1, np.int64(NO_POSITION)),
     )
 
 

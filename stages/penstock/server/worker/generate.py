@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.adapters.names import parse_factor
+from penstock.adapters.names import parse_lora_name
 from penstock.adapters.scaling import lora_scaling
 from penstock.core.errors import ArtifactError
 from penstock.engine.distributed.param_shards import local
@@ -191,7 +191,7 @@ class GenerationHandler:
         for one in substrate.trainable:
             here = torch.zeros_like(local(one.parameter.detach()))
             for piece in one.shards:
-                factor = parse_factor(piece.tensor)
+                factor = parse_lora_name(piece.tensor)
                 assert factor is not None, f"{piece.tensor} is no part of an adapter"
                 if factor.hf_module not in layers:
                     continue

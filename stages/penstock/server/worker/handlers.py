@@ -216,7 +216,7 @@ class CommandHandlers:
         resident = self.models.activate(command.model)
         substrate, adapter = self.models.substrate, resident.adapter
         live = RankModelView(
-            held=substrate.built.engine.model.params,
+            params=substrate.built.engine.model.params,
             names=substrate.names,
             roles=substrate.family.roles,
             adapting=LoraArgs(adapter.alpha) if adapter else None,

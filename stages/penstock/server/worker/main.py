@@ -25,7 +25,7 @@ from penstock.engine.losses.client_loss import PolicyForwardBackward
 from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import build_model_store
 from penstock.engine.multi_lora.shared_base import SharedBase, build_shared_base
-from penstock.models.foundation import check_foundation, laid_over
+from penstock.models.foundation import apply_overrides, check_foundation
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.codec import Channel
@@ -181,7 +181,7 @@ def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
     run = to_run_config(config)
     base = read_hf_config(job.config_path, {})
     check_foundation(base, run.model.foundation, loads_weights=bool(run.model.model_path))
-    hf_config = laid_over(base, run.model.foundation)
+    hf_config = apply_overrides(base, run.model.foundation)
 
     def notify(line: str) -> None:
         if ranks.is_main_process:
