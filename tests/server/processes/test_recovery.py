@@ -10,6 +10,7 @@ from penstock.server.protocol.envelopes import Failure
 from penstock.server.protocol.requests import (
     AddEndpoint,
     CreateModel,
+    DeleteCheckpoint,
     GetModel,
     ListCheckpoints,
     LoadState,
@@ -347,6 +348,27 @@ def test_a_model_whose_checkpoint_was_deleted_is_put_back_to_the_next_best(tmp_p
             assert isinstance(failed, Failure)
             assert "step 1 (m/weights/one)" in failed.error
             assert await learn(here.client, 1, 7) == 6
+
+    asyncio.run(check())
+
+
+def test_a_model_that_was_made_anew_is_not_put_back_to_a_checkpoint_of_another_rank(tmp_path):
+    async def check():
+        async with house(tmp_path, skip_initial_checkpoint=True) as here:
+            await here.client.begin("m", rank=4)
+            await learn(here.client, 5, 1)
+            await here.client.do(SaveState(model="m", name="one"), 3)
+            await here.client.do(UnloadModel(model="m", save=False), 4)
+            await here.client.begin("m", rank=2)
+            await learn(here.client, 3, 1)
+            await here.client.do(SaveState(model="m", name="two"), 3)
+            await here.client.do(DeleteCheckpoint(model="m", name="weights/two"))
+            here.workers.end.drop()
+            here.start_workers()
+            await here.client.workers("ready")
+            assert "step 0 (its beginning)" in (await here.client.fails(a_pass(), 4)).error
+            assert here.workers.models["m"].lora == LoraConfig(rank=2)
+            assert await learn(here.client, 1, 4) == 1
 
     asyncio.run(check())
 

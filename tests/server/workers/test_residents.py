@@ -246,12 +246,18 @@ def test_steps_are_those_of_peft_and_torch(model, tmp_path):
     assert apart(mine, theirs) < 1e-5
 
 
-def test_gradients_of_several_passes_are_those_of_one(model, tmp_path):
+@pytest.mark.parametrize("reduction", ["sum", "token"])
+def test_gradients_of_several_passes_are_those_of_one(model, tmp_path, reduction):
     given = data(6, seed=11)
-    whole = [opening("a"), passing("a", given), stepping("a"), saving("a", tmp_path / "whole")]
+    whole = [
+        opening("a"),
+        passing("a", given, loss_reduction=reduction),
+        stepping("a"),
+        saving("a", tmp_path / "whole"),
+    ]
     parts = [
         opening("a"),
-        *(passing("a", given[at : at + 2]) for at in range(0, 6, 2)),
+        *(passing("a", given[at : at + 2], loss_reduction=reduction) for at in range(0, 6, 2)),
         stepping("a"),
         saving("a", tmp_path / "parts"),
     ]
