@@ -10,7 +10,7 @@ from penstock.rows.reader import PackedRows, UnmaskedRows
 from penstock.rows.schema import PACKED
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, step
-from tests.engine.step.params_out import random_model
+from tests.engine.step.held_out import random_model
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
@@ -50,8 +50,8 @@ def job(folder, out, *, isolate, **train):
 def looked(job):
     """The loss of the first step, of all rows, and of an evaluation of the same ones before it."""
     loop = loop_of(job)
-    assert loop.params_out
-    told = loop.params_out.evaluate(lambda: False)
+    assert loop.held_out
+    told = loop.held_out.evaluate(lambda: False)
     assert told
     return told["eval_loss"], step(loop)["loss"]
 

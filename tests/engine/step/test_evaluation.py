@@ -22,7 +22,7 @@ from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, evaluated, loop_of
-from tests.engine.step.params_out import (
+from tests.engine.step.held_out import (
     NEW_TOKENS,
     by_transformers,
     greedy,
@@ -201,9 +201,9 @@ def passed(job):
         seen.append([len(group) for group in groups])
         return read_rows(rows, groups, reading)
 
-    assert loop.params_out is not None
+    assert loop.held_out is not None
     evaluator.read = noted
-    loop.params_out.evaluate(lambda: False)
+    loop.held_out.evaluate(lambda: False)
     evaluator.read = read_rows
     return seen
 
