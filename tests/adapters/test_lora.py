@@ -196,6 +196,20 @@ def test_training_starts_at_the_base_model(merge_qkv):
     assert torch.equal(packed_logits(normed, ids), base)
 
 
+@BOTH
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_all_linear_means_the_layers_that_peft_means_by_it(family, merge_qkv):
+    pair = twins(family, merge_qkv=merge_qkv)
+    theirs = peft.get_peft_model(pair.theirs, peft.LoraConfig(r=2, target_modules="all-linear"))
+    wanted = {
+        name.removeprefix("base_model.model.")
+        for name, module in theirs.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+    assert len(wanted) > 7
+    assert set(inject(pair.ours, LoraSpec(2, 2.0, ["all-linear"]))) == wanted
+
+
 def test_fused_and_split_layers_start_with_the_same_factors():
     starts = []
     for merge_qkv in (False, True):

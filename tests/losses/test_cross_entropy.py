@@ -114,6 +114,19 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(head, terms):
 
 
 @pytest.mark.parametrize("head", HEADS)
+def test_a_scale_multiplies_the_loss_and_every_gradient_however_logits_are_made(head):
+    hidden, call, labels = setting(head)
+    want = 0.03 * plain(hidden, call, labels)
+    inputs = trained(hidden, call)
+    wanted = torch.autograd.grad(want, inputs)
+    for loss in (Loss(mode="eager"), CHUNKED):
+        got = sum_cross_entropy(hidden, call, labels, loss, scale=0.03)
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        found = torch.autograd.grad(got, inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
 def test_log_probabilities_are_those_of_all_logits_at_once(head):
     hidden, call, labels = setting(head)
     capped = 3 * (call(hidden) / 3).tanh()

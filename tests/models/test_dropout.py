@@ -11,6 +11,7 @@ from penstock.engine.activations.checkpointing import (
     apply_activation_checkpointing,
 )
 from penstock.models.decoder import Decoder, PipelineStageModules
+from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.dropout import Dropout, DropoutRates, DropoutRNG, dropout_rng
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.dropout.reference import keep_mask
@@ -175,6 +176,26 @@ def test_nothing_is_dropped_in_an_evaluation_or_without_a_noise():
     assert torch.equal(logits(model, ids, None), want)
     assert not torch.equal(logits(model, ids, noise_of(ids)), want)
     assert torch.equal(logits(model.eval(), ids, noise_of(ids)), want)
+
+
+def test_an_evaluation_attends_as_a_model_does_that_drops_no_weights_of_attention():
+    """Which is what keeps keys of earlier tokens, and not all weights of a document at once."""
+    model = twins("qwen3", dropout=DropoutRates(attention=RATE)).ours
+    ids, _ = documents()
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    calls = []
+    for number, layer in enumerate(layers):
+
+        def attend(*args, number=number, attend=layer.attend):
+            calls.append(number)
+            return attend(*args)
+
+        layer.attend = attend
+    logits(model.train(), ids, noise_of(ids))
+    assert not calls
+    logits(model.eval(), ids, noise_of(ids))
+    assert calls == [*range(len(layers))]
+    assert len(layers) > 1
 
 
 @pytest.mark.parametrize("modules", [None, ["mlp", "self_attn"]], ids=["layers", "parts"])

@@ -275,7 +275,7 @@ def assemble(
             params,
             optimizer,
             only_trained=saves_adapters_only(run.lora),
-            optimizer_params=optimizer_params,
+            stepped=optimizer_params,
             states="saved" if train.save_optimizer else "left out",
             pre_update_hooks=pre_update_hooks,
             rounded_to=rounded_to(train),

@@ -105,7 +105,7 @@ class TrainStep:
         if self.preferences:
             preference_step = self.preferences.start_step(batches, references, scale)
             output_fns = [
-                preference_step.output_fn(batch, index) for index, batch in enumerate(batches)
+                preference_step.reduce(batch, index) for index, batch in enumerate(batches)
             ]
         else:
             divisor = max(1, trained) / scale

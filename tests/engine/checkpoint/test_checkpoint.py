@@ -256,6 +256,31 @@ def limited(root):
     return seen
 
 
+def broken_behind(root):
+    """Saves behind training that end by a fault of the program, and one more that does not."""
+    trained = made("copies", merge_qkv=False)
+    checkpoints = CheckpointManager(root, trained, init_process_group(60), writes="behind")
+    write = checkpoint_manager.write_boxes
+
+    def broken(*_):
+        raise ZeroDivisionError("a fault of the program")
+
+    checkpoint_manager.write_boxes = broken
+    for told in (lambda: checkpoints.save(2, {"step": 2}), checkpoints.finish):
+        checkpoints.save(1, {"step": 1})
+        with pytest.raises(ZeroDivisionError, match="a fault of the program"):
+            told()
+    checkpoint_manager.write_boxes = write
+    checkpoints.save(3, {"step": 3})
+    checkpoints.finish()
+    return [path.name for path in complete_checkpoints(root)]
+
+
+@pytest.mark.dist
+def test_whatever_ends_a_save_behind_training_is_raised_where_training_waits_for_it(tmp_path):
+    assert on_ranks(1, broken_behind, tmp_path) == [["global_step_3"]]
+
+
 def all_three(root):
     return behind(root), limited(root / "limited"), anew(root / "anew")
 

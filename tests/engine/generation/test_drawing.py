@@ -6,6 +6,14 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from penstock.core.errors import ConfigError
 from penstock.engine.generation.sampling import SamplingParams, sample_token, uniform
+from penstock.engine.generation.sequences import Prompt
+from tests.engine.generation.writing import (
+    built_of,
+    job_of,
+    log_probs_after,
+    read_model,
+    write_model,
+)
 
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.9, float("-inf"), 0.0, 0.31])
 DRAWS = 20_000
@@ -136,6 +144,33 @@ def test_numbers_are_uniform_over_places_samples_and_seeds():
         steps = torch.arange(5001, dtype=torch.float64) / 5000
         apart = torch.maximum(ordered - steps[:-1], steps[1:] - ordered).max()
         assert 5000**0.5 * apart < KOLMOGOROV
+
+
+def test_each_answer_is_drawn_by_numbers_of_its_own_and_ends_where_the_context_does(tmp_path):
+    write_model(tmp_path / "model", max_position_embeddings=16)
+    asked = [5, 6, 7, 8]
+    built = built_of(job_of(tmp_path, "drawn"))
+    prompts = [
+        Prompt(asked, SamplingParams(max_tokens=most, seed=9), num_completions=3)
+        for most in (100, 12, 5, None)
+    ]
+    found = [
+        [completion.tokens for completion in output.completions]
+        for output in built.generator.generate(prompts)
+    ]
+    assert [[len(tokens) for tokens in each] for each in found] == [
+        [n] * 3 for n in (12, 12, 5, 12)
+    ]
+    assert found[0] == found[1] == found[3]
+    assert found[2] == [tokens[:5] for tokens in found[0]]
+    model = read_model(tmp_path / "model")
+    for sample, tokens in enumerate(found[0]):
+        shares = log_probs_after(model, [*asked, *tokens])[len(asked) - 1 : -1].double().exp()
+        below = shares.cumsum(-1) / shares.sum(-1, keepdim=True)
+        wanted = [
+            int((sums <= uniform(9, sample, place)).sum()) for place, sums in enumerate(below)
+        ]
+        assert tokens == wanted
 
 
 @pytest.mark.parametrize(

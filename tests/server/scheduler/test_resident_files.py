@@ -115,6 +115,23 @@ def test_a_model_that_is_loaded_without_its_optimizer_steps_as_a_new_one(model, 
     assert workers.do(stepping("a")).metrics["step"] == 1
 
 
+def test_gradients_from_before_a_load_are_not_stepped_along(model, tmp_path):
+    workers = operations(model, tmp_path)
+    first = [opening("a", 8), passing("a", data(4)), stepping("a"), saving("a", tmp_path / "kept")]
+    for order in [*first, passing("a", data(4, seed=2))]:
+        workers.do(order)
+    load = LoadCheckpointCommand(model="a", folder=str(tmp_path / "kept"), optimizer=True)
+    workers.do(load)
+    with pytest.raises(ConfigError, match="no gradients"):
+        workers.do(stepping("a"))
+    # What is learnt next is what a model learns that was loaded and did nothing before.
+    second = [passing("a", data(4, seed=3)), stepping("a")]
+    for order in [*second, saving("a", tmp_path / "loaded")]:
+        workers.do(order)
+    done(model, tmp_path, [opening("a", 8), load, *second, saving("a", tmp_path / "new")])
+    assert apart(saved(tmp_path / "loaded"), saved(tmp_path / "new")) == 0
+
+
 def test_only_what_is_asked_for_learns(model, tmp_path):
     workers = operations(model, tmp_path)
     orders = [opening("a", 8, train_mlp=False, train_unembed=False), passing("a", data(4))]
