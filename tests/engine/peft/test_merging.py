@@ -192,6 +192,19 @@ def test_adapters_of_every_form_become_part_of_their_weights(folder):
         assert sum(far(apart[name], want) > 1e-3 for name, want in by_hand.items()) >= 4
 
 
+def test_after_every_merge_adapters_start_from_numbers_that_none_had_before(folder):
+    job = job_of(folder, "restarted", {**MERGED, "merge_lora_interval": 1})
+    [(_, weights, _)] = on_ranks(1, seen, job, 3)
+    factors = [name for name in weights[0] if parse_lora_name(name)]
+    assert factors
+    for name in factors:
+        starts = [each[name] for each in weights]
+        if "lora_B" in name:
+            assert not np.any(starts), name
+        else:
+            assert all(far(one, other) > 0.5 for one, other in combinations(starts, 2)), name
+
+
 def test_the_optimizer_forgets_adapters_alone_at_a_merge_if_that_is_written(folder):
     lora = {**MERGED, "lora_bias": "all"}
     jobs = {
