@@ -22,7 +22,7 @@ from penstock.engine.checkpoint.folders import complete_checkpoints
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.checkpoint.train_state import TrainState
-from penstock.engine.distributed.param_shards import local
+from penstock.engine.distributed.param_shards import full_shard, local, make_local_param
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.load_weights import load_weights
 from penstock.engine.hf.save_model import write_weights
@@ -258,8 +258,10 @@ def limited(root):
 
 def broken_behind(root):
     """Saves behind training that end by a fault of the program, and one more that does not."""
-    trained = made("copies", merge_qkv=False)
-    checkpoints = CheckpointManager(root, trained, init_process_group(60), writes="behind")
+    ranks, parameter = init_process_group(60), torch.nn.Parameter(torch.ones(3, 2))
+    params = [make_local_param("head", parameter, [full_shard("head", (3, 2))])]
+    trained = TrainState(params, torch.optim.AdamW([parameter]), only_trained=False)
+    checkpoints = CheckpointManager(root, trained, ranks, writes="behind")
     write = checkpoint_manager.write_boxes
 
     def broken(*_):

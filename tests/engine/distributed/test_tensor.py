@@ -357,17 +357,16 @@ def test_divided_models_can_be_sharded_and_copied(start):
 
 def scored(logits):
     """On each of two ranks, of 23 tokens and 131 logits: the places, losses and hits that are told,
-    and those that all logits give; of every third token the label is what is likeliest, by far
-    others are likeliest of the share of a rank, and some have no label."""
+    and those that all logits give. A label is what is likeliest of the logits of one rank."""
     generator = torch.Generator().manual_seed(4)
     hidden_TD, head_VD = (torch.randn(n, 9, generator=generator) for n in (23, 131))
     logits_TV = hidden_TD @ head_VD.t()
-    of_shares = torch.stack([part.argmax(1) for part in logits_TV.split(66, dim=1)])
-    of_shares[1] += 66
+    of_shares = torch.stack([part.argmax(1) for part in logits_TV.split([65, 66], dim=1)])
+    of_shares[1] += 65
     choice = torch.arange(23) % 4
     labels_T = torch.where(choice == 3, -100, of_shares[choice % 2, torch.arange(23)])
     mesh = Mesh(ParallelDims(tensor=2), torch.distributed.get_rank(), "cpu")
-    mine = head_VD.split(66)[mesh.index("tensor")]
+    mine = head_VD.split([65, 66])[mesh.index("tensor")]
     head = nn.Linear(9, len(mine), bias=False)
     head.weight.data.copy_(mine)
     scores = VocabParallelHead(mesh, 131, logits=logits).token_scores(BY_FIVE)
@@ -376,7 +375,8 @@ def scored(logits):
     losses = nn.functional.cross_entropy(logits_TV, labels_T, reduction="none")[kept]
     right = (logits_TV.argmax(1) == labels_T)[kept]
     assert torch.equal(found[0], kept.nonzero().squeeze(1))
-    torch.testing.assert_close(found[1], losses, rtol=LOSS_RTOL, atol=0)
+    # A small loss is the difference of two numbers of about ten.
+    torch.testing.assert_close(found[1], losses, rtol=LOSS_RTOL, atol=3e-6)
     assert found[2].tolist() == right.tolist()
     return right.tolist()
 
