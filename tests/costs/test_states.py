@@ -41,7 +41,7 @@ def test_states_take_what_is_told(case):
     name = "model.layers.0.mlp.up_proj.weight"
     grouping = Grouping(matrices={name} if train.optimizer == "muon" else set())
     optimizer = build_optimizer(
-        [(name, weight)], train, grouping, keeping=build_state_precision(train, [])
+        [(name, weight)], train, grouping, precision=build_state_precision(train, [])
     )
     weight.grad = torch.randn_like(weight)
     optimizer.step()

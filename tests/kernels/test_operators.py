@@ -10,7 +10,7 @@ from torch.library import opcheck
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.layers.module_registry import OpModule
-from penstock.models.layers.quantized_linear import LEAVES, QuantizedMatrix
+from penstock.models.layers.quantized_linear import COMPONENTS, QuantizedMatrix
 from penstock.models.layers.router import Router
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.group_gemm import group_gemm
@@ -73,7 +73,7 @@ def test_what_programs_ask_of_modules_by_number():
     matrix = QuantizedMatrix(get_format("nvfp4"), (4, 24), torch.device(DEVICE))
     for leaf, raw in quantize(drawn(4, 24, learns=False), matrix.format).as_bytes().items():
         matrix.get_parameter(leaf).data = raw
-    tensors = [matrix.get_parameter(leaf) for leaf in LEAVES]
+    tensors = [matrix.get_parameter(leaf) for leaf in COMPONENTS]
     number, kind = module_by_id(matrix), (24, torch.bfloat16)
     weight, told = operator("quantized_weight")(number, *tensors, *kind)
     assert torch.equal(operator("quantized_weight_again")(number, told, *tensors, *kind), weight)

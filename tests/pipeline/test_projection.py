@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.config.rules.fields import PAIRS, READ_BY
+from penstock.config.rules.fields import PAIRS, TYPES_OF_FIELD
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.pack.stage import Pack
@@ -66,7 +66,7 @@ PLAIN = section("data")
 
 def reading(name, column=None):
     """A data set of a type that reads the column that `name` names, and names it so."""
-    types = READ_BY.get(name, ("chat",))
+    types = TYPES_OF_FIELD.get(name, ("chat",))
     kind = "chat" if "chat" in types else types[0]
 
     def sections(chats):

@@ -239,8 +239,8 @@ def test_evaluations_of_more_or_other_rows_are_not_taken_for_each_other(tmp_path
         run = run.model_copy(update={"train": run.train.model_copy(update=limit)})
         looking = recurring._Tick(run, open_releases(run), bring, lambda _: None)
         args = (plan(run, ("train",)), tmp_path / "exported", {"hf": "hf"})
-        assert looking._evaluated(*args) == {"eval_loss": 1.0}
-        looking._evaluated(*args)
+        assert looking._evaluate(*args) == {"eval_loss": 1.0}
+        looking._evaluate(*args)
     assert folders[::2] == folders[1::2]
     assert len(set(folders)) == 4
 

@@ -53,7 +53,7 @@ class Training:
         for matrix in self.matrices:
             hidden_TD = torch.tanh(hidden_TD @ matrix)
         (hidden_TD - self.input_TD).square().mean().backward()
-        self.trained.changes.run()
+        self.trained.pre_update_hooks.run()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

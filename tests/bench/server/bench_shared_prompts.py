@@ -141,7 +141,7 @@ def tokens(records: list[dict[str, Any]], place: Path) -> list[str]:
     data = write_lines(place / "all.jsonl", records)
     prepared, _ = run(prepare((data, {"type": "preference"})), place / "prepared" / "all")
     samples = PreparedSamples(prepared.path, "train")
-    sides = np.stack([samples.lengths_of(side) for side in samples.stored], axis=1)
+    sides = np.stack([samples.side_lengths(side) for side in samples.stored], axis=1)
     padded, own = trl_batches(records, place)
     assert sorted(own) == sorted(sides.ravel().tolist()), "other answers than ours"
     ours = tokens_of_rows(packed(prepared, place / "shared", share_prompts=True))

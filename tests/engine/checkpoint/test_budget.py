@@ -22,7 +22,7 @@ from penstock.train.checkpointing import TrainerState
 from penstock.train.duration import Duration, build_duration
 from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.launch.stop_request import StopRequest
-from penstock.train.launch.upload_selection import files_to_download
+from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
 from tests.engine.loops import each, loop_of
@@ -323,6 +323,7 @@ def test_a_number_of_tokens_ends_a_run_at_one_step_from_wherever_it_goes_on(fold
     train = job(folder, "goes on", max_tokens=int(2.5 * lengths.sum()), max_steps=most).config.train
     batches = StepSampler(lengths, rows_per_step=4, seed=7, last_batch="drop")
     at, found = TrainerState(batches.start()), []
+    assert train.max_tokens is not None
     while at.tokens < train.max_tokens and at.step != most:
         found.append(build_duration(train, batches, lengths, at))
         numbers = batches.rows(at.cursor).tolist()
@@ -353,3 +354,27 @@ def test_another_machine_fetches_the_best_checkpoint_beside_the_newest(tmp_path)
         *(f"checkpoints/global_step_4/{file}" for file in ("state.json", "BEST", "COMPLETE")),
         *(f"checkpoints/global_step_8/{file}" for file in ("state.json", "COMPLETE")),
     }
+
+
+@pytest.mark.parametrize("order", [sorted, lambda group: sorted(group, reverse=True)])
+def test_an_upload_broken_off_anywhere_leaves_no_checkpoint_to_fetch_that_is_not_whole(
+    tmp_path, order
+):
+    there, whole = tmp_path / "there", {}
+    for step in (2, 4):
+        folder = there / "checkpoints" / f"global_step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        for name in ("A.distcp", "z.distcp", "COMPLETE"):
+            (folder / name).touch()
+        names = {path.relative_to(there).as_posix() for path in folder.iterdir()}
+        whole[f"checkpoints/{folder.name}/COMPLETE"] = names
+    sent, seen = set(), []
+    # The files of a group are sent at once, so they come in any order.
+    for path in (path for group in files_to_upload(there) for path in order(group)):
+        sent.add(path.relative_to(there).as_posix())
+        found = files_to_download(sent, tmp_path / "elsewhere", CheckpointNaming())
+        if found:
+            assert whole[found[-1]] <= set(found)
+            seen.append(found[-1])
+    assert list(dict.fromkeys(seen)) == list(whole)

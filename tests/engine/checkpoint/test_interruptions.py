@@ -116,7 +116,7 @@ def followed_in_vain():
         module = GONE if word == "mlflow" else HUNG
         self._trackers.start(title, module, self._job.output_dir / "logs" / f"{word}.log")
 
-    MetricsRecorder._start = start
+    MetricsRecorder._start_process = start
 
 
 def start(job, moment=None, signum=None):

@@ -113,7 +113,7 @@ def test_a_stage_that_is_killed_at_random_ends_with_the_same_bytes(stage, chain)
 def bring_here(config, stage):
     """Every step of the run up to the stage, in this process, which is its only rank. Scores of a
     reference model are kept as soon as there are some."""
-    reference_ranks.KEEP_SECONDS = 0.0
+    reference_ranks.SAVE_SECONDS = 0.0
     planned = plan(load(config), (stage,), ranks="this_process")
     for step in planned.steps:
         execute_stage(step, planned.run, RebuildOptions(), lambda _: None)

@@ -285,13 +285,13 @@ def test_the_memory_of_bodies_is_shared_fairly():
             other = BodyLease("b")
             held.take(other, 30)
             assert (first.is_evicted, second.is_evicted) == (False, True)
-            assert held.params_bytes == 70
+            assert held.held_bytes == 70
             # Nobody takes more than others have.
             with pytest.raises(ApiError):
                 held.take(other, 40)
             held.release(first)
             held.release(other)
-            assert held.params_bytes == 0
+            assert held.held_bytes == 0
             young.reschedule(None)
 
     run(scenario())

@@ -152,8 +152,8 @@ class Overheard(ControlBroadcast):
         self.frames.append(frame)
         return frame
 
-    def all_gather_errors(self, fault):
-        return [fault]
+    def all_gather_errors(self, error):
+        return [error]
 
 
 class Obeying:

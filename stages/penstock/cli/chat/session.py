@@ -46,14 +46,14 @@ class ChatOptions:
 
     def sampling(self, ends: tuple[int, ...], turn: int) -> "SamplingParams":
         """Sampling parameters of this turn. Raises ConfigError for invalid values."""
-        from penstock.engine.generation.sampling import ALL, SamplingParams
+        from penstock.engine.generation.sampling import NO_TOP_K, SamplingParams
 
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}. Write 1 or more.")
         return SamplingParams(
             max_tokens=self.max_new_tokens,
             temperature=self.temperature,
-            top_k=ALL if self.top_k is None else self.top_k,
+            top_k=NO_TOP_K if self.top_k is None else self.top_k,
             top_p=self.top_p,
             seed=None if self.seed is None else self.seed + turn,
             stop_tokens=ends,
