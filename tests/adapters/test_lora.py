@@ -148,7 +148,7 @@ def test_each_adapted_layer_drops_from_its_own_input_as_in_peft(tmp_path, merge_
     pair, theirs, _ = adapted_twins(tmp_path, merge_qkv, spec)
     # PEFT computes DoRA otherwise in an evaluation, whatever its dropout does then.
     for name, module in theirs.train().named_modules():
-        if isinstance(module, peft.tuners.lora.TargetLayer):
+        if isinstance(module, peft.tuners.lora.Linear):
             assert module.lora_dropout["default"].p == rate
             site = name.removeprefix("base_model.model.")
             module.lora_dropout["default"] = OfBatches(rate, site)
