@@ -19,4 +19,4 @@ def test_a_quoted_message_is_one_that_the_package_prints(message):
 
 
 def test_a_message_that_nobody_prints_is_found():
-    assert unknown_parts("nothing has moved for … weeks") == ["weeks"]
+    assert unknown_parts("no rank has made progress for … weeks") == ["weeks"]

@@ -20,7 +20,7 @@ def plan(
         str | None, typer.Option(metavar="NAME", help="Devices to plan for, such as H200.")
     ] = None,
 ) -> dict[str, Any]:
-    """Print which stages are cached, which would run and why, and the cost of training."""
+    """Print which stages would run and why, and the cost of training."""
     from penstock.cli.plan.costs import DeviceOptions
     from penstock.cli.plan.stages import print_plan
 
@@ -64,7 +64,7 @@ def translate(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown keys.")] = False,
 ) -> dict[str, Any]:
-    """Translate another tool's config to a Penstock config, and report on each key."""
+    """Translate another tool's config, and report on each key."""
     from penstock.cli.translate import TranslateOptions, translate_file
 
     return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)
@@ -88,7 +88,7 @@ def doctor(
         ),
     ] = False,
 ) -> dict[str, Any]:
-    """Check versions, devices and optional packages, and print how to fix problems."""
+    """Check versions, devices and packages; say how to fix them."""
     from penstock.cli.doctor import measure_speed, run_checks
 
     return run_checks(console, measure_speed() if measure else ())

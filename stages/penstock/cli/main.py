@@ -227,7 +227,7 @@ def pack(
 
 
 def recur(console: Console, config: Config) -> dict[str, Any]:
-    """Train again if the sources have new samples; release the model if it is better."""
+    """Train on new samples; release the model if it is better."""
     from penstock.cli.recur import recur as look
 
     return look(run_request(config), console)
@@ -301,7 +301,7 @@ add_command(app, prepare)
 add_command(app, pack)
 for _name, _summary in {
     "reference": "Compute the reference model's log-probs of all completions.",
-    "train": "Train on the packed sequences, from the newest checkpoint if there is one.",
+    "train": "Train on packed sequences; resumes from the newest checkpoint.",
     "export": "Write the trained model as a Hugging Face folder.",
     "push": "Send the exported model to the hub or to a URL.",
 }.items():

@@ -53,7 +53,7 @@ def show_release(console: Console, where: Where, number: Number = None) -> JsonO
 
 
 def verify_releases(console: Console, where: Where) -> JsonObject:
-    """Read every file of every release again; exit 1 if one is damaged."""
+    """Read every file of every release; exit 1 if one is damaged."""
     from penstock.cli.artifacts.entries import LocalEntry
 
     store = _open_store(where)
@@ -75,7 +75,7 @@ def roll_back_release(
         int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
     ] = None,
 ) -> JsonObject:
-    """Point `latest` to an earlier release; later ones are not released again.
+    """Point `latest` to an earlier release; later ones are skipped.
 
     With the number of a later release it rolls forward.
     """

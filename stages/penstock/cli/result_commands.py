@@ -21,7 +21,7 @@ def report(
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Write the report of a run again, or a page that compares several runs."""
+    """Write the report of a run, or a page that compares several."""
     from penstock.cli.report import write_reports
 
     return write_reports(folders, output, console)
@@ -69,7 +69,7 @@ def evaluate(
         Path | None, typer.Option(help="A folder with more tasks, in the harness's format.")
     ] = None,
 ) -> dict[str, Any]:
-    """Generate completions of held-out prompts and count exact matches."""
+    """Answer held-out prompts and count exact matches."""
     from penstock.cli.evaluate import EvalOptions, evaluate_target
 
     tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()

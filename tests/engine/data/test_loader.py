@@ -132,7 +132,7 @@ def failing(folder):
 def test_what_goes_wrong_in_a_loading_process_reaches_the_rank(folder):
     [[index, artifact]] = on_ranks(1, failing, folder)
     assert "row 99 of 10" in index
-    assert artifact.endswith("holds no packed rows.\n  Run the pack stage first.")
+    assert artifact.endswith("has no packed rows.\n  Run the pack stage first.")
 
 
 def children_here():

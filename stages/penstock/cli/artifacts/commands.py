@@ -29,7 +29,7 @@ SEARCH_DEPTH = 5
 
 
 def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
-    """List all results: stage, key, state, size, creation time, location."""
+    """List all results: stage, key, state, size, time, location."""
     entries = list(find_entries(root))
     rows = [("stage", "key", "standing", "size", "created", "where")]
     rows += [_row(entry) for entry in entries]
@@ -38,7 +38,7 @@ def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
 
 
 def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
-    """Print the manifest of a result: identity, inputs, files and facts."""
+    """Print a result's manifest: identity, inputs, files and facts."""
     entry = _find_entry(key, root)
     if entry.manifest is None:
         raise ArtifactError(f"{entry.where} is incomplete and has no manifest yet.")

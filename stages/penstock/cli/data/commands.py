@@ -34,7 +34,7 @@ def show(
     ] = [],  # noqa: B006 - typer reads it and never writes it
     no_upstream: NoUpstream = False,
 ) -> dict[str, Any]:
-    """Print samples as the model sees them, with trained tokens marked."""
+    """Print samples as the model sees them, trained tokens marked."""
     from penstock.cli.data.load_prepared import prepared_data
     from penstock.cli.data.show import SampleSelection, show_samples
 
