@@ -287,7 +287,7 @@ def test_a_target_that_cannot_be_adapted_is_refused(targets, says):
     ("family", "merge_qkv", "spec", "says"),
     [
         ("qwen2", True, LoraSpec(2, 2.0, ["q_proj"], bias="lora_only"), "merge_qkv: false"),
-        ("qwen3", False, LoraSpec(2, 2.0, bias="all"), "no layer that it means has a bias"),
+        ("qwen3", False, LoraSpec(2, 2.0, bias="all"), "none of these layers has a bias"),
         ("qwen2", True, LoraSpec(2, 2.0, ["o_proj"], bias="lora_only"), "Leave lora_bias out"),
         ("qwen3_moe", True, LoraSpec(2, 2.0, normed="dora"), "use_dora is true, .* names experts"),
         ("gpt_oss", True, LoraSpec(2, 2.0, ["q_proj"], bias="all"), "Write lora_bias: lora_only"),

@@ -72,7 +72,7 @@ def measured(loop: Trainer) -> tuple[float, float]:
     """Medians of the seconds of a step and of telling."""
     spent, steps = [0.0], list[float]()
     loop._open()
-    timed(loop, "_tell", spent)
+    timed(loop, "_log", spent)
     timed(loop.measures, "of_step", spent)
     timed(loop.measures, "memory_here", spent)
     if norms := loop.built.engine.norms:

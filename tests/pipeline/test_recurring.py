@@ -127,7 +127,7 @@ def grows(folder):
         story.tick()
     (folder / "data" / "e.jsonl").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalReleaseStore, "point", interrupted)
+        patch.setattr(LocalReleaseStore, "set_latest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             story.tick(metric=None)
     story.meanwhile["export"] = lambda: roll_back(story.shelf, 1, lambda _: None)

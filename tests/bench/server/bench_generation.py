@@ -112,7 +112,7 @@ def main() -> None:
             mine, other = (tokens / spent for spent in medians(works, processor_seconds).values())
             lines.append(f"{name:30} {mine:8.0f} {other:12.0f} {mine / other:6.2f}")
             sys.stderr.write(lines[-1] + "\n")
-        anew = replace(generator, keeps_up_to=0)
+        anew = replace(generator, max_cached_length=0)
         if ours(generator, ON_THE_WAY) != ours(anew, ON_THE_WAY):
             sys.exit("what is kept changes what is written")
         works = {

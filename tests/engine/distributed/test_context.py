@@ -240,8 +240,8 @@ def computed(plans, ring, total, window):
 
     def count(part, asking, given):
         queries, keys = asking[list(part.queries)], given[list(part.keys)]
-        assert (part.sees.num_queries, part.sees.num_keys) == (len(queries), len(keys))
-        hidden = part.sees.hidden_keys(torch.device("cpu"))
+        assert (part.mask.num_queries, part.mask.num_keys) == (len(queries), len(keys))
+        hidden = part.mask.hidden_keys(torch.device("cpu"))
         seen = torch.ones(len(queries), len(keys)) if hidden is None else ~hidden
         assert all(seen.any(dim).all() for dim in (0, 1)), "each sees some, and each is seen"
         times[queries.unsqueeze(1), keys] += seen.long()
@@ -251,12 +251,12 @@ def computed(plans, ring, total, window):
         mine = tokens[index]
         start_rows = None if plan.start_rows is None else plan.start_rows.tolist()
         times[mine.unsqueeze(1), mine] += visible(plan.lengths, window, start_rows).long()
-        for part in plan.own:
+        for part in plan.local_blocks:
             count(part, mine, mine)
         for step in plan.steps:
             giver = (index - step.distance) % ring
-            [given] = [s.gives for s in plans[giver].steps if s.distance == step.distance]
-            assert step.takes == len(given)
+            [given] = [s.send for s in plans[giver].steps if s.distance == step.distance]
+            assert step.recv_count == len(given)
             for part in step.parts:
                 count(part, mine, tokens[giver][list(given)])
     return times

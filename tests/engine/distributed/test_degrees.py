@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "stage of nothing sharded": (
         values_of(2, data_parallel_mode="ddp", zero_stage=1),
         "train.zero_stage",
-        "shards no weights",
+        "does not shard weights",
         "data_parallel_mode: fsdp2",
     ),
     "global batch": (

@@ -35,7 +35,7 @@ class Copied(LocalParam):
     """A parameter that three ranks hold, which compute other tokens with it."""
 
     @property
-    def replicas(self):
+    def num_replicas(self):
         return 3
 
 

@@ -75,7 +75,7 @@ def test_stages_lie_on_ranks_in_a_loop_or_a_v():
 def test_the_number_of_stages_that_a_schedule_needs_is_filled_in_and_said():
     train = train_of(pipeline_parallel_schedule="ZBVZeroBubble")
     assert describe_pipeline(train, 6) == (
-        "pipeline: ZBVZeroBubble on 2 ranks x 2 stages (the schedule's least), "
+        "pipeline: ZBVZeroBubble on 2 ranks x 2 stages (the schedule's minimum), "
         "layers 0 | 1-2 | 3-4 | 5"
     )
     assert "(" not in describe_pipeline(train_of(), 6)

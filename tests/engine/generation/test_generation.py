@@ -140,9 +140,9 @@ MANY = [
 ]
 LITTLE_ROOM = {
     "all at once": {},
-    "in turn": {"kept_tokens": 1},
-    "some at a time": {"kept_tokens": 200},
-    "prompts one by one": {"passed_tokens": 1},
+    "in turn": {"kv_cache_tokens": 1},
+    "some at a time": {"kv_cache_tokens": 200},
+    "prompts one by one": {"prefill_tokens": 1},
 }
 
 
@@ -150,7 +150,7 @@ def in_little_room(job):
     """The same under every limit, and with nothing kept."""
     built = built_of(job)
     found = {name: written(built, MANY, **its) for name, its in LITTLE_ROOM.items()}
-    for name, its in {"afresh": {}, "afresh, some at a time": {"passed_tokens": 60}}.items():
+    for name, its in {"afresh": {}, "afresh, some at a time": {"prefill_tokens": 60}}.items():
         found[name] = written(built, MANY, max_cached_length=0, **its)
     # Some are kept, and some are not.
     found["by turns"] = written(built, MANY, max_cached_length=35)

@@ -39,8 +39,8 @@ def stopped(job):
     by_token, by_text, at_limit, none = written(
         built,
         [
-            replace(free, how=replace(free.sampling, stop_tokens=tuple(tokens))),
-            replace(free, how=replace(free.sampling, stop_texts=("never said", text))),
+            replace(free, sampling=replace(free.sampling, stop_tokens=tuple(tokens))),
+            replace(free, sampling=replace(free.sampling, stop_texts=("never said", text))),
             Prompt(list(range(30)) * 16, SamplingParams(seed=1)),
             Prompt(PROMPTS[2], SamplingParams(max_tokens=0), needs_prompt_logprobs=True),
         ],

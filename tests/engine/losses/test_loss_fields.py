@@ -55,7 +55,7 @@ def told(job):
     torch.compile = watched
     try:
         loop = loop_of(job)
-        before = evaluated(loop, PackedRows(job.packed / "data" / "train"))["eval_loss"]
+        before = evaluated(loop, PackedRows(job.packed_dir / "data" / "train"))["eval_loss"]
         with Names() as names:
             record = step(loop)
     finally:

@@ -122,7 +122,7 @@ def test_gradients_are_the_same_bits_and_what_early_layers_kept_is_nowhere_on_th
     if again:
         kind, modules, *moe_recompute = again
         apply_activation_checkpointing(
-            model, modules, kind, **({"mixtures": moe_recompute[0]} if moe_recompute else {})
+            model, modules, kind, **({"moe_recompute": moe_recompute[0]} if moe_recompute else {})
         )
     before = model.run_layer
     cast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=casting == "bf16")

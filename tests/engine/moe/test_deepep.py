@@ -137,7 +137,11 @@ REFUSED = {
     "no gpus": (Gpus(0), True, "needs CUDA devices, and there is none"),
     "no package": (HOPPERS, False, "the package deep_ep is not installed"),
     "too old": (Gpus(8, (8, 0), has_nvlink=True), True, "9.0 or later, and these have 8.0"),
-    "not linked": (Gpus(8, (9, 0), has_nvlink=False), True, "NVLink joins no two of these GPUs"),
+    "not linked": (
+        Gpus(8, (9, 0), has_nvlink=False),
+        True,
+        "no two of these GPUs are connected by NVLink",
+    ),
 }
 
 

@@ -72,7 +72,7 @@ def evaluations(job):
 def looked(job):
     """What an evaluation tells before any step, and what prompts are answered, on every rank."""
     loop = loop_of(job)
-    held_out = job.packed / "data" / "validation"
+    held_out = job.packed_dir / "data" / "validation"
     told = evaluated(loop, PackedRows(held_out))
     assert loop.sampler is not None
     answers = loop.sampler.generate(lambda: False)
@@ -256,7 +256,10 @@ class StopsWhileLooking(StopRequest):
         self.loop = loop
 
     def __bool__(self):
-        if self.loop.at.step == self.step and self.loop.ranks.heartbeat._beat.phase == self.within:
+        if (
+            self.loop.at.step == self.step
+            and self.loop.ranks.heartbeat._status.phase == self.within
+        ):
             self.asked += 1
         return self.asked > 1
 

@@ -113,7 +113,7 @@ def take_steps(loop, steps):
     """Steps of the optimizer along drawn gradients."""
     engine = loop.built.engine
     for step in steps:
-        for local_param in engine.layout.trainable:
+        for local_param in engine.model.trainable:
             gradient = torch.zeros_like(
                 local_param.parameter, dtype=local_param.parameter.grad_dtype
             )
@@ -290,7 +290,7 @@ def bits_of(loop):
     """All that a checkpoint would hold of this rank, by name."""
     return {
         f"{name} {box.offsets}": box.data.float().numpy().copy()
-        for name, boxes in loop.built.trained.boxes().items()
+        for name, boxes in loop.built.train_state.boxes().items()
         for box in boxes
     }
 

@@ -271,7 +271,7 @@ def test_the_log_format_is_a_bar_or_lines_or_objects(folder):
     assert "step=1 " in found["structured"]
     assert "3/3" not in found["structured"]
     assert "3/3" in found["progress_bar"]
-    for word in ("loss ", "lr ", "norm ", "tok/s", " GiB", " left"):
+    for word in ("loss ", "lr ", "norm ", "tok/s", " GiB", "ETA"):
         assert word in found["progress_bar"]
     assert "step=1 " not in found["progress_bar"]
     objects = [json.loads(line) for line in found["json"].splitlines() if line.startswith("{")]

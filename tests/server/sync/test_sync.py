@@ -96,7 +96,7 @@ def live_of(job, loop):
     names = family.weight_map(family.read(hf_config))
     quantizing = quantization_args(job.config)
     return RankModelView(
-        loop.built.trained.params,
+        loop.built.train_state.params,
         names,
         family.roles,
         adapting=resolve_model_source(job.config).adapting,

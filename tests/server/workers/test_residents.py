@@ -205,7 +205,7 @@ def test_passes_and_a_step_are_a_step_of_training(model, tmp_path):
     assert told["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
     trained = {
         piece.tensor: piece.view(one.parameter.detach())
-        for one in engine.layout.trainable
+        for one in engine.model.trainable
         for piece in one.shards
     }
     assert apart(saved(tmp_path / "mine"), trained) < 1e-5
