@@ -106,7 +106,7 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
             {"rope_parameters": {"rope_type": "spiral"}},
             "default, linear, llama3, yarn, dynamic, longrope are computed",
         ),
-        ({"partial_rotary_factor": 0.5}, "a share of 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias is true"),
         ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min is 0.5"),

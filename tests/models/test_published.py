@@ -34,7 +34,7 @@ def compressed(**changed: Any) -> dict[str, Any]:
         ({"quant_method": "awq"}, "quant_method 'awq'; fp8, modelopt, bitsandbytes, compressed"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
         ({"quant_method": "mxfp4"}, r"MXFP4.*Mxfp4Config\(dequantize=True\)"),
-        ({"load_in_8bit": True}, "keeps 8 bits; its nf4"),
+        ({"load_in_8bit": True}, "8-bit bitsandbytes weights; only nf4"),
         ({"load_in_4bit": True}, "bnb_4bit_quant_type 'fp4'"),
         ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype 'fp4'"),

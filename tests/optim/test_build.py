@@ -192,7 +192,7 @@ def test_what_rounding_takes_is_kept_and_reaches_the_weights_in_the_end():
         ("torch.optim.Muon", {}, "write muon"),
         ("torch.optim.RAdam", {"beta": [0.9, 0.9]}, "Did you mean betas"),
         ("torch.optim.RAdam", {"betas": [0.9, 2.0]}, r"does not take .* Invalid beta"),
-        ("torch.optim.RAdam", {"lr": 0.1}, r"decided by train\.lr"),
+        ("torch.optim.RAdam", {"lr": 0.1}, r"set by train\.lr"),
     ],
 )
 def test_what_an_optimizer_does_not_take_is_refused(name, told, says):
@@ -207,5 +207,5 @@ def test_an_optimizer_of_a_package_that_is_not_there_is_refused():
 
 
 def test_decay_that_an_optimizer_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match=r"is 0\.1, and torch\.optim\.Rprop knows no"):
+    with pytest.raises(ConfigError, match=r"is 0\.1, and torch\.optim\.Rprop has no"):
         named_optimizer(OptimConfig(optimizer="torch.optim.Rprop", weight_decay=0.1))

@@ -69,7 +69,7 @@ def test_numbers_that_are_all_the_same_stay_what_they_are(form, values):
 def test_numbers_that_are_compressed_in_parts_are_the_same(form, monkeypatch):
     for moment, values in zip(("first", "second"), moments_like_adams(1000), strict=True):
         whole = quantize_states(values.view(10, 100), moment, form)
-        monkeypatch.setattr(quantized_states, "AT_ONCE", 2 * BLOCK)
+        monkeypatch.setattr(quantized_states, "CHUNK", 2 * BLOCK)
         for one, other in zip(whole, quantize_states(values, moment, form), strict=True):
             assert torch.equal(one, other)
 

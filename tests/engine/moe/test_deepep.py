@@ -140,7 +140,7 @@ REFUSED = {
     "not linked": (
         Gpus(8, (9, 0), has_nvlink=False),
         True,
-        "no two of these GPUs are connected by NVLink",
+        "are connected by NVLink",
     ),
 }
 
