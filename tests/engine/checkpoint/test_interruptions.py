@@ -112,9 +112,9 @@ def followed_in_vain():
     recorder.select_trackers = lambda _: (["mlflow", "trackio"], [])
     recorder.POLL_SECONDS, supervisor.SHUTDOWN_SECONDS = 0, 0.2
 
-    def start(self, title, module, word):
-        module = GONE if word == "mlflow" else HUNG
-        self._trackers.start(title, module, self._job.output_dir / "logs" / f"{word}.log")
+    def start(self, title, module, argument):
+        module = GONE if argument == "mlflow" else HUNG
+        self._trackers.start(title, module, self._job.output_dir / "logs" / f"{argument}.log")
 
     MetricsRecorder._start_process = start
 

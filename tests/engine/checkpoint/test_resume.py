@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,7 +114,7 @@ def gone_on(job):
     loop.clock.resume_from(1000.0)
     loop.saves.save(loop.at, loop._trainer_state({"evaluation"}))
     loop.saves.finish()
-    told = [(loop.at, loop.judge.state_dict(), rng.get_rng_state(), None)]
+    told: list[Any] = [(loop.at, loop.judge.state_dict(), rng.get_rng_state(), None)]
     for record in ({"step": 1, "eval_loss": 3.5}, {"step": 2, "time": 1.0, "eval_loss": 2.5}):
         if loop.ranks.is_main_process:
             log = MetricsLog(job.output_dir / "metrics.jsonl", 2)
@@ -125,8 +127,9 @@ def gone_on(job):
         assert due == {"evaluation"}
         assert 1000 <= again.clock.seconds < 2000
         known = again.at, again.judge.state_dict(), rng.get_rng_state()
-        again.held_out.evaluate = lambda _: {"eval_loss": 4.5}
-        assert again._run_due_evals(due, 0)
+        assert again.held_out
+        with patch.object(again.held_out, "evaluate", lambda _: {"eval_loss": 4.5}):
+            assert again._run_due_evals(due, 0)
         assert not due
         told.append((*known, again._evaluated))
     return told

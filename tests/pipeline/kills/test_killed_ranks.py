@@ -91,7 +91,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     assert len(killed) == 2
     with pytest.raises(StageError) as told:
         build_facts(disturbed, ended, "there")
-    assert f"rank 1 on {platform.node()} ({killed[1]}) was ended by SIGKILL" in str(told.value)
+    assert f"rank 1 on {platform.node()} ({killed[1]}) was killed by SIGKILL" in str(told.value)
     assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
 
     again = replace(disturbed, launch="again")

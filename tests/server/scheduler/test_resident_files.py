@@ -325,7 +325,7 @@ def test_what_begins_from_a_checkpoint_counts_as_strongly_as_it_did(model, tmp_p
     orders = [opening("a", 8, alpha=40), passing("a", data(4)), stepping("a", 0.05)]
     look = passing("a", data(2, seed=3), forward_only=True)
     *_, looked = (workers.do(order) for order in [*orders, saving("a", tmp_path / "kept"), look])
-    workers = replace(operations(model, tmp_path), begin_from=tmp_path / "kept")
+    workers = replace(operations(model, tmp_path), init_checkpoint=tmp_path / "kept")
     workers.do(opening("a", 8))
     assert workers.do(look).outputs == looked.outputs
 

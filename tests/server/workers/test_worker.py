@@ -133,7 +133,7 @@ def test_what_breaks_is_told_and_ends_the_workers(model, tmp_path):
     assert isinstance(script.told[-1], CommandFailure)
     assert (script.told[-1].category, script.told[-1].code) == ("server", "internal")
     assert script.told[-1].needs_restart
-    assert "started again" in script.told[-1].error
+    assert "restarted" in script.told[-1].error
 
 
 def test_the_self_test_passes_where_all_is_well_and_leaves_nothing(model, tmp_path):
@@ -315,7 +315,7 @@ def test_norms_of_types_of_layers_are_told_with_each_pass_where_they_are_asked_f
 def test_new_models_start_from_the_checkpoint_that_the_file_names(model, tmp_path):
     learnt = [opening("a", 8), passing("a", data(3)), stepping("a", 0.1)]
     done(model, tmp_path, [*learnt, saving("a", tmp_path / "kept")])
-    workers = replace(operations(model, tmp_path), begin_from=tmp_path / "kept")
+    workers = replace(operations(model, tmp_path), init_checkpoint=tmp_path / "kept")
     workers.do(opening("b", 8, seed=9))
     workers.do(saving("b", tmp_path / "begun"))
     begun, kept = saved(tmp_path / "begun"), saved(tmp_path / "kept")
