@@ -373,7 +373,7 @@ def test_an_optimizer_that_cannot_be_is_refused_and_the_workers_go_on(model, tmp
     nesterov = OptimizerConfig(kind="sgd", kwargs={"nesterov": True})
     with pytest.raises(ConfigError, match="needs momentum above 0"):
         workers.do(CreateModelCommand(model="a", lora=None, optimizer_config=nesterov))
-    with pytest.raises(ConfigError, match="told eps with each step"):
+    with pytest.raises(ConfigError, match="eps is sent with each step"):
         workers.do(
             CreateModelCommand(
                 model="a", lora=None, optimizer_config=OptimizerConfig(kwargs={"eps": 0.1})

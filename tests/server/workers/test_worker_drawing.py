@@ -174,7 +174,7 @@ def read_without_memory(model, out, folder):
     workers = operations(model, out, data_parallel_mode="fsdp2", data_parallel_shard_size=2)
     fault = torch.OutOfMemoryError("no memory is left")
     is_second = workers.models.substrate.ranks.rank == 1
-    failing = patch.object(generate.GenerationHandler, "_read", side_effect=fault)
+    failing = patch.object(generate.GenerationHandler, "_read_adapter", side_effect=fault)
     with failing if is_second else nullcontext(), pytest.raises(ArtifactError) as caught:
         workers.do(answering(str(folder)))
     return str(caught.value), workers.do(answering(str(folder)))

@@ -232,8 +232,8 @@ def test_weights_may_be_shares_of_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "where", "says"),
     [
-        ({"ds_type": "megatron", "type": "text"}, "type", "holds token ids"),
-        ({"path": "a.idx", "type": "chat"}, "type", "holds token ids"),
+        ({"ds_type": "megatron", "type": "text"}, "type", "contain token ids"),
+        ({"path": "a.idx", "type": "chat"}, "type", "contain token ids"),
         ({"ds_type": "json", "splits_string": "9,1"}, "splits_string", "ds_type is json"),
         ({"splits_string": "9,1", "split": "valid"}, "split", "train, validation, test"),
         ({"splits_string": "9,x"}, "splits_string", "write the shares of train"),

@@ -25,7 +25,7 @@ def test_no_drawn_line_is_wider_than_the_terminal(monkeypatch):
     for columns in (60, 80):
         lines = re.split(r"[\r\n]", drawn(monkeypatch, columns))
         assert max(map(len, lines)) < columns
-    assert any("loss 0.3333  00:00 left" in line for line in lines)
+    assert any("loss 0.3333  ETA 00:00" in line for line in lines)
 
 
 def test_an_ended_line_is_drawn_once_after_what_was_said(monkeypatch):
