@@ -94,7 +94,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     assert f"rank 1 on {platform.node()} ({killed[1]}) was killed by SIGKILL" in str(told.value)
     assert 6 <= len(runs.losses(disturbed.output_dir)) < STEPS
 
-    again = replace(disturbed, launch="again")
+    again = replace(disturbed, launch_id="again")
     facts, _ = on_ranks(2, runs.train_here, again)
     assert facts["steps"] == STEPS
     assert runs.losses(again.output_dir) == runs.losses(undisturbed.output_dir)
