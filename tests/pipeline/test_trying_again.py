@@ -44,7 +44,7 @@ def test_a_lost_connection_is_tried_again_as_often_and_as_late_as_written(tmp_pa
     done = penstock("prepare", config, "--pipeline.retry_delay", "0.5", "--json")
     assert [stage["status"] for stage in done.last["stages"]] == ["resumed"]
     assert (faults, pauses) == ([], [3.0, 6.0, 12.0, 0.5])
-    assert "tried again in 0.5 s" in done.err
+    assert "retrying in 0.5 s" in done.err
 
 
 def test_a_fault_of_the_data_is_told_at_once(tmp_path, faults, pauses):
