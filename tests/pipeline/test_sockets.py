@@ -103,7 +103,7 @@ def test_ranks_refuse_a_pickle_that_names_a_function(tmp_path):
     ],
 )
 def test_a_message_of_ranks_may_name_no_function(names):
-    with pytest.raises(pickle.UnpicklingError, match="is no record"):
+    with pytest.raises(pickle.UnpicklingError, match="is not a type that ranks may send"):
         ObjectUnpickler(io.BytesIO()).find_class(*names)
 
 

@@ -138,7 +138,7 @@ def test_a_run_of_which_no_checkpoint_is_whole_and_a_named_one_that_is_damaged_a
         flip_bit(bad / "checkpoints" / f"global_step_{step}" / "__0_0.distcp")
     [first, again] = on_ranks(1, refused, job(folder, "none whole"), [bad, bad])[0]
     assert first == again
-    assert f"no checkpoint in {folder / 'none whole' / 'checkpoints'} is whole" in first
+    assert f"no checkpoint in {folder / 'none whole' / 'checkpoints'} is valid" in first
     assert "global_step_3: __0_0.distcp differs from its digest (in bytes 0 to " in first
     assert "global_step_2: __0_0.distcp differs" in first
     assert "start from scratch with --fresh" in first
