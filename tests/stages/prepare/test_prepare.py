@@ -149,7 +149,9 @@ def test_a_data_set_listed_twice_weighs_twice(tmp_path):
 
 def test_validation_that_takes_everything_is_refused(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", texts(5))
-    with pytest.raises(StageError, match=r"takes 5 samples, and there are only 5.*\n.*val_set_size"):
+    with pytest.raises(
+        StageError, match=r"takes 5 samples, and there are only 5.*\n.*val_set_size"
+    ):
         run(prepare((path, TEXT), val_set_size=5), tmp_path / "out")
 
 
