@@ -88,7 +88,7 @@ def doctor(
         ),
     ] = False,
 ) -> dict[str, Any]:
-    """Check versions, devices and packages; say how to fix them."""
+    """Check versions, devices and packages; say how to fix faults."""
     from penstock.cli.doctor import measure_speed, run_checks
 
     return run_checks(console, measure_speed() if measure else ())

@@ -75,7 +75,7 @@ def roll_back_release(
         int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
     ] = None,
 ) -> JsonObject:
-    """Point `latest` to an earlier release; later ones are skipped.
+    """Point `latest` to an earlier release; withdraw later ones.
 
     With the number of a later release it rolls forward.
     """

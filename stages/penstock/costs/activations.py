@@ -152,5 +152,5 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
 def _expert_gradients(sharded: ShardedModel, experts: ExpertsConfig) -> float:
     """Gradients of the combined expert output: its own, and that of each token copy."""
     config, width = sharded.config, sharded.compute_bytes
-    num_copies = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
-    return sharded.tokens * config.hidden_size * (width + FP32 + num_copies)
+    copy_bytes = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
+    return sharded.tokens * config.hidden_size * (width + FP32 + copy_bytes)

@@ -114,19 +114,17 @@ def reduce_partial_grads(params: Sequence[LocalParam], mesh: Mesh) -> None:
         flat = torch.cat([view.reshape(-1) for view in views]).to(mesh.device_type)
         group = mesh.group("tensor") if group_size is None else mesh.adjacent_group(group_size)
         dist.all_reduce(flat, group=group)
-        reduce_dtype = flat.split([view.numel() for view in views])
+        sums = flat.split([view.numel() for view in views])
         torch._foreach_copy_(
-            views, [part.view_as(view) for part, view in zip(reduce_dtype, views, strict=True)]
+            views, [part.view_as(view) for part, view in zip(sums, views, strict=True)]
         )
 
 
 def _set_param(
-    model: nn.Module, name: str, local_param: torch.Tensor | None, requires_grad: bool
+    model: nn.Module, name: str, shard: torch.Tensor | None, requires_grad: bool
 ) -> None:
     parent, _, leaf = name.rpartition(".")
-    parameter = (
-        None if local_param is None else nn.Parameter(local_param, requires_grad=requires_grad)
-    )
+    parameter = None if shard is None else nn.Parameter(shard, requires_grad=requires_grad)
     setattr(model.get_submodule(parent), leaf, parameter)
 
 

@@ -223,9 +223,9 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     mine = torch.cat([own.log_sum[None], target_KC, *totals])
     log_sums, *others = all_gather_dim0(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
-    reduce_dtype = [each.sum(0) for each in others]
-    target = torch.stack(reduce_dtype[: len(target_KC)], 1) if has_several else reduce_dtype[0]
-    return SoftmaxStats(log_sums.logsumexp(0), target, reduce_dtype[-1] if totals else None)
+    sums = [each.sum(0) for each in others]
+    target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
 
 
 def _to_local_rows(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

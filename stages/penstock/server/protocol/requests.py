@@ -269,17 +269,19 @@ class ListEndpoints(Message):
     """List the registered inference servers."""
 
 
-ModelOperation = (
-    CreateModel
-    | UnloadModel
-    | ForwardBackward
+TrainingOperation = (
+    ForwardBackward
     | OptimStep
     | ZeroGrad
     | SaveState
     | LoadState
     | SaveSamplerWeights
     | SyncWeights
+    | UnloadModel
 )
+"""Requests for an existing model."""
+
+ModelOperation = CreateModel | TrainingOperation
 """Model requests."""
 
 ImmediateOperation = (

@@ -167,18 +167,21 @@ class GenerateResult(Message):
     results: tuple[SampleResult, ...]
 
 
+Result = (
+    Done
+    | CheckpointSizes
+    | ForwardBackwardResult
+    | OptimStepResult
+    | GenerateResult
+    | SyncWeightsResult
+)
+
+
 class Reply(Message):
     """A command succeeded."""
 
     id: str
-    result: (
-        Done
-        | CheckpointSizes
-        | ForwardBackwardResult
-        | OptimStepResult
-        | GenerateResult
-        | SyncWeightsResult
-    )
+    result: Result
 
 
 class CommandFailure(Message):

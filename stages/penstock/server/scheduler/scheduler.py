@@ -29,6 +29,7 @@ from penstock.server.protocol.requests import (
     ImmediateOperation,
     ModelOperation,
     Sample,
+    TrainingOperation,
 )
 from penstock.server.protocol.results import Result, ServedModel
 from penstock.server.protocol.worker_commands import FromWorkers, Ready, ToWorkers
@@ -57,7 +58,7 @@ from penstock.server.scheduler.state_store import (
     build_model_record,
 )
 from penstock.server.scheduler.storage import Storage, TrashCollector
-from penstock.server.scheduler.training import TrainingOperation, TrainingRequests
+from penstock.server.scheduler.training import TrainingRequests
 from penstock.server.scheduler.worker_client import WorkerClient, WorkersState
 from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 

@@ -17,6 +17,7 @@ from penstock.server.protocol.requests import (
     SaveSamplerWeights,
     SaveState,
     SyncWeights,
+    TrainingOperation,
     UnloadModel,
     WeightSyncOptions,
     ZeroGrad,
@@ -60,18 +61,6 @@ from penstock.server.scheduler.state_store import (
     StateStore,
 )
 from penstock.server.scheduler.worker_client import WorkerClient
-
-TrainingOperation = (
-    ForwardBackward
-    | OptimStep
-    | ZeroGrad
-    | SaveState
-    | LoadState
-    | SaveSamplerWeights
-    | SyncWeights
-    | UnloadModel
-)
-"""Requests for an existing model."""
 
 SYNCED = "weights_synced"
 """The step metric that says whether the weights were synced to inference servers."""

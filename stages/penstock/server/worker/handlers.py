@@ -25,8 +25,8 @@ from penstock.server.protocol.worker_commands import (
     ExportCommand,
     ForwardBackwardCommand,
     GenerateCommand,
-    GenerateResult,
     LoadCheckpointCommand,
+    Result,
     SaveCheckpointCommand,
     UnloadModelCommand,
     WeightSyncCommand,
@@ -43,15 +43,6 @@ from penstock.server.worker.datums import (
 )
 from penstock.server.worker.errors import CommandError
 from penstock.server.worker.generate import GenerationHandler
-
-Result = (
-    Done
-    | CheckpointSizes
-    | ForwardBackwardResult
-    | OptimStepResult
-    | GenerateResult
-    | SyncWeightsResult
-)
 
 
 @dataclass(frozen=True)

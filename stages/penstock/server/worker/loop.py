@@ -22,13 +22,13 @@ from penstock.server.protocol.worker_commands import (
     Hello,
     Ready,
     Reply,
+    Result,
     Shutdown,
     ToWorkers,
     WeightSyncCommand,
     WorkerOperation,
 )
 from penstock.server.worker.errors import error_code
-from penstock.server.worker.handlers import Result
 
 IDLE_SECONDS = 5.0
 """Interval of rank 0's idle broadcasts, so that other ranks do not time out."""
