@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.console import Console
 from penstock.cli.options import Config, run_request
+from penstock.core.errors import ConfigError
 
 
 def plan(
@@ -19,8 +20,34 @@ def plan(
     device_kind: Annotated[
         str | None, typer.Option(metavar="NAME", help="Devices to plan for, such as H200.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Run a step of the engine on fake GPUs."),
+    ] = False,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="With --dry-run: the number of ranks.")
+    ] = None,
+    ranks: Annotated[
+        Literal["roles", "all"],
+        typer.Option(help="With --dry-run: one rank per pipeline stage, or all."),
+    ] = "roles",
+    compare: Annotated[
+        list[str],
+        typer.Option(metavar="FIELDS", help="With --dry-run: another layout. Repeatable."),
+    ] = [],  # noqa: B006 - typer reads it
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --dry-run: write a Chrome trace of the step."),
+    ] = None,
 ) -> dict[str, Any]:
     """Print which stages would run and why, and the cost of training."""
+    if dry_run:
+        from penstock.cli.plan.dry_run import DryRunOptions, dry_run_config
+
+        options = DryRunOptions(world, ranks, device_kind, devices, trace, tuple(compare))
+        return dry_run_config(run_request(config), options, console)
+    if world or trace or compare or ranks != "roles":
+        raise ConfigError("--world, --ranks, --compare and --trace belong to --dry-run; add it.")
     from penstock.cli.plan.costs import DeviceOptions
     from penstock.cli.plan.stages import print_plan
 

@@ -108,6 +108,19 @@ if TYPE_CHECKING:
 
 Notify = Callable[[str], None]
 
+LoadFn = Callable[
+    [
+        Sequence[LocalParam],
+        BaseModelWeights,
+        Path | None,
+        RunConfig,
+        ProcessInfo,
+        AdapterStart | None,
+    ],
+    None,
+]
+"""Loads the weights of an empty model; see `load_params`."""
+
 
 @dataclass(frozen=True)
 class BuiltModel:
@@ -142,11 +155,13 @@ def assemble(
     notify: Notify,
     *,
     adapter: Path | None = None,
+    load: LoadFn | None = None,
 ) -> BuiltModel:
     """Build the model that `run` describes, sharded over `ranks`, with its weights and optimizer.
 
     `weights` is a folder of safetensors, or None for a random initialization from `train.seed`;
-    `adapter` is the folder of an adapter to resume from.
+    `adapter` is the folder of an adapter to resume from. `load` fills the empty parameters,
+    `load_params` by default.
     """
     train = run.train
     validate_model(run, hf_config)
@@ -210,9 +225,12 @@ def assemble(
     adapter_init = (
         AdapterStart(adapter, lora_target_layers(run, family, config), names) if adapter else None
     )
-    load(local_params(parts, shards, mesh, train), base, weights, run, ranks, adapter_init)
-    for part in parts:
-        part.to(param_device)
+    (load or load_params)(
+        local_params(parts, shards, mesh, train), base, weights, run, ranks, adapter_init
+    )
+    if train.init_device == "cpu":
+        for part in parts:
+            part.to(param_device)
     enable_fp8_all_gather(parts, train, notify)
     # Collect them again: `Module.to` may replace a parameter by a new object.
     params = local_params(parts, shards, mesh, train)
@@ -265,7 +283,6 @@ def assemble(
         norms=build_norms(train, params, ranks),
         pre_update_hooks=pre_update_hooks,
     )
-    degrees = mesh.dims
     return BuiltModel(
         engine=engine,
         evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss)),
@@ -282,8 +299,8 @@ def assemble(
             compressed_to=None if train.ckpt_quant == "none" else train.ckpt_quant,
             exact=fp32_params(parts, params, names),
         ),
-        dims=degrees,
-        layout={"mode": train.data_parallel_mode, **asdict(degrees)},
+        dims=mesh.dims,
+        layout={"mode": train.data_parallel_mode, **asdict(mesh.dims)},
         vocab_size=config.vocab_size,
         config=config,
         learning=trainable_params(run, family, config),
@@ -395,7 +412,7 @@ def expert_lora_sharing(lora: LoraConfig) -> ExpertSharing:
     return "hybrid" if lora.moe_hybrid_shared_lora else "each"
 
 
-def load(
+def load_params(
     params: Sequence[LocalParam],
     base: BaseModelWeights,
     weights: Path | None,

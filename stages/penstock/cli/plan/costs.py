@@ -73,7 +73,7 @@ def costs(
 def _format_costs(found: Prediction, sizes: int) -> str:
     return "\n".join(
         [
-            f"costs on {_format_ranks(found.degrees)} of {_machine_name(found.machine)}",
+            f"costs on {format_ranks(found.degrees)} of {_machine_name(found.machine)}",
             f"    model   {_format_count(sizes)} parameters",
             f"    run     {_format_length(found)}",
             f"    step    {_format_step(found)}",
@@ -84,7 +84,8 @@ def _format_costs(found: Prediction, sizes: int) -> str:
     )
 
 
-def _format_ranks(degrees: ParallelDims) -> str:
+def format_ranks(degrees: ParallelDims) -> str:
+    """The number of processes, and the sizes of the parallel axes."""
     if degrees.world_size == 1:
         return "1 process"
     return f"{degrees.world_size} processes ({degrees})"
@@ -113,35 +114,35 @@ def _format_step(found: Prediction) -> str:
         f"{name} {100 * value / seconds:.0f} %" for name, value in asdict(found.step).items()
     )
     speed = f"{found.tokens_per_step / seconds:,.0f} tokens/s"
-    whole = f"; all steps {_format_seconds(found.seconds)}" if found.seconds is not None else ""
-    return f"{_format_seconds(seconds)}, {speed}{whole} ({parts})"
+    whole = f"; all steps {format_seconds(found.seconds)}" if found.seconds is not None else ""
+    return f"{format_seconds(seconds)}, {speed}{whole} ({parts})"
 
 
 def _format_reference(found: Prediction) -> str:
-    seconds = _format_seconds(found.reference_seconds)
+    seconds = format_seconds(found.reference_seconds)
     return f"{seconds} for the reference log-probs of all completions, once"
 
 
 def _format_memory(found: Prediction) -> str:
     parts = ", ".join(
-        f"{name} {_format_bytes(value)}" for name, value in asdict(found.memory).items()
+        f"{name} {format_bytes(value)}" for name, value in asdict(found.memory).items()
     )
     limit = found.machine.memory
-    of = "" if limit is None else f" of {_format_bytes(limit)}"
+    of = "" if limit is None else f" of {format_bytes(limit)}"
     doubt = "; it does not fit" if found.fits is False else ""
-    return f"{_format_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
+    return f"{format_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
 
 
 def _format_disk(found: Prediction) -> str:
     disk = found.disk
     times = f"{disk.checkpoints} x " if disk.checkpoints else ""
     parts = [
-        f"checkpoints {times}{_format_bytes(disk.checkpoint)}",
-        f"exported {_format_bytes(disk.exported)}",
+        f"checkpoints {times}{format_bytes(disk.checkpoint)}",
+        f"exported {format_bytes(disk.exported)}",
     ]
     for name in ("prepared", "packed"):
         size = getattr(disk, name)
-        parts += [f"{name} {_format_bytes(size)}"] if size is not None else []
+        parts += [f"{name} {format_bytes(size)}"] if size is not None else []
     return ", ".join(parts)
 
 
@@ -158,9 +159,9 @@ def _format_layouts(layouts: Sequence[Proposal], wanted: LayoutSearch) -> str:
         )
         rows.append(
             (
-                _format_seconds(seconds),
+                format_seconds(seconds),
                 f"{found.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
-                _format_bytes(found.memory.total),
+                format_bytes(found.memory.total),
                 settings,
             )
         )
@@ -219,14 +220,16 @@ def _format_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _format_bytes(value: float) -> str:
+def format_bytes(value: float) -> str:
+    """Bytes with a decimal unit, to three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return "0" if not value else f"{value:.0f} B"
 
 
-def _format_seconds(seconds: float | None) -> str:
+def format_seconds(seconds: float | None) -> str:
+    """A duration in its unit, to three digits; n/a for None."""
     if seconds is None:
         return "n/a"
     for unit, size in (("days", 2 * 86400), ("h", 2 * 3600), ("min", 2 * 60)):

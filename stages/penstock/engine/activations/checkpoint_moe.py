@@ -67,11 +67,11 @@ class _Call:
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
         self._autocast = current_autocast(x_RD.device.type)
         resident = (x_RD, counts_E, *experts.parameters())
-        self._resident_storages = {_storage_pointer(tensor) for tensor in resident}
+        self._resident_storages = {_storage_key(tensor) for tensor in resident}
 
     def pack_first_half(self, tensor: torch.Tensor) -> SavedTensor:
         """Pack hook: keep a tensor that is in memory anyway, else save an empty slot."""
-        if _storage_pointer(tensor) in self._resident_storages:
+        if _storage_key(tensor) in self._resident_storages:
             self._places.append(None)
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
@@ -81,12 +81,12 @@ class _Call:
     def record_first_half_output(self, inner_RF: torch.Tensor) -> None:
         """Record the output of the first half, which the caller of the second half holds."""
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
-        self._inner = _storage_pointer(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
+        self._inner = _storage_key(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
     def pack_second_half(self, tensor: torch.Tensor) -> SavedTensor:
         """Pack hook of the second half: only the first half's output, or its rows, gets a slot."""
         memory, dtype, offset = self._inner
-        if _storage_pointer(tensor) != memory or tensor.dtype != dtype:
+        if _storage_key(tensor) != memory or tensor.dtype != dtype:
             return save_for_backward(tensor)
         slot = SavedTensorSlot()
         first = int(tensor.storage_offset()) - offset
@@ -125,5 +125,5 @@ class _Call:
         return saved
 
 
-def _storage_pointer(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.activations.saved_tensors import SavedTensor, saved_tensors_to
 from penstock.models.decoder import Decoder
@@ -135,9 +136,9 @@ class OffloadedStorage:
 
     def data(self) -> torch.Tensor:
         """All bytes of the storage as a flat tensor."""
-        storage = self.on_device().untyped_storage()
-        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return data.set_(storage)
+        here = self.on_device()
+        data = torch.empty(0, dtype=torch.uint8, device=here.device)
+        return data.set_(here.untyped_storage())
 
 
 class ActivationOffloader:
@@ -149,7 +150,7 @@ class ActivationOffloader:
 
     def __init__(self, device: torch.device, copies: Copies, *, capacity: int) -> None:
         self._device, self._copies, self._capacity = device, copies, capacity
-        self._by_pointer: weakref.WeakValueDictionary[int, OffloadedStorage] = (
+        self._by_storage: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
         self._resident: dict[int, weakref.ref[OffloadedStorage]] = {}
@@ -182,15 +183,15 @@ class ActivationOffloader:
 
         def unpack() -> torch.Tensor:
             self._prefetch(group)
-            storage = stored.on_device().untyped_storage()
-            view = torch.empty(0, dtype=dtype, device=storage.device)
-            return view.set_(storage, offset, shape, stride)
+            there = stored.on_device()
+            view = torch.empty(0, dtype=dtype, device=there.device)
+            return view.set_(there.untyped_storage(), offset, shape, stride)
 
         return unpack
 
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
-            type(tensor) is torch.Tensor
+            type(tensor) in (torch.Tensor, FakeTensor)
             and tensor.device.type == self._device.type
             and tensor.untyped_storage().nbytes() >= MIN_BYTES
             and not _is_weight(tensor)
@@ -198,12 +199,12 @@ class ActivationOffloader:
 
     def _get_storage(self, tensor: torch.Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
-        known = self._by_pointer.get(storage.data_ptr())
-        # Another storage may have the address of one that was freed.
+        known = self._by_storage.get(storage._cdata)
+        # Another storage may have the key of one that was freed.
         if known and known.of() is storage and known.version == tensor._version:
             return known
         stored = OffloadedStorage(tensor)
-        self._by_pointer[storage.data_ptr()] = stored
+        self._by_storage[storage._cdata] = stored
         self._keep_on_device(stored)
         return stored
 

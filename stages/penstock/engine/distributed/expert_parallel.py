@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.read_sizes import read_sizes
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
@@ -90,11 +91,16 @@ class AllToAllDispatcher:
         send_counts = order.counts.reshape(self.group.size(), -1)
         recv_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
-        send_splits, recv_splits = torch.stack((send_counts.sum(1), recv_counts.sum(1))).tolist()
+        splits = torch.stack((send_counts.sum(1), recv_counts.sum(1)))
+        evenly = len(rows) // self.group.size()
+        send_splits, recv_splits = read_sizes(splits, expected=evenly)
         received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
         # Received rows are ordered by source rank, then by expert.
         expert_ids = torch.arange(experts.num_experts, device=recv_counts.device)
-        expert_R = expert_ids.repeat(self.group.size()).repeat_interleave(recv_counts.flatten())
+        # Without the size, repeat_interleave would read the counts from the device again.
+        expert_R = expert_ids.repeat(self.group.size()).repeat_interleave(
+            recv_counts.flatten(), output_size=len(received_RD)
+        )
         local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
         y_RD = experts(operations.permute(received_RD, local_order), local_order.counts)
         outputs_RD = unpermute(y_RD, None, local_order)

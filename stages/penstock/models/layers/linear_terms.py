@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 WeightedRows = tuple[torch.Tensor, torch.Tensor]
 """Inputs [T, K] and a weight [V, K]."""
@@ -29,6 +30,10 @@ class LinearTerms(Protocol):
         """Scaled sums of matmuls that add up to the layer's output, or None if it is not such a
         sum."""
         ...
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+"""Exactly these types: DTensors and quantized tensors are subclasses of tensors too."""
 
 
 def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
@@ -55,4 +60,4 @@ def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProduc
 
 
 def _are_plain_tensors(products: Sequence[WeightedRows]) -> bool:
-    return all(type(matrix) in (torch.Tensor, nn.Parameter) for _, matrix in products)
+    return all(type(matrix) in _PLAIN for _, matrix in products)

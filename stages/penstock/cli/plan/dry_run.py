@@ -1,0 +1,299 @@
+"""`penstock plan --dry-run`: what a step of a layout holds, sends and waits for."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.console import Console, table
+from penstock.cli.plan.costs import format_bytes, format_ranks, format_seconds
+from penstock.cli.run import Request
+from penstock.config.loading.cli_overrides import Override, split_overrides
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.machine.gpus import gpu_names
+from penstock.costs.device_speed import DEVICES_PER_NODE, find_machine
+from penstock.costs.estimate import Prediction, build_cost_model, predict
+from penstock.costs.layouts import LayoutSearch, find_fastest_layouts, with_train
+from penstock.costs.token_counts import DataFacts, with_row_length
+from penstock.dryrun.chrome_trace import write_chrome_trace
+from penstock.dryrun.dry_run import dry_run
+from penstock.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
+from penstock.dryrun.summary import DryRun, RankSummary
+from penstock.engine.distributed.parallel_dims import build_parallel_dims, rows_per_step
+from penstock.engine.distributed.validate_layout import ModelDims
+from penstock.machine import resolve_hf_config, world_size
+from penstock.plan import plan
+
+DEFAULT_DEVICE = "H100"
+"""Device of a dry run on a machine without a GPU."""
+
+MAX_ROWS = 12
+"""Rows of a table; --json has all."""
+
+
+BEST_LAYOUTS = 3
+"""Layouts of the search that are run dry."""
+
+
+@dataclass(frozen=True)
+class DryRunOptions:
+    """The options of the command line."""
+
+    world: int | None = None
+    """Number of ranks; None: those of the run on this machine."""
+    ranks: RankChoice = "roles"
+    device: str | None = None
+    devices: int | None = None
+    """Run the fastest layouts for this many devices instead of the config's own."""
+    trace: Path | None = None
+    """Where to write a Chrome trace."""
+    compare: Sequence[str] = ()
+    """Other layouts, each as overrides such as `train.tensor_parallel_size=2`."""
+
+
+def dry_run_config(request: Request, options: DryRunOptions, console: Console) -> dict[str, Any]:
+    """Run the layouts of a config dry and print what was found.
+
+    Raises ConfigError for invalid options or layouts, CapabilityError if no layout fits.
+    """
+    if options.world:
+        request = Request(request.file, (*request.overrides, *_world_overrides(options.world)))
+    run = _with_row_length(request.load())
+    if options.devices:
+        if options.compare or options.world:
+            raise ConfigError(
+                "--devices searches layouts, and --world and --compare name them.\n"
+                "  Write --devices alone, or leave it out."
+            )
+        layouts = list(_fastest_layouts(run, options.devices, options))
+        options = replace(options, world=options.devices)
+    else:
+        layouts = [("", run)]
+    for text in options.compare:
+        other = Request(request.file, (*request.overrides, *_parse_overrides(text)))
+        layouts.append((text, _with_row_length(other.load())))
+    return print_dry_run(layouts, options, console)
+
+
+def _world_overrides(world: int) -> list[Override]:
+    local = min(world, DEVICES_PER_NODE)
+    if world % local:
+        raise ConfigError(f"--world {world} is no multiple of {local} ranks per machine.")
+    return [
+        Override("launch.nproc_per_node", str(local)),
+        Override("launch.nnodes", str(world // local)),
+    ]
+
+
+def _with_row_length(run: RunConfig) -> RunConfig:
+    steps = plan(run).steps
+    if all(step.stage.name != "train" for step in steps):
+        raise ConfigError("--dry-run is about training, and this run does not train.")
+    vocab_size = build_cost_model(run, resolve_hf_config(run)).config.vocab_size
+    return with_row_length(run, DataFacts.read(steps), steps, vocab_size)
+
+
+def _parse_overrides(text: str) -> list[Override]:
+    """`section.field=value` pairs, separated by spaces."""
+    rest, found = split_overrides([f"--{word}" for word in shlex.split(text)])
+    if rest or not found:
+        raise ConfigError(
+            f"--compare {text!r} has no fields.\n"
+            "  Write for example --compare 'train.tensor_parallel_size=2'."
+        )
+    return found
+
+
+def _fastest_layouts(
+    run: RunConfig, devices: int, options: DryRunOptions
+) -> Iterator[tuple[str, RunConfig]]:
+    hf_config = resolve_hf_config(run)
+    dims = build_parallel_dims(run.train, options.world or world_size(run))
+    rows = rows_per_step(run.train, dims.num_replicas)
+    search = LayoutSearch(
+        run,
+        build_cost_model(run, hf_config),
+        ModelDims.of(hf_config),
+        find_machine(_device_name(options)),
+        devices,
+        rows,
+        None,
+    )
+    for found in find_fastest_layouts(search, limit=BEST_LAYOUTS):
+        text = ", ".join(f"{name}: {str(value).lower()}" for name, value in found.settings.items())
+        yield text, with_train(run, found.settings)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that was run dry, beside the estimate from its shapes."""
+
+    name: str
+    found: DryRun
+    estimate: Prediction
+
+
+def print_dry_run(
+    layouts: Sequence[tuple[str, RunConfig]], options: DryRunOptions, console: Console
+) -> dict[str, Any]:
+    """Run each (name, run) dry and print what was found; several side by side.
+
+    Raises CapabilityError if no layout fits the device.
+    """
+    done: list[Layout] = []
+    for name, run in layouts:
+        console.say(f"dry run: {name or 'the config'}")
+        done.append(run_layout(name, run, options))
+    console.result(_format_layout(done[0]) if len(done) == 1 else _format_comparison(done))
+    values = [
+        {
+            "settings": each.name,
+            **each.found.as_json(),
+            "estimated_memory": each.estimate.memory.total,
+        }
+        for each in done
+    ]
+    console.more["dry_run"] = values
+    if options.trace:
+        write_chrome_trace(done[0].found.ranks, options.trace)
+        console.say(f"timeline: {options.trace}")
+    if not any(each.found.fits for each in done):
+        raise CapabilityError(_misfit(min(done, key=lambda each: each.found.peak)))
+    return {}
+
+
+def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
+    """Run one layout dry. Raises ConfigError for a layout that is invalid for these ranks."""
+    dims = build_parallel_dims(run.train, options.world or world_size(run))
+    if options.ranks == "all" and dims.world_size > MAX_RANKS:
+        raise ConfigError(
+            f"--ranks all would start {dims.world_size} processes.\n"
+            f"  Leave it out, or ask for at most {MAX_RANKS} ranks: those of one pipeline stage do "
+            "the same."
+        )
+    device = _device_name(options)
+    hf_config = resolve_hf_config(run)
+    found = dry_run(
+        run,
+        hf_config,
+        dims,
+        select_ranks(dims, options.ranks),
+        device_name=device,
+        local_ranks=min(dims.world_size, DEVICES_PER_NODE),
+    )
+    machine = find_machine(device)
+    return Layout(name, found, predict(run, build_cost_model(run, hf_config), dims, machine, None))
+
+
+def _device_name(options: DryRunOptions) -> str:
+    names = gpu_names()
+    return options.device or (names[0] if names else DEFAULT_DEVICE)
+
+
+def _misfit(layout: Layout) -> str:
+    found = layout.found
+    worst = max(found.ranks, key=lambda rank: rank.result.peak)
+    most = max(worst.result.holders.items(), key=lambda item: item[1])
+    return (
+        f"a step needs {format_bytes(found.peak)} on rank {worst.rank}, and {found.device_name} "
+        f"has {format_bytes(found.device.memory)}; {most[0]} hold {format_bytes(most[1])} of it.\n"
+        "  penstock plan CONFIG --devices N lists layouts that fit."
+    )
+
+
+def _format_layout(layout: Layout) -> str:
+    found = layout.found
+    dims = found.dims
+    lines = [
+        f"dry run of {format_ranks(dims)} on {found.device_name}: {_format_ranks(found.ranks)} run",
+        f"    step     {format_seconds(found.seconds)}, {found.tokens_per_second:,.0f} tokens/s"
+        f"{_format_mfu(found)}; {_format_limits(found)}",
+        f"    memory   {format_bytes(found.peak)} of {format_bytes(found.device.memory)} at the "
+        f"peak (estimate from shapes: {format_bytes(layout.estimate.memory.total)})",
+    ]
+    for rank in found.ranks[:MAX_ROWS]:
+        lines.append(f"    rank {rank.rank:<4}{_format_rank(rank)}")
+    worst = max(found.ranks, key=lambda rank: rank.result.peak)
+    lines += ["", f"collectives of rank {worst.rank}", _collectives(worst)]
+    lines += ["", f"host syncs of rank {worst.rank}", _syncs(worst)]
+    if found.faults:
+        faults = [(f"{times} x", what, where) for (what, where), times in found.faults.items()]
+        lines += ["", "faults", _indented([("times", "fault", "where"), *faults])]
+    return "\n".join(lines)
+
+
+def _format_ranks(ranks: Sequence[RankSummary]) -> str:
+    return "rank " + ", ".join(str(rank.rank) for rank in ranks)
+
+
+def _format_mfu(found: DryRun) -> str:
+    return "" if found.mfu is None else f", {100 * found.mfu:.0f} % of the device's FLOP/s"
+
+
+def _format_limits(found: DryRun) -> str:
+    parts = [
+        f"{name} {100 * share:.0f} %" for name, share in found.limits.items() if share >= 0.005
+    ]
+    bubble = [] if found.bubble is None else [f"pipeline bubble {100 * found.bubble:.0f} %"]
+    return ", ".join([*parts, *bubble])
+
+
+def _format_rank(rank: RankSummary) -> str:
+    held = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in rank.result.holders.items() if size
+    )
+    return (
+        f" {format_bytes(rank.result.peak)} ({held}); {rank.launches:,} launches"
+        f", {sum(rank.syncs.values())} host syncs ({rank.syncs_in_micro_batches} in micro-batches)"
+    )
+
+
+def _collectives(rank: RankSummary) -> str:
+    rows = [("times", "collective", "ranks", "dtype", "bytes", "exposed", "phase", "where")]
+    for use in rank.collectives()[:MAX_ROWS]:
+        rows.append(
+            (
+                str(use.times),
+                use.name,
+                str(use.group_size),
+                use.dtype,
+                format_bytes(use.num_bytes),
+                format_seconds(use.exposed_seconds) if use.exposed_seconds else "",
+                use.phase,
+                use.where,
+            )
+        )
+    return _indented(rows)
+
+
+def _syncs(rank: RankSummary) -> str:
+    rows = [("times", "sync", "phase", "where")]
+    rows += [(str(times), *key) for key, times in rank.syncs.most_common(MAX_ROWS)]
+    return _indented(rows)
+
+
+def _format_comparison(layouts: Sequence[Layout]) -> str:
+    rows = [("step", "tokens/s", "memory", "estimate", "exposed", "syncs", "launches", "settings")]
+    for layout in sorted(layouts, key=lambda each: (not each.found.fits, each.found.seconds)):
+        found = layout.found
+        worst = max(found.ranks, key=lambda rank: rank.timeline.seconds)
+        rows.append(
+            (
+                format_seconds(found.seconds),
+                f"{found.tokens_per_second:,.0f}",
+                format_bytes(found.peak) + ("" if found.fits else " does not fit"),
+                format_bytes(layout.estimate.memory.total),
+                format_seconds(worst.timeline.exposed_seconds),
+                str(sum(worst.syncs.values())),
+                f"{worst.launches:,}",
+                layout.name or "the config",
+            )
+        )
+    device = layouts[0].found.device_name
+    return f"dry runs on {device}\n{_indented(rows)}"
+
+
+def _indented(rows: Sequence[tuple[str, ...]]) -> str:
+    return "\n".join(f"    {line}" for line in table(rows).splitlines())

@@ -1,0 +1,96 @@
+"""What holds memory at the peak: weights, gradients, optimizer states, activations, buffers."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from penstock.dryrun.memory import Allocation, Peak
+from penstock.engine.build import BuiltModel
+
+Holder = Literal[
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "gathered",
+    "buffers",
+    "temporary",
+]
+"""gathered: unsharded weights of FSDP. buffers: copies that collectives send or receive. temporary:
+the rest, such as gradients of activations."""
+
+HOLDERS: tuple[Holder, ...] = get_args(Holder)
+
+_COLLECTIVES = "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+_GATHERED = "torch/distributed/fsdp/_fully_shard/_fsdp_param"
+_LOSSES = (
+    "losses/",
+    "kernels/cross_entropy/",
+    "engine/losses/",
+    "engine/distributed/vocab_parallel",
+)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of a tensor's storage on this rank."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata
+
+
+@dataclass
+class Owners:
+    """The storages that are known to hold weights, gradients or optimizer states."""
+
+    built: BuiltModel
+    gradients: set[int] = field(default_factory=set)
+
+    def note_gradients(self) -> None:
+        """Remember the gradients that exist now, between the backward pass and the update."""
+        for local_param in self.built.engine.model.trainable:
+            if local_param.parameter.grad is not None:
+                self.gradients.add(storage_key(local_param.parameter.grad))
+
+    def holders(self, peak: Peak) -> dict[Holder, int]:
+        """Bytes at the peak by what holds them."""
+        weights = {storage_key(one.parameter) for one in self.built.engine.model.params}
+        states = set(map(storage_key, _tensors(self.built.engine.optimizer.state.values())))
+        shapes = {tuple(one.parameter.shape) for one in self.built.engine.model.params}
+        found: Counter[Holder] = Counter()
+        for storage, allocation, num_bytes in peak.live:
+            if storage in weights:
+                holder: Holder = "weights"
+            elif storage in states:
+                holder = "optimizer"
+            elif storage in self.gradients:
+                holder = "gradients"
+            else:
+                holder = _holder(allocation, shapes)
+            found[holder] += num_bytes
+        return {holder: found[holder] for holder in HOLDERS}
+
+
+def _holder(allocation: Allocation, weight_shapes: set[tuple[int, ...]]) -> Holder:
+    if allocation.library.startswith(_GATHERED):
+        return "gathered"
+    if allocation.library.startswith(_COLLECTIVES):
+        return "buffers"
+    if allocation.where.startswith(_LOSSES):
+        return "logits"
+    if allocation.node and allocation.shape in weight_shapes:
+        return "gradients"
+    if allocation.phase == "forward" or allocation.where.startswith("models/"):
+        # Those of models/ in a backward pass are recomputed.
+        return "activations"
+    if "collective" in allocation.where or "bucketed" in allocation.where:
+        return "buffers"
+    return "temporary"
+
+
+def _tensors(states: Iterable[Mapping[str, object]]) -> Iterable[torch.Tensor]:
+    for state in states:
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,35 @@
+"""A process group of one process that stands for a whole world."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.engine.distributed.ranks import ProcessInfo
+
+
+def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> ProcessInfo:
+    """Join PyTorch's `fake` backend as this rank. Other ranks' objects equal this one's."""
+    # Registers the backend.
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+    dist.all_gather_object = _all_gather_object
+    dist.broadcast_object_list = _keep
+    dist.scatter_object_list = _scatter_object_list
+    return ProcessInfo(rank, rank % local_ranks, world_size, torch.device("cuda", 0))
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _keep(object_list: list[Any], *_: Any, **__: Any) -> None:
+    """The source sends what this rank has."""
+
+
+def _scatter_object_list(
+    output: list[Any], objects: Sequence[Any] | None = None, *_: Any, **__: Any
+) -> None:
+    output[0] = objects[0] if objects else None

@@ -1,0 +1,105 @@
+"""Time of a kernel or collective on a named machine: the larger of compute and memory traffic."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from penstock.core.machine.device_specs import Device
+from penstock.costs.device_speed import NETWORK_BANDWIDTH
+
+ACHIEVED_FLOPS = 0.65
+"""Share of a data sheet's FLOP/s that large matmuls reach."""
+
+ACHIEVED_BANDWIDTH = 0.8
+"""Share of a data sheet's memory bandwidth that elementwise kernels reach."""
+
+ACHIEVED_LINK = 0.75
+"""Share of link bandwidth that collectives of many megabytes reach."""
+
+KERNEL_SECONDS = 3e-6
+"""Least time of a kernel."""
+
+COLLECTIVE_LATENCY = 15e-6
+"""Time of a collective without data in one machine; twice that between machines."""
+
+HOST_SECONDS: Mapping[str, float] = {"kernel": 6e-6, "triton": 15e-6, "copy": 8e-6}
+"""Time of the host for one eager launch, with autograd and PyTorch's dispatcher."""
+
+HOST_COPY_BANDWIDTH = 25e9
+"""Bytes per second between pinned host memory and the device (PCIe 4 x16)."""
+
+_RING_FACTOR = {"allreduce": 2.0, "reduce": 1.0, "broadcast": 1.0}
+
+
+@dataclass
+class Roofline:
+    """Durations on one kind of device, and the FLOPs so far."""
+
+    device: Device
+    local_ranks: int
+    """Ranks per machine."""
+    pairs_per_token: float
+    """Mean number of keys that a query attends to."""
+    flops: float = 0.0
+
+    def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        """Seconds of an operator on the device."""
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        moved = self.moving(sum(map(_traffic, tensors)))
+        flops = self._flops(func, args, kwargs, out)
+        self.flops += flops
+        return max(KERNEL_SECONDS, moved, flops / self._speed(tensors) if flops else 0.0)
+
+    def moving(self, num_bytes: float) -> float:
+        """Seconds to read or write these bytes in device memory."""
+        return num_bytes / (self.device.bandwidth * ACHIEVED_BANDWIDTH)
+
+    def host_copy(self, num_bytes: float) -> float:
+        """Seconds of a copy between host and device."""
+        return max(KERNEL_SECONDS, num_bytes / HOST_COPY_BANDWIDTH)
+
+    def collective(self, name: str, num_bytes: int, ranks: Sequence[int]) -> float:
+        """Seconds of a collective whose largest tensor on this rank has these bytes."""
+        size = len(ranks)
+        if size < 2:
+            return KERNEL_SECONDS
+        machines = {rank // self.local_ranks for rank in ranks}
+        is_local = len(machines) == 1
+        share = _RING_FACTOR.get(name, 1.0) * (size - 1) / size
+        if name in ("send", "recv"):
+            share = 1.0
+        link = self.device.link
+        if not is_local:
+            # Each machine's ranks of the group share the traffic to the next machine.
+            here = size / len(machines)
+            link = min(link, NETWORK_BANDWIDTH * here)
+        latency = COLLECTIVE_LATENCY * (1 if is_local else 2 + math.log2(len(machines)))
+        return latency + share * num_bytes / (link * ACHIEVED_LINK)
+
+    def _flops(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+        name = func._schema.name
+        if "attn" in name or "attention" in name:
+            query = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+            backward = 2.5 if "backward" in name else 1.0
+            # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
+            return 4 * query.numel() * self.pairs_per_token * backward
+        formula = flop_registry.get(func._overloadpacket)
+        return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+    def _speed(self, tensors: Sequence[torch.Tensor]) -> float:
+        width = min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
+        peak = {1: self.device.fp8, 2: self.device.bf16 or self.device.fp16}.get(width)
+        return (peak or self.device.fp32) * ACHIEVED_FLOPS
+
+
+def _traffic(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that are moved; an expanded tensor is read once."""
+    moved = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        moved *= size if stride else 1
+    return moved

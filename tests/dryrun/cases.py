@@ -1,0 +1,93 @@
+"""The layouts whose dry runs are kept in `tests/golden/dry_runs.json`.
+
+python -m tests.dryrun.cases   writes that file again
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.dryrun.summary import DryRun, RankSummary
+from tests.dryrun.layouts import MOE, Case, dry_runs
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
+
+LORA = {"enable_lora": True, "lora_rank": 8}
+FOUR = {"gradient_accumulation_steps": 4}
+
+
+def pipeline(schedule: str, **more: Any) -> dict[str, Any]:
+    """A pipeline of two ranks with four micro-batches."""
+    return {"pipeline_parallel_size": 2, "pipeline_parallel_schedule": schedule, **FOUR, **more}
+
+
+CASES: Mapping[str, Case] = {
+    "one device": Case(world=1, train={"data_parallel_mode": "none"}),
+    "one device, lora": Case(world=1, train={"data_parallel_mode": "none"}, lora=LORA),
+    "one device, sgd": Case(world=1, train={"data_parallel_mode": "none", "optimizer": "sgd"}),
+    "ddp": Case(train={"data_parallel_mode": "ddp"}),
+    "fsdp": Case(),
+    "fsdp, 4 micro-batches": Case(train=FOUR),
+    "fsdp, zero 2": Case(train={"zero_stage": 2}),
+    "fsdp, no recomputation": Case(train={"enable_gradient_checkpointing": False}),
+    "fsdp, recomputed attention": Case(train={"recompute_modules": ["self_attn"]}),
+    "fsdp, fp32": Case(train={"enable_mixed_precision": False}),
+    "fsdp, eager loss": Case(train={"ce_mode": "eager"}),
+    "fsdp, muon": Case(train={"optimizer": "muon"}),
+    "fsdp, anyprecision": Case(train={"optimizer": "anyprecision_adamw"}),
+    "fsdp, optimizer in backward": Case(train={"fuse_optimizer_step": True, "max_grad_norm": 0}),
+    "fsdp, optimizer on the host": Case(train={"optimizer_offload": "cpu"}),
+    "fsdp, offload": Case(train={"enable_fsdp_offload": True}),
+    "fsdp, activation offload": Case(train={"enable_activation_offload": True}),
+    "fsdp, lora": Case(lora=LORA),
+    "hsdp": Case(train={"data_parallel_replicate_size": 2}),
+    "tp": Case(train={"tensor_parallel_size": 2}),
+    "tp, sequence parallel": Case(train={"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "tp, gathered logits": Case(train={"tensor_parallel_size": 2, "tp_vocab_parallel_loss": False}),
+    "ring": Case(train={"ringattn_parallel_size": 2}),
+    "ulysses": Case(train={"ulysses_parallel_size": 2}),
+    "ring x ulysses": Case(train={"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}),
+    "1f1b": Case(train=pipeline("1F1B")),
+    "gpipe": Case(train=pipeline("GPipe")),
+    "interleaved": Case(train=pipeline("Interleaved1F1B")),
+    "interleaved zero bubble": Case(train=pipeline("InterleavedZeroBubble")),
+    "zbv": Case(train=pipeline("ZBVZeroBubble")),
+    "1f1b x tp": Case(train=pipeline("1F1B", tensor_parallel_size=2)),
+    "moe": Case(model=MOE),
+    "moe, triton": Case(model=MOE, settings={"moe_implementation": "triton"}),
+    "ep": Case(model=MOE, train={"expert_parallel_size": 4}),
+    "ep x 1f1b": Case(model=MOE, train=pipeline("1F1B", expert_parallel_size=2)),
+    "ep, lora": Case(model=MOE, train={"expert_parallel_size": 4}, lora=LORA),
+    "moe, tp": Case(model=MOE, train={"tensor_parallel_size": 2}),
+}
+
+
+def counts(found: DryRun) -> dict[str, Any]:
+    """What the golden file holds for a layout, by rank."""
+    return {str(rank.rank): _counts(rank) for rank in found.ranks}
+
+
+def _counts(rank: RankSummary) -> dict[str, Any]:
+    order = [(use.name, use.dtype, len(use.ranks)) for use in _collectives(rank)]
+    kinds: dict[str, int] = {}
+    for name, _, size in order:
+        kinds[f"{name} of {size}"] = kinds.get(f"{name} of {size}", 0) + 1
+    return {
+        "launches": rank.launches,
+        "copies": sum(rank.copies.values()),
+        "syncs": sum(rank.syncs.values()),
+        "syncs in micro-batches": rank.syncs_in_micro_batches,
+        "collectives": dict(sorted(kinds.items())),
+        "order": hashlib.sha256(json.dumps(order).encode()).hexdigest()[:12],
+    }
+
+
+def _collectives(rank: RankSummary) -> list[Any]:
+    return [record for record in rank.records if type(record).__name__ == "Collective"]
+
+
+if __name__ == "__main__":
+    found = {name: counts(one) for name, one in dry_runs(CASES).items()}
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,91 @@
+"""Small runs on fake GPUs: layouts, their jobs, and what their dry runs found."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema.run import RunConfig
+from penstock.dryrun.dry_run import run_jobs, summarize
+from penstock.dryrun.job import DryRunJob
+from penstock.dryrun.roles import RankChoice, select_ranks
+from penstock.dryrun.summary import DryRun
+from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
+from tests.engine import runs
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+MOE: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+DEVICE = "H100"
+ROW = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a small model."""
+
+    world: int = 8
+    model: Mapping[str, Any] = field(default_factory=lambda: DENSE)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the section `model`."""
+    row: int = ROW
+
+    def config(self, folder: Path) -> RunConfig:
+        """The run, with its model's config in `folder`."""
+        model = runs.write_config(folder / "model", **self.model)
+        train = {"enable_mixed_precision": True, "global_batch_size": None, **self.train}
+        return runs.run_config(
+            folder / "out",
+            model,
+            lora=dict(self.lora),
+            model=dict(self.settings),
+            data={"sample_packing_sequence_len": self.row},
+            **train,
+        )
+
+
+def dry_runs(cases: Mapping[str, Case], ranks: RankChoice = "roles") -> dict[str, DryRun]:
+    """Run the cases dry in one process, by name."""
+    found: dict[str, DryRun] = {}
+    with tempfile.TemporaryDirectory() as name:
+        planned: list[tuple[str, ParallelDims, Sequence[DryRunJob]]] = []
+        for case_name, case in cases.items():
+            folder = Path(name) / case_name
+            run = case.config(folder)
+            dims = compute_dims(run.train, case.world)
+            assert isinstance(dims, ParallelDims), dims
+            hf_config = {**runs.TINY, **case.model}
+            jobs = [
+                DryRunJob.build(
+                    run, hf_config, dims, rank=rank, device=DEVICE, local_ranks=8, folder=folder
+                )
+                for rank in select_ranks(dims, ranks)
+            ]
+            planned.append((case_name, dims, jobs))
+        results = iter(run_jobs([job for _, _, jobs in planned for job in jobs]))
+        for case_name, dims, jobs in planned:
+            found[case_name] = summarize(dims, DEVICE, [next(results) for _ in jobs])
+    return found
