@@ -39,7 +39,8 @@ PLANTED: dict[str, Plant] = {
     "blocking copy to the host": lambda x: x.cpu(),
     "copy to the host": lambda x: x.to("cpu", non_blocking=True),
     "blocking copy from the host": lambda x: torch.ones(4).to(x.device),
-    "copy from the host": lambda x: torch.ones(4).to(x.device, non_blocking=True),
+    "copy from the host": lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True),
+    "copy from pageable memory": lambda x: torch.ones(4).to(x.device, non_blocking=True),
     "tensor of a list": lambda x: torch.tensor([1, 2, 3], device=x.device),
     "repeat_interleave": lambda x: x.flatten().repeat_interleave(
         torch.ones(x.numel(), dtype=torch.int64, device=x.device)

@@ -23,11 +23,18 @@ EXPECTED: dict[str, dict[str, list[str]]] = {
     },
     "copy to the host": {"copies": ["copy to host"]},
     "blocking copy from the host": {
-        "syncs": ["blocking copy from host"],
-        "copies": ["copy from host"],
+        "syncs": ["blocking copy from pageable host memory"],
+        "copies": ["copy from pageable host memory"],
     },
     "copy from the host": {"copies": ["copy from host"]},
-    "tensor of a list": {"syncs": ["blocking copy from host"], "copies": ["copy from host"]},
+    "copy from pageable memory": {
+        "syncs": ["blocking copy from pageable host memory"],
+        "copies": ["copy from pageable host memory"],
+    },
+    "tensor of a list": {
+        "syncs": ["blocking copy from pageable host memory"],
+        "copies": ["copy from pageable host memory"],
+    },
     "repeat_interleave": {"syncs": ["repeat_interleave without output_size"]},
     "synchronize": {"syncs": ["torch.cuda.synchronize"]},
     "backward": {"kernels": ["pow", "sum", "ones_like", "pow", "mul", "mul"]},

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from penstock_kernels.to_device import to_device
+
 TOLERATED_SHARE = 0.2
 """A document joins a bucket if at most this fraction of the bucket's width would be padding ..."""
 TOLERATED_TOKENS = 16
@@ -56,13 +58,21 @@ class VarlenMetadata:
     """cu_seqlens: int32 [documents + 1] on the device."""
     buckets: tuple[LengthBucket, ...]
     """Longest first."""
-    layout: Layout | None
-    """None if the documents are one bucket in order: nothing needs to be copied."""
     start_rows: torch.Tensor | None
     """int32 [T] on the device: for each token the first one that no longer sees it, though it comes
     later in the document. None where a token sees all of its document's past."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     """Values that backends compute once for all layers."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """None if the documents are one bucket in order: nothing needs to be copied."""
+        if len(set(self.lengths)) == 1:
+            return None
+        if "layout" not in self.kept:
+            groups, device = _groups(self.lengths), self.cu_seqlens.device
+            self.kept["layout"] = _layout(groups, self.buckets, self.lengths, device)
+        return self.kept["layout"]
 
     def effective_window(self, window: int | None) -> int | None:
         """The window, if it masks a token of some document; else None.
@@ -107,13 +117,14 @@ class VarlenMetadata:
             lengths=lengths,
             num_tokens=sum(lengths),
             max_length=max(lengths),
-            cu_seqlens=torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device),
+            cu_seqlens=_to_device((0, *accumulate(lengths)), device),
             buckets=buckets,
-            layout=None if len(set(lengths)) == 1 else _layout(groups, buckets, lengths, device),
-            start_rows=(
-                torch.tensor(start_rows, dtype=torch.int32, device=device) if hides else None
-            ),
+            start_rows=_to_device(start_rows, device) if start_rows and hides else None,
         )
+
+
+def _to_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    return to_device(torch.tensor(numbers, dtype=torch.int32), device)
 
 
 def _hides_anything(start_rows: Sequence[int], lengths: tuple[int, ...]) -> bool:
@@ -148,7 +159,7 @@ def _layout(
     groups: list[list[int]],
     buckets: tuple[LengthBucket, ...],
     lengths: tuple[int, ...],
-    device: torch.device | str,
+    device: torch.device,
 ) -> Layout:
     starts = (0, *accumulate(lengths))
     tokens, paddings = [], []
@@ -162,4 +173,4 @@ def _layout(
     real_slots = (~is_padding).nonzero().squeeze(1)
     slot_of_token = torch.empty(starts[-1], dtype=torch.int64)
     slot_of_token[token_of_slot[real_slots]] = real_slots
-    return Layout(token_of_slot.to(device), slot_of_token.to(device), is_padding.to(device))
+    return Layout(*(to_device(x, device) for x in (token_of_slot, slot_of_token, is_padding)))

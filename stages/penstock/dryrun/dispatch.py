@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.dryrun.fake_cuda import Event, Stream, current_stream
 from penstock.dryrun.memory import Allocation, MemoryTracker
+from penstock.dryrun.pinned_memory import is_pinned, mark_pinned, pin_memory
 from penstock.dryrun.roofline import HOST_SECONDS, Roofline
 from penstock.dryrun.trace import Collective, Launch, Trace, place, places
 from penstock.dryrun.triton_launches import record_triton_launches
@@ -105,10 +106,11 @@ class DryRunMode(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs, tensors)
         if func is aten.is_pinned.default:
-            return True
+            return is_pinned(args[0])
         if func is aten._pin_memory.default:
-            return args[0]
-        kwargs.pop("pin_memory", None)  # needs a driver
+            return pin_memory(args[0])
+        if kwargs.pop("pin_memory", None):  # would need a driver
+            return mark_pinned(func(*args, **kwargs))
         device = kwargs.get("device")
         device = torch.device(device) if device is not None else None
         on_cuda = any(map(_is_on_cuda, tensors))
@@ -160,14 +162,15 @@ class DryRunMode(TorchDispatchMode):
         if func is aten.copy_.default:
             is_async = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
             if not _is_on_cuda(args[0]):
-                self._copy("copy to host", args[1], is_async=is_async)
+                self._copy("copy to host", args[1], is_async=is_async and is_pinned(args[0]))
                 return args[0]
             if not _is_on_cuda(args[1]) and args[1].dim():
                 self._from_host(args[1], is_async=is_async)
                 return args[0]
         if func is aten._foreach_copy_.default and not _is_on_cuda(args[0][0]):
-            for source in args[1]:
-                self._copy("copy to host", source, is_async=len(args) > 2 and bool(args[2]))
+            is_async = len(args) > 2 and bool(args[2])
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copy("copy to host", source, is_async=is_async and is_pinned(target))
             return None
         return NotImplemented
 
@@ -194,11 +197,15 @@ class DryRunMode(TorchDispatchMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _to_host(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        self._copy("copy to host", tensor, is_async=bool(kwargs.get("non_blocking")))
-        return torch.ones(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
+        # With `non_blocking` PyTorch allocates pinned memory for the result.
+        is_async = bool(kwargs.get("non_blocking"))
+        self._copy("copy to host", tensor, is_async=is_async)
+        found = torch.ones(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
+        return mark_pinned(found) if is_async else found
 
     def _from_host(self, tensor: torch.Tensor, *, is_async: bool) -> None:
-        self._copy("copy from host", tensor, is_async=is_async)
+        name = "copy from host" if is_pinned(tensor) else "copy from pageable host memory"
+        self._copy(name, tensor, is_async=is_async and is_pinned(tensor))
 
     def _copy(self, name: str, tensor: torch.Tensor, *, is_async: bool) -> None:
         seconds = self.roofline.host_copy(_nbytes(tensor))

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from penstock.core.machine.device_specs import Device
 from penstock.dryrun.cuda_stub import register_cuda_device
+from penstock.dryrun.pinned_memory import is_pinned, pin_memory
 from penstock.dryrun.trace import RecordEvent, Trace, WaitEvent
 
 DEFAULT_STREAM = 0
@@ -207,8 +208,8 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         functional.scaled_dot_product_attention = _scaled_dot_product_attention
     # These reach C++ with a stream or an allocator that does not exist.
     torch.Tensor.record_stream = _constant(None)
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
-    torch.Tensor.is_pinned = _constant(True)
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: pin_memory(self)
+    torch.Tensor.is_pinned = lambda self, *args, **kwargs: is_pinned(self)
 
 
 def _scaled_dot_product_attention(

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from penstock.config.schema.run import RunConfig
 from penstock.core.machine.device_specs import find_device
 from penstock.core.process.rank_heartbeat import RankStatus
 from penstock.dryrun.dispatch import DryRunMode
@@ -18,6 +20,8 @@ from penstock.dryrun.rows import mean_pairs_per_token, synthetic_step
 from penstock.dryrun.trace import Trace
 from penstock.engine.build import assemble
 from penstock.engine.distributed.validate_layout import micro_batch_padding
+from penstock.engine.train_step import Prefetch
+from penstock.rows.collate import MicroBatch
 
 LARGEST = 12
 """Number of places that are listed."""
@@ -46,21 +50,18 @@ def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
             trace.phase = status.phase
 
         ranks.heartbeat.set_listener(follow)
-        tokens = 0
+        read = partial(_read_rows, job, run)
+        batches, counts = read(0), None
         for step in range(2):
             trace.clear()
             mode.memory.start_step()
             roofline.flops = 0.0
-            batches = synthetic_step(
-                job.micro_batches,
-                run.train.micro_batch_size,
-                job.row_length,
-                pad_to_multiple_of=micro_batch_padding(run.data, run.train),
-                seed=step,
-            )
-            tokens = sum(batch.num_tokens for batch in batches)
-            ranks.heartbeat.set_phase("reading rows", step=step)
-            built.engine.step(batches, 1e-4, step)
+            ranks.heartbeat.set_phase("start", step=step)
+            following = partial(Prefetch, read(step + 1), (0, 0))
+            counts = built.engine.step(
+                batches, 1e-4, step, counts=counts, prefetch=following
+            ).next_counts
+            batches = following().batches
     peak = mode.memory.peak()
     return RankResult(
         rank=job.rank,
@@ -75,7 +76,17 @@ def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
         notes=notes,
         num_layers=sum(len(part.model.layers) for part in built.engine.model.parts),
         micro_batches=job.micro_batches,
-        tokens=tokens,
+        tokens=sum(batch.num_tokens for batch in batches),
+    )
+
+
+def _read_rows(job: DryRunJob, run: RunConfig, step: int) -> list[MicroBatch]:
+    return synthetic_step(
+        job.micro_batches,
+        run.train.micro_batch_size,
+        job.row_length,
+        pad_to_multiple_of=micro_batch_padding(run.data, run.train),
+        seed=step,
     )
 
 

@@ -23,7 +23,8 @@ def synthetic_step(
         [_row(index * rows_each + at, row_length, rng) for at in range(rows_each)]
         for index in range(count)
     ]
-    return collate(groups, pad_to_multiple_of=pad_to_multiple_of).micro_batches()
+    laid = collate(groups, pad_to_multiple_of=pad_to_multiple_of)
+    return laid.pin_memory().micro_batches()
 
 
 def mean_pairs_per_token(row_length: int) -> float:

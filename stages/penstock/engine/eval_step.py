@@ -14,8 +14,10 @@ from torch import nn
 from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import TokenScoresFn
+from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
+from penstock_kernels.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class EvalModel:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        scores = self.scores(hidden, head, self._to_local(batch.labels_T))
+        local_T = self.model.context.shard_tensor(batch.labels_T)
+        scores = self.scores(hidden, head, Labels.from_host(local_T, self.ranks.device))
         # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.model.mesh.index("tensor") == 0:
             token_metrics = [
@@ -70,7 +73,7 @@ class EvalModel:
 
     def _to_local(self, values_T: torch.Tensor) -> torch.Tensor:
         """This rank's part of a per-token tensor."""
-        return self.model.context.shard_tensor(values_T).to(self.ranks.device, non_blocking=True)
+        return to_device(self.model.context.shard_tensor(values_T), self.ranks.device)
 
     def _build_call(self, batch: MicroBatch, reduce: OutputFn) -> ModelInputs:
         return self.model.build_inputs(batch, reduce, self.ranks.device)

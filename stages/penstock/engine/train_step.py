@@ -6,7 +6,8 @@ samples divided by the number of samples. It does not depend on how the step is 
 micro-batches and ranks. Router losses are reported separately.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +29,30 @@ from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.engine.optim.norm_metrics import Norms
 from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 from penstock.engine.peft.relora import ReLoRA
+from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.dropout import DropoutRNG
 from penstock.optim.groups import set_lr
 from penstock.rows.collate import MicroBatch
+from penstock_kernels.to_device import to_device
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens and trained tokens of a step, over all replicas."""
+
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """What the host prepares for the next step while the device computes this one."""
+
+    batches: Sequence[MicroBatch] = ()
+    """The micro-batches of the next step; empty at the end of a run."""
+    maxima: tuple[int, ...] = ()
+    """Numbers of this rank, to be max-reduced over ranks; below 2^53."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +74,10 @@ class StepResult:
     """Preference metrics, by name."""
     local_loss: torch.Tensor
     """This rank's part of `loss`, a scalar; the only field that differs between ranks."""
+    next_counts: TokenCounts | None = None
+    """Tokens of the prefetched micro-batches; None without any."""
+    maxima: tuple[int, ...] = ()
+    """`Prefetch.maxima` over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +116,32 @@ class TrainStep:
         lr: float,
         number: int,
         references: Sequence[torch.Tensor] = (),
+        *,
+        counts: TokenCounts | None = None,
+        prefetch: Callable[[], Prefetch] = Prefetch,
     ) -> StepResult:
         """Run forward, backward and update of one step.
 
-        `number` is the step number, from 0; it seeds dropout and decides whether adapters are
-        merged. `references` are the reference log-probs of each micro-batch's completions, [D, A],
-        in preference training with a reference model. Raises StageError if the gradients are not
-        finite; if a smaller loss scale may help, it skips the update instead.
+        The host waits for the device once, between the backward pass and the update: for the loss,
+        the gradient norm and what `prefetch` returned, which is called while the device computes.
+
+        Args:
+            batches: this rank's micro-batches.
+            lr: learning rate.
+            number: the step number, from 0; it seeds dropout and decides whether adapters are
+                merged.
+            references: reference log-probs of each micro-batch's completions, [D, A], in preference
+                training with a reference model.
+            counts: `next_counts` of the step before. Without them the counts of this step are read
+                from the device first.
+            prefetch: prepares the next step.
+
+        Raises:
+            StageError: the gradients are not finite; if a smaller loss scale may help, the update
+                is skipped instead.
         """
-        tokens, trained = self._count_tokens(batches)
+        counts = counts or self._read_counts(batches)
+        tokens, trained = counts.tokens, counts.trained
         scale = self.grad_scaler.scale if self.grad_scaler else 1.0
         preference_step = None
         if self.preferences:
@@ -124,13 +166,15 @@ class TrainStep:
             )
         set_lr(self.optimizer, lr)
         mine = self.model.forward_backward(calls) / scale
+        following = prefetch()
         self.ranks.heartbeat.set_phase("update")
         trainable = self.model.trainable
         if self.grad_scaler:
             self.grad_scaler.unscale(trainable)
         norms = self.norms.of_gradients() if self.norms and not self.optimizer_in_backward else None
         norm = norms.total if norms else self._gradient_norm(trainable)
-        is_finite = bool(torch.isfinite(norm))
+        loss, norm_value, next_counts, maxima = self._read(mine, norm, following)
+        is_finite = math.isfinite(norm_value)
         if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
             raise self._non_finite_error(batches, norm, number)
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
@@ -145,11 +189,10 @@ class TrainStep:
         router_metrics = self.routers.finish_step(tokens) if self.routers else {}
         of_norms = self.norms.metrics(norms) if self.norms and norms else {}
         of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.grad_scaler else {}
-        loss = self.ranks.all_reduce_sum(mine.clone()).item()
         return StepResult(
             loss,
             # Report 0 on overflow: the norm of overflowed gradients is meaningless.
-            norm.item() if is_finite else 0.0,
+            norm_value if is_finite else 0.0,
             tokens,
             trained,
             router_metrics,
@@ -157,7 +200,24 @@ class TrainStep:
             of_scaling,
             preference_step.metrics() if preference_step else {},
             mine,
+            next_counts,
+            maxima,
         )
+
+    def _read(
+        self, mine: torch.Tensor, norm: torch.Tensor, following: Prefetch
+    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...]]:
+        """The loss over all ranks, the norm, the next step's counts and the maxima: one sync."""
+        device = self.ranks.device
+        local_counts = to_device(self._local_counts(following.batches), device)
+        sums = torch.cat([mine.double().reshape(1), local_counts])
+        parts = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
+        if following.maxima:
+            numbers = to_device(torch.tensor(following.maxima, dtype=torch.int64), device)
+            parts.append(self.ranks.all_reduce_max(numbers).double())
+        loss, tokens, trained, norm_value, *maxima = torch.cat(parts).tolist()
+        counts = self._counts_per_replica(tokens, trained) if following.batches else None
+        return loss, norm_value, counts, tuple(int(value) for value in maxima)
 
     def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
         return (
@@ -209,29 +269,31 @@ class TrainStep:
         if self.dropout_seed is None:
             return None
         places_T = self.model.context.shard_tensor(batch.places())
-        return DropoutRNG(
-            self.dropout_seed, step, places_T.to(self.ranks.device, non_blocking=True)
-        )
+        return DropoutRNG(self.dropout_seed, step, to_device(places_T, self.ranks.device))
 
     def _build_output_fn(self, batch: MicroBatch, losses: SumLossFn, divisor: float) -> OutputFn:
         """Function from hidden states and LM head to this rank's summed token losses over
         `divisor`.
         """
-        labels_T = self.model.context.shard_tensor(batch.labels_T)
-        labels_T = labels_T.to(self.ranks.device, non_blocking=True)
+        local_T = self.model.context.shard_tensor(batch.labels_T)
+        labels = Labels.from_host(local_T, self.ranks.device)
 
         def output_fn(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            return losses(hidden_TD, head, labels_T, scale=1 / divisor)
+            return losses(hidden_TD, head, labels, scale=1 / divisor)
 
         return output_fn
 
-    def _count_tokens(self, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-        """Count tokens and trained tokens of all replicas.
+    def _read_counts(self, batches: Sequence[MicroBatch]) -> TokenCounts:
+        counts = to_device(self._local_counts(batches), self.ranks.device)
+        return self._counts_per_replica(*self.ranks.all_reduce_sum(counts).tolist())
 
-        Every rank of a replica counts the same batch, so the sum is divided by the ranks per
-        replica.
-        """
-        mine = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
-        counted = self.ranks.all_reduce_sum(torch.tensor(mine, device=self.ranks.device))
-        tokens, trained = (counted // self.model.model_parallel_size).tolist()
-        return tokens, trained
+    def _counts_per_replica(self, tokens: float, trained: float) -> TokenCounts:
+        """Every rank of a replica counts the same batch, so the sums over all ranks are divided."""
+        each = self.model.model_parallel_size
+        return TokenCounts(round(tokens) // each, round(trained) // each)
+
+    @staticmethod
+    def _local_counts(batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """This rank's tokens and trained tokens, fp64 [2] on the host."""
+        counts = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
+        return torch.tensor(counts, dtype=torch.float64)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from penstock.losses.labels import IGNORED, Labels
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
 from penstock.models.layers.linear_terms import WeightedRows, linear_terms, scaled_linear_terms
@@ -27,9 +28,6 @@ from penstock_kernels.cross_entropy import (
     linear_cross_entropy,
     linear_logits,
 )
-
-IGNORED = -100
-"""Label of a position that is not trained (ignore_index)."""
 
 CHUNK = 1024
 """Default chunk in tokens for a head that can only be called: 0.6 GB of fp32 logits with a
@@ -80,7 +78,7 @@ CROSS_ENTROPY = Loss()
 def sum_cross_entropy(
     hidden_TD: torch.Tensor,
     head: Head,
-    labels_T: torch.Tensor,
+    labels_T: torch.Tensor | Labels,
     loss: Loss = CROSS_ENTROPY,
     *,
     scale: float = 1.0,
@@ -99,9 +97,10 @@ def sum_cross_entropy(
         ValueError: if the chunk is below 1, the labels are not one per position, or (on a CPU only)
             a label is not in the vocabulary.
     """
-    if labels_T.dim() != 1:
-        raise ValueError(f"{tuple(labels_T.shape)} labels for a sum, which is of one each")
-    tokens = _TrainedTokens.of(hidden_TD, head, labels_T)
+    labels = Labels.of(labels_T)
+    if labels.values.dim() != 1:
+        raise ValueError(f"{tuple(labels.values.shape)} labels for a sum, which is of one each")
+    tokens = _TrainedTokens.of(hidden_TD, head, labels)
     if not len(tokens.labels):
         return tokens.zero()
     if products := tokens.products(loss):
@@ -121,7 +120,10 @@ def sum_cross_entropy(
 
 
 def token_log_probs(
-    hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor, loss: Loss = CROSS_ENTROPY
+    hidden_TD: torch.Tensor,
+    head: Head,
+    labels_T: torch.Tensor | Labels,
+    loss: Loss = CROSS_ENTROPY,
 ) -> torch.Tensor:
     """Log-probability of each position's label, fp32 [T]; 0 without a label.
 
@@ -134,12 +136,13 @@ def token_log_probs(
     """
     if loss.terms.smoothing or loss.terms.z:
         raise ValueError(f"log-probabilities have no {loss.terms}")
-    tokens = _TrainedTokens.of(hidden_TD, head, labels_T)
-    found_T = hidden_TD.new_zeros(labels_T.shape, dtype=torch.float32)
+    labels = Labels.of(labels_T)
+    tokens = _TrainedTokens.of(hidden_TD, head, labels)
+    found_T = hidden_TD.new_zeros(labels.values.shape, dtype=torch.float32)
     if not len(tokens.labels):
         return found_T + tokens.zero()
     is_label_S = tokens.labels != IGNORED
-    if labels_T.dim() > 1:
+    if labels.values.dim() > 1:
         # Ignored labels of a token that has others: compute them as token 0, masked below.
         tokens = replace(tokens, labels=tokens.labels.where(is_label_S, 0))
     if products := tokens.products(loss):
@@ -168,20 +171,17 @@ class _TrainedTokens:
     rng: DropoutRNG | None
 
     @classmethod
-    def of(cls, hidden_TD: torch.Tensor, head: Head, labels_T: torch.Tensor) -> "_TrainedTokens":
-        """`labels_T` may be [T, K]: positions with at least one label are trained."""
-        if labels_T.shape[:1] != hidden_TD.shape[:1]:
+    def of(cls, hidden_TD: torch.Tensor, head: Head, labels: Labels) -> "_TrainedTokens":
+        if labels.values.shape[:1] != hidden_TD.shape[:1]:
             positions = tuple(hidden_TD.shape)
-            raise ValueError(f"{tuple(labels_T.shape)} labels for {positions} positions")
-        is_label = labels_T != IGNORED
-        is_trained_T = is_label.any(1) if labels_T.dim() > 1 else is_label
-        trained = is_trained_T.nonzero().squeeze(1)
+            raise ValueError(f"{tuple(labels.values.shape)} labels for {positions} positions")
+        trained = labels.trained
         rng = current_dropout_rng()
         return cls(
             trained,
             hidden_TD.index_select(0, trained),
             head,
-            labels_T.index_select(0, trained),
+            labels.values.index_select(0, trained),
             rng.select(trained) if rng else None,
         )
 

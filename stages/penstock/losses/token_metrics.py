@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.losses.cross_entropy import CROSS_ENTROPY, IGNORED, Head, Loss, compute_logits
+from penstock.losses.cross_entropy import CROSS_ENTROPY, Head, Loss, compute_logits
+from penstock.losses.labels import Labels
 from penstock_kernels.logit_chunks import tokens_at_once
 
 MaxReduceFn = Callable[[torch.Tensor], torch.Tensor]
@@ -31,7 +32,7 @@ class Scores(NamedTuple):
 def token_scores(
     hidden_TD: torch.Tensor,
     head: Head,
-    labels_T: torch.Tensor,
+    labels_T: torch.Tensor | Labels,
     *,
     width: int,
     loss: Loss = CROSS_ENTROPY,
@@ -50,9 +51,10 @@ def token_scores(
     first = loss.divided.first if loss.divided else 0
     losses: list[torch.Tensor] = []
     is_correct: list[torch.Tensor] = []
-    positions = (labels_T != IGNORED).nonzero().squeeze(1)
+    labels = Labels.of(labels_T)
+    positions = labels.trained
     for some, logits_CV in chunked_logits(hidden_TD, head, positions, loss, width):
-        labels_C = labels_T.index_select(0, some)
+        labels_C = labels.values.index_select(0, some)
         losses.append(loss.of_logits(logits_CV, labels_C).float())
         at_C = labels_C - first
         elsewhere_C = (at_C < 0) | (at_C >= logits_CV.shape[1])

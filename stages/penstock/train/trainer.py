@@ -21,9 +21,10 @@ from penstock.engine.build import BuiltModel
 from penstock.engine.checkpoint.folders import understanding
 from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.train_step import StepResult
+from penstock.engine.train_step import Prefetch, StepResult, TokenCounts
 from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
+from penstock.rows.collate import MicroBatch
 from penstock.rows.sizing import Finding, findings, run_size
 from penstock.train.checkpointing import Checkpointer, TrainerState
 from penstock.train.dataloader import Groups, Loader, LoaderConfig, trained_rows
@@ -81,6 +82,12 @@ class Trainer:
         """The step of the initial weights; None: this run has trained them before."""
         self._memory = 0
         """Peak memory over all ranks and the rank, encoded as in `measures`."""
+        self._batches: Sequence[MicroBatch] = []
+        """Prefetched micro-batches of the next step."""
+        self._counts: TokenCounts | None = None
+        """Their tokens over all ranks."""
+        self._polled = GO_ON
+        """The stop flag of all ranks in the last step."""
         self._evaluated: dict[str, Any] | None = None
         """The metrics of this step's evaluation."""
         self._loader: Loader | None = None
@@ -136,7 +143,7 @@ class Trainer:
             before = self.batches.progress(self.at.cursor)
             with self.profile.step(self.at.step):
                 record = self._step()
-            word = self._sync_stop_flag()
+            word = self._polled
             self._log({**record, **self.measures.memory_fields(self._memory)})
             due = self._due(before, word)
             if self._ended_by(word):
@@ -152,18 +159,23 @@ class Trainer:
             self.held_out.sanity_check(batches, lambda: self.stop)
 
     def _step(self) -> dict[str, Any]:
+        """Run one step; returns its record."""
         started = time.perf_counter()
         step = self.at.step
         lr = lr_at(step, self.total_steps, self.train)
         self.ranks.heartbeat.set_phase("reading rows", step=step)
         if self._loader is None:
             self._loader = Loader(self.rows, self._steps(), self.reading)
-        batches, rows = next(self._loader), self.batches.rows(self.at.cursor)
+        batches, rows = self._batches or next(self._loader), self.batches.rows(self.at.cursor)
         references: Sequence[torch.Tensor] = ()
         if self.references:
             self.references.on_step_start(step, self.at.cursor)
             references = self.references.lookup(batches)
-        result: StepResult = self.built.engine.step(batches, lr, step, references)
+        result: StepResult = self.built.engine.step(
+            batches, lr, step, references, counts=self._counts, prefetch=self._prefetch
+        )
+        self._counts = result.next_counts
+        self._polled, self._memory = result.maxima
         self._evaluated = None
         self.at = TrainerState(
             self.batches.advance(self.at.cursor),
@@ -191,6 +203,14 @@ class Trainer:
             **self.measures.step_fields(result, batches, rows, seconds),
         }
 
+    def _prefetch(self) -> Prefetch:
+        """Read the next step's rows, and poll the stop flag, while the device computes."""
+        self._batches = []
+        if self.at.step + 1 < self.total_steps:
+            assert self._loader
+            self._batches = next(self._loader)
+        return Prefetch(self._batches, (self._stop_flag(), self.measures.peak_memory()))
+
     def _steps(self) -> Iterator[Groups]:
         """This rank's rows of every step from here to the end."""
         cursor = self.at.cursor
@@ -209,11 +229,11 @@ class Trainer:
         )[self.built.engine.model.mesh.index("replicate", "shard")]
 
     def _sync_stop_flag(self) -> int:
-        """All-reduce the stop flag: clocks and signals may differ between ranks. Also reduces peak
-        memory."""
-        mine = STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
-        word, self._memory = self.ranks.max_over_ranks(mine, self.measures.peak_memory())
-        return word
+        """All-reduce the stop flag: clocks and signals may differ between ranks."""
+        return self.ranks.max_over_ranks(self._stop_flag())[0]
+
+    def _stop_flag(self) -> int:
+        return STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
 
     def _ended_by(self, word: int) -> str | None:
         """The setting that ends the run here; None: it continues."""

@@ -108,7 +108,7 @@ def refusal(name, capability, monkeypatch, *, width=64, dtype=torch.bfloat16, **
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
         q, k = (torch.empty(9, heads, width, dtype=dtype, device="cuda") for heads in (4, 2))
-        documents = VarlenMetadata.of([9], "cuda", start_rows=settings.pop("start_rows", None))
+        documents = VarlenMetadata.of([9], "cpu", start_rows=settings.pop("start_rows", None))
         if settings.pop("sinks", False):
             settings["sinks_N"] = torch.empty(4, device="cuda")
         return packages.unsupported_reason(name, q, k, k, documents, 0.1, **settings)

@@ -7,6 +7,7 @@ from itertools import zip_longest
 import torch
 
 from penstock_kernels.attention.segments import VarlenMetadata
+from penstock_kernels.to_device import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Rectangle:
         """One for each pair of queries and keys, at the price of one copy to the device. reaches
         are theirs in turn; None where there are no more."""
         bounds = [((0, queries), (0, keys)) for queries, keys in sizes]
-        laid = torch.tensor(bounds, dtype=torch.int32, device=device).unbind()
+        laid = to_device(torch.tensor(bounds, dtype=torch.int32), device).unbind()
         return [
             Rectangle(queries, keys, of_queries, of_keys, reach)
             for (queries, keys), (of_queries, of_keys), reach in zip_longest(sizes, laid, reaches)

@@ -22,6 +22,7 @@ from penstock.models.layers.dropout import DropoutRNG, dropout_rng
 from penstock.models.layers.router_observer import RouterObserver, observe_routers
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.to_device import to_device
 
 AutocastContext = Callable[[], AbstractContextManager[object]]
 """Context manager around a forward pass, such as autocast."""
@@ -94,8 +95,8 @@ class ParallelModel:
         """The model inputs for this rank's tokens of a micro-batch."""
         mine = self.context.shard_batch(batch)
         return ModelInputs(
-            mine.input_ids_T.to(device, non_blocking=True),
-            mine.position_ids_T.to(device, non_blocking=True),
+            to_device(mine.input_ids_T, device),
+            to_device(mine.position_ids_T, device),
             self.context.varlen_metadata(batch, device),
             reduce,
             noise,

@@ -32,6 +32,7 @@ from penstock.losses.cross_entropy import (
     sum_cross_entropy,
     token_log_probs,
 )
+from penstock.losses.labels import Labels
 from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
@@ -50,16 +51,22 @@ class SumLossFn(Protocol):
     """
 
     def __call__(
-        self, hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        labels_T: torch.Tensor | Labels,
+        /,
+        *,
+        scale: float = 1,
     ) -> torch.Tensor: ...
 
 
-LogProbsFn = Callable[[torch.Tensor, nn.Module, torch.Tensor], torch.Tensor]
+LogProbsFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], torch.Tensor]
 """Function from final hidden states, head and labels [T] to the labels' log-probs [T], the same on
 all ranks of the group, with gradients; labels [T, K] give [T, K].
 """
 
-TokenScoresFn = Callable[[torch.Tensor, nn.Module, torch.Tensor], Scores]
+TokenScoresFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], Scores]
 """Function from final hidden states, head and labels [T] to the scores of each trained token, the
 same on all ranks of the group.
 """
@@ -117,7 +124,12 @@ class VocabParallelHead:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
 
         def summed(
-            hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor, /, *, scale: float = 1
+            hidden: torch.Tensor,
+            head: nn.Module,
+            labels_T: torch.Tensor | Labels,
+            /,
+            *,
+            scale: float = 1,
         ) -> torch.Tensor:
             inputs = self._head_inputs(hidden, head, loss)
             return sum_cross_entropy(*inputs, labels_T, self._loss(loss), scale=scale)
@@ -127,7 +139,9 @@ class VocabParallelHead:
     def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsFn:
         """`losses.cross_entropy.token_log_probs` for such a model."""
 
-        def found(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> torch.Tensor:
+        def found(
+            hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
+        ) -> torch.Tensor:
             return token_log_probs(
                 *self._head_inputs(hidden, head, loss), labels_T, self._loss(loss)
             )
@@ -137,7 +151,9 @@ class VocabParallelHead:
     def token_scores(self, loss: Loss = CROSS_ENTROPY) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
 
-        def scored(hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor) -> Scores:
+        def scored(
+            hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
+        ) -> Scores:
             return token_scores(
                 *self._head_inputs(hidden, head, loss),
                 labels_T,

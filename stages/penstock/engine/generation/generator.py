@@ -44,6 +44,7 @@ from penstock.engine.generation.sequences import (
     Prompt,
 )
 from penstock.models.decoder_config import DecoderConfig
+from penstock_kernels.to_device import to_device
 
 KV_CACHE_TOKENS = 1 << 17
 PREFILL_TOKENS = 1 << 13
@@ -325,7 +326,7 @@ class Generator:
             results.prompt_logprobs.record(into_S[here], next_S[here], log_probs_CV)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
-        return values.to(self.ranks.device, non_blocking=True)
+        return to_device(values, self.ranks.device)
 
 
 def build_generator(

@@ -14,6 +14,7 @@ from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
+from penstock_kernels.to_device import to_device
 
 ALLOCATION_STEP = 64
 """Rows are allocated in multiples of so many tokens."""
@@ -181,7 +182,7 @@ class DecodeStep(VarlenMetadata):
 
     def _tensor(self, name: str, values: Sequence[int], device: torch.device) -> torch.Tensor:
         if name not in self.kept:
-            self.kept[name] = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+            self.kept[name] = to_device(torch.tensor(values, dtype=torch.int64), device)
         return self.kept[name]
 
 
@@ -210,9 +211,9 @@ def prefill_segments(
     return Prefill(
         **vars(segments),
         cache=cache,
-        tokens=torch.cat(tokens).to(device, non_blocking=True),
-        rows=torch.cat(into).to(device, non_blocking=True),
-        places=torch.cat(places).to(device, non_blocking=True),
+        tokens=to_device(torch.cat(tokens), device),
+        rows=to_device(torch.cat(into), device),
+        places=to_device(torch.cat(places), device),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.sequences import DecodingSequence, Prompt, TopKLogprobs
+from penstock_kernels.to_device import to_device
 
 
 class TopLogprobs:
@@ -89,8 +90,8 @@ class PromptLogprobs:
             dtype=torch.int64,
         )
         last_P = widths_P.cumsum(0)
-        self._widths_P = widths_P.to(device)
-        self._starts_P = (last_P - widths_P).to(device)
+        self._widths_P = to_device(widths_P, device)
+        self._starts_P = to_device(last_P - widths_P, device)
         """The start of each position's entries among the W."""
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.core.errors import ConfigError
+from penstock_kernels.to_device import to_device
 
 NO_TOP_K = -1
 """`top_k` of the whole vocabulary (disabled)."""
@@ -145,7 +146,7 @@ def _apply_top_k_top_p(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) 
         rows = [*tops]
         some = weights_RV[rows]
         best = some.topk(max(tops.values()), dim=-1).values
-        last = torch.tensor([[top - 1] for top in tops.values()], device=some.device)
+        last = to_device(torch.tensor([[top - 1] for top in tops.values()]), some.device)
         weights_RV[rows] = some.masked_fill(some < best.gather(1, last), 0)
     rows = [row for row, one in enumerate(how) if one.top_p < 1]
     if rows:
@@ -161,4 +162,4 @@ def _apply_top_k_top_p(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) 
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    return to_device(torch.tensor(values, dtype=like.dtype), like.device)[:, None]

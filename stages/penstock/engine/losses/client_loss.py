@@ -21,6 +21,7 @@ from penstock.engine.moe.load_balancing import Routers
 from penstock.losses.policy import LossInputs, TokenLoss, sequence_losses, token_losses
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
+from penstock_kernels.to_device import to_device
 
 NO_POSITION = -1
 """The index of padding."""
@@ -173,7 +174,7 @@ def _to_local(each: LossBatch, context: ContextParallel, device: torch.device) -
     """
 
     def part(x_T: torch.Tensor) -> torch.Tensor:
-        return context.shard_tensor(x_T).to(device, non_blocking=True)
+        return to_device(context.shard_tensor(x_T), device)
 
     mine = context.shard_batch(each.batch)
     loss_inputs = {
@@ -181,7 +182,7 @@ def _to_local(each: LossBatch, context: ContextParallel, device: torch.device) -
         for field in fields(each.loss_inputs)
     }
     return LossBatch(
-        MicroBatch(**{**vars(mine), "labels_T": mine.labels_T.to(device)}),
+        MicroBatch(**{**vars(mine), "labels_T": to_device(mine.labels_T, device)}),
         LossInputs(**loss_inputs),
         part(each.sample_T),
         each.num_samples,

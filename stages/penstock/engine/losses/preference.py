@@ -29,6 +29,7 @@ from penstock.losses.preference_metrics import (
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import PER_SAMPLE
+from penstock_kernels.to_device import to_device
 
 
 @dataclass(frozen=True)
@@ -159,20 +160,20 @@ class Preferences:
         device = self.sums.ranks.device
         found: list[PreferenceBatch] = []
         for index, batch in enumerate(batches):
-            tokens_DA = num_tokens(batch).to(device).double()
+            tokens_DA = to_device(num_tokens(batch), device).double()
             reference_DA = torch.zeros_like(tokens_DA)
             if references:
-                reference_DA = references[index].to(device, torch.float64)
+                reference_DA = to_device(references[index], device).double()
             desirable = batch.branching.desirable if batch.branching else ()
-            desirable_D = torch.tensor(desirable, dtype=torch.bool, device=device)
+            desirable_D = to_device(torch.tensor(desirable, dtype=torch.bool), device)
             is_judged = self.config.loss_type == "kto"
             gap_D = None
             if self.config.offset_alpha:
                 gaps = batch.branching.score_gaps if batch.branching else ()
-                gap_D = torch.tensor(gaps, dtype=torch.float64, device=device)
+                gap_D = to_device(torch.tensor(gaps, dtype=torch.float64), device)
             prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
             if self.config.learns_prompts:
-                prompt_tokens_D = num_prompt_tokens(batch).to(prompt_tokens_D)
+                prompt_tokens_D = to_device(num_prompt_tokens(batch), device).to(prompt_tokens_D)
             found.append(
                 PreferenceBatch(
                     reference_DA,

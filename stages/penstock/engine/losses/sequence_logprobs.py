@@ -13,9 +13,11 @@ from torch import nn
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsFn
+from penstock.losses.labels import Labels
 from penstock.rows.collate import MicroBatch
 from penstock.rows.schema import IGNORED
 from penstock.rows.shared_prefix import PER_SAMPLE
+from penstock_kernels.to_device import to_device
 
 CompletionLogProbsFn = Callable[[torch.Tensor, nn.Module], torch.Tensor]
 """Function from final hidden states and head to the log-prob of each completion, fp64 [D, A]: the
@@ -51,12 +53,12 @@ class SequenceLogProbs:
             prompt_T, sample_T = batch.prompt_targets()
             labels_T = torch.where(sample_T >= 0, prompt_T, labels_T)
             into_T = torch.where(sample_T >= 0, count + sample_T, into_T)
-        labels_T = context.shard_tensor(labels_T).to(device, non_blocking=True)
-        into_T = context.shard_tensor(into_T).to(device, non_blocking=True)
+        labels = Labels.from_host(context.shard_tensor(labels_T), device)
+        into_T = to_device(context.shard_tensor(into_T), device)
 
         def sums(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
             # In fp64, so that the number of ranks that share a completion does not matter.
-            log_probs_T = self.log_probs(hidden, head, labels_T).double()
+            log_probs_T = self.log_probs(hidden, head, labels).double()
             partial_sums = log_probs_T.new_zeros(count + samples + 1).index_add(
                 0, into_T, log_probs_T
             )

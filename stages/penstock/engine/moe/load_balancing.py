@@ -33,6 +33,7 @@ from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
 from penstock.models.names import SELECTION_BIAS
 from penstock.rows.collate import MicroBatch
+from penstock_kernels.to_device import to_device
 
 MAX_LOGGED_COUNTS = 1024
 """Token counts per expert are logged for models with up to so many experts in total."""
@@ -109,7 +110,7 @@ class Routers:
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
         rows = [LocalRows.of(batch, context, self._ranks.device) for batch in batches]
-        step = torch.tensor([tokens], device=self._ranks.device)
+        step = to_device(torch.tensor([tokens]), self._ranks.device)
 
         def with_row(of: "LocalRows") -> AuxLossGradFn:
             return lambda _, counts_RE: aux_loss_grad(
@@ -224,8 +225,7 @@ class LocalRows:
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
         used = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes)
         row_T[: len(used)] = used
-        mine_T = context.shard_tensor(row_T).to(device, non_blocking=True)
-        return LocalRows(mine_T, sizes.to(device, non_blocking=True))
+        return LocalRows(to_device(context.shard_tensor(row_T), device), to_device(sizes, device))
 
 
 class RouterStatsCollector:

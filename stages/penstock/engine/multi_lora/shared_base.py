@@ -18,7 +18,7 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.build import (
     BuiltModel,
     assemble,
-    load,
+    load_params,
     lora_target_layers,
     saves_adapters_only,
 )
@@ -120,7 +120,7 @@ class SharedBase:
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
         base = replace(self.base, names=names, folder=weights)
-        load(self.built.engine.model.params, base, weights, run, self.ranks)
+        load_params(self.built.engine.model.params, base, weights, run, self.ranks)
         self.reshard()
 
     def reshard(self) -> None:

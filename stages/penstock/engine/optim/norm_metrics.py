@@ -14,6 +14,7 @@ import torch
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock_kernels.to_device import to_device
 
 Detail = Literal["none", "total", "layers"]
 
@@ -119,7 +120,7 @@ class Norms:
             if len(here) == len(self._parts):
                 counted /= self._copies
             else:
-                chosen = torch.tensor(here, device=device)
+                chosen = to_device(torch.tensor(here), device)
                 counted, places = counted / self._copies[chosen], places[chosen]
             squares_L.index_add_(0, places, counted)
         squares_L = self._ranks.all_reduce_sum(squares_L)

@@ -13,10 +13,11 @@ import torch
 
 from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, RotaryPairs
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.to_device import to_device
 
 
 class Rotary:
-    """RoPE angles of one model. Not a module and without tensors, so it is neither cast to another
+    """RoPE angles of one model. Not a module and without buffers, so it is neither cast to another
     dtype nor left uninitialized after `to_empty`."""
 
     def __init__(
@@ -34,6 +35,14 @@ class Rotary:
         self.pairs = pairs
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
         self.model = model if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE else None
+        self._copies: dict[torch.device, torch.Tensor] = {}
+
+    def _inverse_on(self, device: torch.device) -> torch.Tensor:
+        # Copied once: a copy in each forward pass would be a host sync in each.
+        if device not in self._copies:
+            host = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
+            self._copies[device] = to_device(host, device)
+        return self._copies[device]
 
     def angles(
         self,
@@ -49,7 +58,7 @@ class Rotary:
         """
         device = position_ids_T.device
         if self.model is None:
-            inverse = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
+            inverse = self._inverse_on(device)
         else:
             assert segments is not None
             lengths_D = segments.cu_seqlens.diff()
