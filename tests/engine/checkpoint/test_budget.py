@@ -24,6 +24,7 @@ from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from penstock.train.metrics.jsonl import read_metrics
+from penstock.train.trainer import GO_ON, STOP
 from tests.engine import runs
 from tests.engine.loops import each, loop_of
 from tests.ranks import on_ranks
@@ -195,7 +196,8 @@ def going_on(jobs):
     whole = judged(jobs["whole"])
     loop = loop_of(jobs["parts"])
     tell(loop, LOSSES[:7])
-    loop.stop = StopAt(loop, 7)
+    # Asked during the seventh step.
+    loop._stop_flag = lambda: STOP if loop.at.step == 6 else GO_ON
     assert loop.run() is None
     again = loop_of(jobs["parts"])
     # What was found after seven steps is owed.
