@@ -30,6 +30,7 @@ CASES: Mapping[str, Case] = {
     "ddp": Case(train={"data_parallel_mode": "ddp"}),
     "fsdp": Case(),
     "fsdp, 4 micro-batches": Case(train=FOUR),
+    "fsdp, reduced once": Case(train={**FOUR, "fsdp_gradient_sync": "step"}),
     "fsdp, zero 2": Case(train={"zero_stage": 2}),
     "fsdp, no recomputation": Case(train={"enable_gradient_checkpointing": False}),
     "fsdp, recomputed attention": Case(train={"recompute_modules": ["self_attn"]}),

@@ -178,7 +178,11 @@ def _exposed_data_parallel(
             sharded.reshard_after
         ]
         seconds = _all_gather_seconds(sharded, machine, times)
-        seconds += (shards - 1) / shards * gradients / _shard_bandwidth(sharded, machine)
+        scatters = num_micro_batches
+        if sharded.run.train.resolved_gradient_sync == "step":
+            scatters = 1
+        share = (shards - 1) / shards
+        seconds += scatters * share * gradients / _shard_bandwidth(sharded, machine)
         copies = degrees.replicate
         mine = gradients / shards
     else:

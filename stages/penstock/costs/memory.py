@@ -194,10 +194,11 @@ class _Rank:
         )
 
     def _accumulated(self) -> float:
-        """Accumulated gradients of earlier micro-batches; with fsdp2 unsharded until the last."""
+        """Accumulated gradients of earlier micro-batches; with fsdp2 unsharded if they are reduced
+        once a step."""
         if self.sharded.micro_batches == 1:
             return 0
-        if self.sharded.is_sharded:
+        if self.sharded.is_sharded and self.train.resolved_gradient_sync == "step":
             return sum(self._reduce_buffer_bytes(unit) for unit in self.units)
         return sum(self._gradients(unit) for unit in self.units)
 
@@ -314,10 +315,12 @@ class _Rank:
             )
             return Memory(gradients=mine, buffers=both + self._gathered_weights(ROOT))
         gradients = mine
-        if self.sharded.micro_batches > 1:
+        if self.sharded.micro_batches > 1 and self.train.resolved_gradient_sync == "step":
             gradients += self._accumulated() - sum(
                 self._reduce_buffer_bytes(u) for u in self.layers
             )
+        elif self.sharded.micro_batches > 1:
+            gradients = self._accumulated()
         return Memory(
             gradients=gradients,
             buffers=self._unsharded_gradients(ROOT)

@@ -123,6 +123,7 @@ ON_TWO = {
     "stage 3": {**FSDP, "zero_stage": 3},
     "not full": {**FSDP, "enable_full_shard": False},
     "bf16": {**FSDP, "fsdp_reduce_dtype": "bf16"},
+    "reduced once": {**FSDP, "fsdp_gradient_sync": "step"},
     "offload": {**FSDP, "enable_fsdp_offload": True},
     "copies": {"data_parallel_mode": "ddp", "data_parallel_replicate_size": 2},
     "one bucket": WIDE,
@@ -188,8 +189,14 @@ def test_gathered_weights_are_gathered_again_as_the_zero_stage_says(on_two):
     assert gathers["stage 3"] == gathers["full"] == 2 * (5 + 4)
     assert gathers["stage 2"] == gathers["not full"] == 2 * 5
     assert gathers["stage 1"] == 5
-    for name in ("stage 1", "stage 2", "stage 3"):
-        assert count(on_two[name][0]["traffic"], "reduce_scatter") == 5, name
+
+
+def test_gradients_are_reduced_in_each_micro_batch_or_once_as_is_written(on_two):
+    scatters = {name: count(ranks[0]["traffic"], "scatter") for name, ranks in on_two.items()}
+    for name in ("full", "stage 1", "stage 2", "stage 3"):
+        assert scatters[name] == 2 * 5, name
+    # Shards would accumulate in the dtype of the weights, or what is rounded would.
+    assert scatters["bf16"] == scatters["reduced once"] == 5
 
 
 def test_gradients_are_added_up_in_the_precision_that_is_written(on_two):

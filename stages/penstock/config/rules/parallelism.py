@@ -16,6 +16,7 @@ FSDP2_FIELDS: Mapping[str, Any] = {
     "enable_full_shard": True,
     "enable_fsdp_offload": False,
     "fsdp_reduce_dtype": "fp32",
+    "fsdp_gradient_sync": None,
     "cp_fsdp_mode": "all",
 }
 """Settings of sharded weights, with the value that has no effect."""
@@ -40,6 +41,34 @@ def _check_fsdp2_fields(run: RunConfig) -> Issues:
                 f" shard weights; write data_parallel_mode: fsdp2 or leave {name} out",
                 ("train.data_parallel_mode",),
             )
+
+
+def _check_gradient_sync(run: RunConfig) -> Issues:
+    train = run.train
+    if train.data_parallel_mode != "fsdp2" or train.fsdp_gradient_sync != "micro_batch":
+        return
+    conflicts = {
+        "pipeline_parallel_size": (
+            train.pipeline_parallel_size > 1,
+            "pipeline schedules reduce gradients once a step",
+        ),
+        "fsdp_reduce_dtype": (
+            train.fsdp_reduce_dtype != "fp32",
+            "each reduction would be rounded to bfloat16",
+        ),
+        "precision": (
+            train.keeps_in != "float32",
+            f"shards would accumulate in the weights' {train.keeps_in}",
+        ),
+    }
+    for name, (is_set, why) in conflicts.items():
+        if is_set:
+            yield ConfigIssue(
+                ("train", "fsdp_gradient_sync"),
+                f"is micro_batch, and {why}; write fsdp_gradient_sync: step, or leave it out",
+                (f"train.{name}",),
+            )
+            return
 
 
 def _check_reductions(run: RunConfig) -> Issues:
@@ -181,6 +210,7 @@ def _check_deepep(run: RunConfig) -> Issues:
 
 LAYOUT_RULES = (
     _check_fsdp2_fields,
+    _check_gradient_sync,
     _check_reductions,
     _check_zero_stage,
     _check_split_backward,

@@ -133,6 +133,12 @@ class ParallelConfig(ConfigSection):
     """`fsdp2`: dtype in which gradients are reduced over ranks. `bf16` halves the traffic and
     rounds."""
 
+    fsdp_gradient_sync: Unkeyed[Literal["micro_batch", "step"] | None] = None
+    """`fsdp2`: reduce-scatter gradients after every micro-batch, so that each rank accumulates only
+    its shard, or once a step (`no_sync`): less traffic, but every rank accumulates unsharded fp32
+    gradients. Unset: `micro_batch`; `step` with pipeline parallelism, and where weights or the
+    reduction are in bfloat16, because shards accumulate in the dtype of the weights."""
+
     comm_bucket_mb: Unkeyed[int | None] = Field(default=None, gt=0)
     """`none` and `ddp`: size in MiB of the gradient buckets that are all-reduced during the
     backward pass. Larger buckets use the network better, smaller ones start earlier. Unset: 25."""

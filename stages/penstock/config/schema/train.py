@@ -128,6 +128,14 @@ class TrainConfig(
     """Dropout probabilities."""
 
     @property
+    def resolved_gradient_sync(self) -> Literal["micro_batch", "step"]:
+        """When gradients are reduced under `fsdp2`; see `fsdp_gradient_sync`."""
+        if self.fsdp_gradient_sync is not None:
+            return self.fsdp_gradient_sync
+        is_exact = self.fsdp_reduce_dtype == "fp32" and self.keeps_in == "float32"
+        return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
+
+    @property
     def resolved_zero_stage(self) -> Literal[1, 2, 3]:
         """The ZeRO stage under `fsdp2` that `zero_stage`, `reshard_after_forward` and
         `enable_full_shard` give: the first of them that is set decides."""

@@ -112,17 +112,23 @@ def shard(
 
 
 class FSDPSync:
-    """Gradient sync of FSDP2, which must be told which backward pass is the last."""
+    """Gradient sync of FSDP2, which must be told which backward pass is the last.
 
-    def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter) -> None:
+    Gradients are reduce-scattered after every pass, so that this rank accumulates only its shard;
+    with `once` after the last pass, and unsharded gradients of all layers accumulate until then.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter, *, once: bool) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
-        self._kept = kept
+        self._kept, self._once = kept, once
 
     def prepare_backward(self, *, last: bool) -> None:
-        """Accumulate gradients without reduction until the last pass."""
+        """Reduce gradients over shards in this pass, and over replicas in the last."""
+        reduces = last or not self._once
         for part in self._parts:
-            part.set_requires_gradient_sync(last)
-            part.set_is_last_backward(last)
+            part.set_requires_gradient_sync(reduces)
+            part.set_requires_all_reduce(last)
+            part.set_is_last_backward(reduces)
             part.set_reshard_after_backward(last or self._kept != "step")
 
     def wait(self) -> None:
@@ -199,7 +205,8 @@ def gradient_sync(
 ) -> GradSync:
     """Return the gradient sync over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
-        return FSDPSync(parts, reshard_policy(train))
+        once = train.resolved_gradient_sync == "step"
+        return FSDPSync(parts, reshard_policy(train), once=once)
     # Reentrant checkpointing runs a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
