@@ -19,7 +19,8 @@ def _read(both_ptr, n, BLOCK: tl.constexpr):
     splits.
     """
     at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    both = tl.load(both_ptr + at, mask=at < 2 * n, other=0).to(tl.float32)
+    # Not `at < 2 * n`: n is int32, and its double overflows.
+    both = tl.load(both_ptr + at, mask=at // 2 < n, other=0).to(tl.float32)
     return tl.split(both.reshape(BLOCK, 2))
 
 
@@ -48,7 +49,7 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
     dgate = tl.where(gate_passes, dgate, 0)
     dup = tl.where(up_passes, dy * gate * sig, 0)
     both_at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    tl.store(dboth_ptr + both_at, tl.interleave(dgate, dup), mask=both_at < 2 * n)
+    tl.store(dboth_ptr + both_at, tl.interleave(dgate, dup), mask=both_at // 2 < n)
 
 
 def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -19,9 +19,6 @@ from filelock import FileLock, Timeout
 
 FORMAT = 1
 
-LOCK_TIMEOUT_SECONDS = 300.0
-"""Seconds to wait for another process that is measuring: more than a kernel's candidates take."""
-
 Choice = Sequence[int]
 
 
@@ -85,13 +82,16 @@ class AutotuneCache:
 
     @contextmanager
     def lock(self) -> Iterator[bool]:
-        """Lock out other processes; yields False if another one has not finished in time."""
-        lock = FileLock(self.path.with_suffix(".lock"), timeout=LOCK_TIMEOUT_SECONDS)
+        """Lock out other processes; yields False at once if another one measures.
+
+        It must not wait: the other process synchronizes its stream, on which a collective may wait
+        for this process.
+        """
+        lock = FileLock(self.path.with_suffix(".lock"), timeout=0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except Timeout:
-            self._warn(f"is held by another process for more than {LOCK_TIMEOUT_SECONDS:g} s")
             yield False
             return
         except OSError as error:

@@ -50,17 +50,21 @@ class Autotuner:
             return candidates[0]
         if found is None:
             found = self._measured(asked, candidates, run)
+        if found is None:
+            # Another process measures; its choice is in the file at a later launch.
+            return candidates[0]
         self._known[key] = found
         return found
 
     def _measured(
         self, asked: AutotuneKey, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
-    ) -> Candidate:
+    ) -> Candidate | None:
+        """The fastest candidate; None if another process is measuring."""
         with self._book.lock() as is_alone:
-            # Another process may have measured while this one waited.
+            # Another process may have measured since the file was read.
             found = _among(candidates, self._book.find(asked))
             if found is not None or not is_alone:
-                return candidates[0] if found is None else found
+                return found
             works = [lambda candidate=candidate: run(candidate) for candidate in candidates]
             times = self._measure(works)
             best = min(range(len(times)), key=times.__getitem__)

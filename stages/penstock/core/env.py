@@ -264,6 +264,18 @@ def openmp_waiting() -> dict[str, str]:
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of PyTorch's caching allocator; the second is the older name."""
+
+
+def cuda_allocator() -> dict[str, str]:
+    """Expandable segments, which rows of varying length fragment less; empty without a GPU, or if
+    the user has configured the allocator."""
+    if not num_gpus() or any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
 def terminal_width() -> dict[str, str]:
     """Variable that passes the terminal width to children whose output is forwarded; empty if
     stderr is not a terminal."""

@@ -80,8 +80,8 @@ class Trainer:
         """The step at which this start of the run began."""
         self._untrained: int | None = 0
         """The step of the initial weights; None: this run has trained them before."""
-        self._memory = 0
-        """Peak memory over all ranks and the rank, encoded as in `measures`."""
+        self._memory: Sequence[int] = (0, 0)
+        """Peak memory over all ranks, encoded as in `measures`, and reserved memory."""
         self._batches: Sequence[MicroBatch] = []
         """Prefetched micro-batches of the next step."""
         self._counts: TokenCounts | None = None
@@ -144,7 +144,7 @@ class Trainer:
             with self.profile.step(self.at.step):
                 record = self._step()
             word = self._polled
-            self._log({**record, **self.measures.memory_fields(self._memory)})
+            self._log({**record, **self.measures.memory_fields(*self._memory)})
             due = self._due(before, word)
             if self._ended_by(word):
                 self.saves.save(self.at, self._trainer_state(due))
@@ -175,7 +175,7 @@ class Trainer:
             batches, lr, step, references, counts=self._counts, prefetch=self._prefetch
         )
         self._counts = result.next_counts
-        self._polled, self._memory = result.maxima
+        self._polled, *self._memory = result.maxima
         self._evaluated = None
         self.at = TrainerState(
             self.batches.advance(self.at.cursor),
@@ -209,7 +209,9 @@ class Trainer:
         if self.at.step + 1 < self.total_steps:
             assert self._loader
             self._batches = next(self._loader)
-        return Prefetch(self._batches, (self._stop_flag(), self.measures.peak_memory()))
+        measures = self.measures
+        memory = measures.peak_memory(), measures.reserved_memory()
+        return Prefetch(self._batches, (self._stop_flag(), *memory))
 
     def _steps(self) -> Iterator[Groups]:
         """This rank's rows of every step from here to the end."""

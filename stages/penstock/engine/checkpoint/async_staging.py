@@ -87,6 +87,9 @@ class StagingBuffers:
     @contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
         """Context manager: run on the copy stream and synchronize at the end."""
+        if self._stream:
+            # A new thread's device is 0, where it would create a context.
+            torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             yield
             if self._stream:

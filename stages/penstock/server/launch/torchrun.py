@@ -45,7 +45,11 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
 def workers_environment(config: ServerConfig) -> dict[str, str]:
     """Variables that are set for torchrun and the workers."""
     threads = max(1, env.num_processors() // num_local_workers(config))
-    wished = {"OMP_NUM_THREADS": str(threads), **env.openmp_waiting()}
+    wished = {
+        "OMP_NUM_THREADS": str(threads),
+        **env.openmp_waiting(),
+        **env.cuda_allocator(),
+    }
     if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
         # By default gloo listens on the interface of the host name.
         wished["GLOO_SOCKET_IFNAME"] = interface

@@ -106,13 +106,19 @@ class StepMetrics:
         world = self._ranks.world_size
         return self._peak_memory_bytes() * world + world - 1 - self._ranks.rank
 
-    def memory_fields(self, encoded_peak: int) -> dict[str, Any]:
+    def reserved_memory(self) -> int:
+        """Bytes that the GPU's allocator holds, free blocks included; 0 on a CPU."""
+        device = self._ranks.device
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+    def memory_fields(self, encoded_peak: int, reserved: int) -> dict[str, Any]:
         """The memory fields of a record from the highest `peak_memory`, and its rank if there are
-        several."""
+        several, and the highest `reserved_memory`."""
         world = self._ranks.world_size
         used, reversed_rank = divmod(encoded_peak, world)
         rank_field = {"memory_rank": world - 1 - reversed_rank} if world > 1 else {}
-        return {"memory_gib": round(used / GIB, 4), **rank_field}
+        reserved_field = {"memory_reserved_gib": round(reserved / GIB, 4)} if reserved else {}
+        return {"memory_gib": round(used / GIB, 4), **reserved_field, **rank_field}
 
     def close(self) -> None:
         """Stop the timers."""
