@@ -109,6 +109,12 @@ def shard(
         in_order = [module for module in _sharded_modules(model) if module is not model]
         for unit, following in pairwise(in_order):
             unit.set_modules_to_forward_prefetch([following])
+    if elsewhere:
+        # FSDP2's own prefetch follows the order of the forward pass, which host syncs of expert
+        # parallelism hold up: gather a whole layer while the one after it is computed.
+        layers = [_sharded_modules(unit) for unit in units]
+        for before, after in pairwise(layers):
+            after[0].set_modules_to_backward_prefetch(before)
 
 
 class FSDPSync:
@@ -153,7 +159,7 @@ class ReplicatedSync:
             sums.wait()
 
 
-def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
