@@ -7,9 +7,6 @@ import numpy as np
 from penstock.rows.collate import MicroBatch, collate
 from penstock.rows.reader import Row
 
-TRAINED = 0.6
-"""Share of trained tokens."""
-
 DOCUMENT_LENGTHS = (200, 1500)
 """Lengths of documents if those of the data are not known, uniformly distributed."""
 
@@ -35,8 +32,8 @@ def mean_pairs_per_token(row_length: int) -> float:
 
 def _row(number: int, row_length: int, rng: np.random.Generator) -> Row:
     ids = rng.integers(0, 256, row_length).astype(np.int32)
-    labels = np.where(rng.random(row_length) < TRAINED, ids, -100).astype(np.int32)
-    return Row(ids, labels, np.array(list(_lengths(row_length, rng)), dtype=np.int32), number)
+    # Every token is trained, as in pretraining: the most that the loss may need.
+    return Row(ids, ids, np.array(list(_lengths(row_length, rng)), dtype=np.int32), number)
 
 
 def _lengths(row_length: int, rng: np.random.Generator) -> Iterator[int]:

@@ -104,17 +104,18 @@ def shard(
         # A divide factor of 1 with a forced sum is exact on NCCL and gloo, also on one rank.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    # Layers with the units inside them, in execution order; `basic_modules` need not be.
+    layers = [_sharded_modules(layer) for layer in _outermost_units(model)]
     if how.prefetch:
-        # Modules are listed in execution order; `basic_modules` need not be.
-        in_order = [module for module in _sharded_modules(model) if module is not model]
-        for unit, following in pairwise(in_order):
-            unit.set_modules_to_forward_prefetch([following])
+        for layer, following in pairwise(layers):
+            # Not from units inside a layer: recomputed in the backward pass, they would gather a
+            # layer whose backward pass has ended, and nothing would free it.
+            layer[0].set_modules_to_forward_prefetch(following)
     if elsewhere:
         # FSDP2's own prefetch follows the order of the forward pass, which host syncs of expert
         # parallelism hold up: gather a whole layer while the one after it is computed.
-        layers = [_sharded_modules(unit) for unit in units]
-        for before, after in pairwise(layers):
-            after[0].set_modules_to_backward_prefetch(before)
+        for before, layer in pairwise(layers):
+            layer[0].set_modules_to_backward_prefetch(before)
 
 
 class FSDPSync:
@@ -157,6 +158,17 @@ class ReplicatedSync:
         """Wait for the all-reduces."""
         for sums in self._sums:
             sums.wait()
+
+
+def _outermost_units(model: nn.Module) -> list[nn.Module]:
+    """The FSDP units that are in no other but the root, in the order of the modules."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module is not model and isinstance(module, FSDPModule) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    return found
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
