@@ -1,4 +1,4 @@
-"""Small runs on fake GPUs: layouts, their jobs, and what their dry runs found."""
+"""Short models on fake GPUs: layouts, their jobs, and what their dry runs found."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.schema.run import RunConfig
+from penstock.costs.device_speed import find_machine
+from penstock.costs.estimate import build_cost_model, predict
 from penstock.dryrun.dry_run import run_jobs, summarize
 from penstock.dryrun.job import DryRunJob
 from penstock.dryrun.roles import RankChoice, select_ranks
@@ -15,13 +17,13 @@ from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from tests.engine import runs
 
 DENSE: dict[str, Any] = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "intermediate_size": 768,
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
     "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
@@ -29,7 +31,7 @@ MOE: dict[str, Any] = {
     **DENSE,
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 1024,
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
@@ -38,12 +40,12 @@ MOE: dict[str, Any] = {
 }
 
 DEVICE = "H100"
-ROW = 2048
+ROW = 8192
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a small model."""
+    """A layout of a short model."""
 
     world: int = 8
     model: Mapping[str, Any] = field(default_factory=lambda: DENSE)
@@ -89,3 +91,13 @@ def dry_runs(cases: Mapping[str, Case], ranks: RankChoice = "roles") -> dict[str
         for case_name, dims, jobs in planned:
             found[case_name] = summarize(dims, DEVICE, [next(results) for _ in jobs])
     return found
+
+
+def estimated_memory(case: Case) -> float:
+    """Peak bytes as `penstock plan` computes them from shapes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = case.config(Path(folder))
+    dims = compute_dims(run.train, case.world)
+    assert isinstance(dims, ParallelDims), dims
+    model = build_cost_model(run, {**runs.TINY, **case.model})
+    return predict(run, model, dims, find_machine(DEVICE), None).memory.total

@@ -6,9 +6,24 @@ import pytest
 
 from penstock.dryrun.summary import DryRun
 from tests.dryrun.cases import CASES, GOLDEN, counts
-from tests.dryrun.layouts import dry_runs
+from tests.dryrun.layouts import dry_runs, estimated_memory
 
 pytestmark = pytest.mark.slow
+
+ROUGH = {
+    # What the gradients of a layer's adapters and of their inputs need at once.
+    "one device, lora": (0.85, 1.1),
+    "ep, lora": (0.8, 1.1),
+    # How many micro-batches wait for their weight gradients is taken for the number of ranks.
+    "interleaved zero bubble": (0.8, 1.1),
+    "zbv": (0.8, 1.1),
+    "ep x 1f1b": (0.85, 1.1),
+    # Of gathered experts, two layers are assumed to be there at once.
+    "moe": (0.9, 1.2),
+    "moe, triton": (0.9, 1.2),
+    "moe, tp": (0.9, 1.35),
+}
+"""Bounds of the estimate over the peak where it is rougher, and why."""
 
 SMALL = {
     name: case
@@ -33,6 +48,12 @@ def test_launches_copies_syncs_and_collectives_are_those_of_the_golden_file(
 ) -> None:
     """`python -m tests.dryrun.cases` writes it again, so that a change shows as a diff."""
     assert counts(found[name]) == json.loads(GOLDEN.read_text())[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_of_plan_is_near_the_peak(found: dict[str, DryRun], name: str) -> None:
+    least, most = ROUGH.get(name, (0.9, 1.1))
+    assert least < estimated_memory(CASES[name]) / found[name].peak < most
 
 
 @pytest.mark.exhaustive

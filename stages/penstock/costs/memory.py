@@ -9,7 +9,7 @@ is the maximum.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED
+from penstock.config.schema.parallelism import INTERLEAVED, SPLIT_BACKWARD, V_SHAPED
 from penstock.costs.activations import FP32, Layer, select_layer
 from penstock.costs.onednn_buffers import program_bytes
 from penstock.costs.optimizer_states import state_bytes
@@ -152,6 +152,15 @@ class _Rank:
             return min(here, limit)
         return here
 
+    def _held_for_weight_gradients(self) -> float:
+        """Activations of micro-batches whose weight gradients a schedule computes later, recomputed
+        ones included: about one micro-batch for each rank of the pipeline."""
+        size = self.sharded.degrees.pipeline
+        if size == 1 or self.train.pipeline_parallel_schedule not in SPLIT_BACKWARD:
+            return 0.0
+        pending = min(self.sharded.micro_batches, size)
+        return pending * sum(self.layer_costs[number].whole for number in self.layers)
+
     # Gathered or cast weights, and gradients.
 
     def _gathered_weights(self, unit: int) -> float:
@@ -286,12 +295,14 @@ class _Rank:
         if sharded and at + 1 < len(self.layers):
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
             buffers += self._reduce_buffer_bytes(self.layers[at + 1])
-        left = self._saved_activations(at, flight) + layer.entry
+        split = self._held_for_weight_gradients()
+        left = self._saved_activations(at, flight) + layer.entry + split
         yield Memory(
             gradients=before,
             activations=self._saved_activations(at + 1, flight)
             + self._recomputed_bytes(layer)
-            + layer.gradients,
+            + layer.gradients
+            + split,
             buffers=buffers,
         )
         yield Memory(
