@@ -73,17 +73,17 @@ def measured(loop: Trainer) -> tuple[float, float]:
     spent, steps = [0.0], list[float]()
     loop._open()
     timed(loop, "_log", spent)
-    timed(loop.measures, "of_step", spent)
-    timed(loop.measures, "memory_here", spent)
+    timed(loop.measures, "step_fields", spent)
+    timed(loop.measures, "peak_memory", spent)
+    timed(loop.measures, "reserved_memory", spent)
     if norms := loop.built.engine.norms:
-        timed(norms, "told", spent)
+        timed(norms, "metrics", spent)
         timed(norms, "of_gradients", spent)
     for _ in range(STEPS):
         spent.append(0.0)
         began = time.thread_time()
         record = loop._step()
-        loop._sync_stop_flag()
-        loop._log({**record, **loop.measures.memory_fields(loop._memory)})
+        loop._log({**record, **loop.measures.memory_fields(*loop._memory)})
         steps.append(time.thread_time() - began)
     loop.close()
     warm = STEPS // 4
