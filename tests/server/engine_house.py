@@ -48,10 +48,12 @@ class Client:
                 continue
             if isinstance(message, Status):
                 self.statuses.append(message)
-            elif isinstance(message, Response):
-                self._future(message.id).set_result(message.result)
             else:
-                self._future(message.id).set_result(message)
+                future = self._future(message.id)
+                # A task that was cancelled no longer waits for its answer.
+                if not future.done():
+                    answer = message.result if isinstance(message, Response) else message
+                    future.set_result(answer)
 
     async def ask(
         self, work: Any, seq: int | None = None, *, owner: str | None = None, name: str = ""
