@@ -56,6 +56,18 @@ def test_the_estimate_of_plan_is_near_the_peak(found: dict[str, DryRun], name: s
     assert least < estimated_memory(CASES[name]) / found[name].peak < most
 
 
+def test_what_holds_the_peak_is_told_apart(found: dict[str, DryRun]) -> None:
+    for name, kinds in {
+        "fsdp": ("weights", "gradients", "optimizer", "activations", "logits", "gathered"),
+        "one device": ("weights", "gradients", "optimizer", "activations"),
+    }.items():
+        [rank] = found[name].ranks
+        holders = rank.result.holders
+        assert sum(holders.values()) == rank.result.peak
+        assert {kind for kind in kinds if not holders[kind]} == set(), (name, holders)
+        assert holders["temporary"] < 0.2 * rank.result.peak
+
+
 @pytest.mark.exhaustive
 def test_all_ranks_of_a_layout_issue_matching_collectives() -> None:
     for name, one in dry_runs(SMALL, "all").items():

@@ -119,7 +119,7 @@ class VarlenMetadata:
             max_length=max(lengths),
             cu_seqlens=_to_device((0, *accumulate(lengths)), device),
             buckets=buckets,
-            start_rows=_to_device(start_rows, device) if start_rows and hides else None,
+            start_rows=_to_device(start_rows, device) if start_rows is not None and hides else None,
         )
 
 

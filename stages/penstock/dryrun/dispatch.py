@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
-TRAINED_SHARE = 0.6
+NONZERO_SHARE = 0.6
 """Share of elements that `nonzero` finds."""
 
 NO_KERNEL = {
@@ -148,7 +148,7 @@ class DryRunMode(TorchDispatchMode):
             return self._value(func, args[0])
         if func is aten.nonzero.default:
             self._sync("nonzero")
-            count = int(args[0].numel() * TRAINED_SHARE)
+            count = int(args[0].numel() * NONZERO_SHARE)
             return self._empty((count, args[0].dim()), torch.int64, args[0].device)
         if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self._sync("repeat_interleave without output_size")
@@ -182,7 +182,7 @@ class DryRunMode(TorchDispatchMode):
         for index in args[1]:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
                 self._sync("mask as index")
-                count = int(index.numel() * TRAINED_SHARE)
+                count = int(index.numel() * NONZERO_SHARE)
                 place = self._empty((count,), torch.int64, args[0].device)
                 indices += [place] * index.dim()
             else:

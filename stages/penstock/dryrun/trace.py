@@ -166,7 +166,10 @@ def places() -> tuple[str, str]:
 
 
 _TORCH = "site-packages/torch/"
-_DISPATCH = ("torch/utils/", "torch/_subclasses", "torch/_ops", "torch/_dynamo/eval_frame")
+_DISPATCH = (
+    *("torch/utils/", "torch/_subclasses", "torch/_ops", "torch/_dynamo/", "torch/_compile"),
+    *("torch/distributed/distributed_c10d", "torch/distributed/c10d_logger"),
+)
 """Frames between an operator and the code that calls it."""
 
 

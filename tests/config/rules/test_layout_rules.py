@@ -35,6 +35,19 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "write data_parallel_mode: ddp",
         {"train": {"data_parallel_mode": "ddp"}},
     ),
+    *(
+        (
+            {"train": {"fsdp_gradient_sync": "micro_batch", **settings}},
+            "train.fsdp_gradient_sync",
+            "write fsdp_gradient_sync: step",
+            {"train": {"fsdp_gradient_sync": "step"}},
+        )
+        for settings in (
+            {"pipeline_parallel_size": 2},
+            {"fsdp_reduce_dtype": "bf16"},
+            {"precision": "bf16"},
+        )
+    ),
     (
         {"train": {"tp_reduce_dtype": "fp32"}},
         "train.tp_reduce_dtype",

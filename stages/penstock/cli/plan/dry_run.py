@@ -68,6 +68,11 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
                 "  Write --devices alone, or leave it out."
             )
         layouts = list(_fastest_layouts(run, options.devices, options))
+        if not layouts:
+            raise ConfigError(
+                f"no layout of this run on {options.devices} devices is valid and fits.\n"
+                "  Ask for more devices, or write a smaller data.sample_packing_sequence_len."
+            )
         options = replace(options, world=options.devices)
     else:
         layouts = [("", run)]
@@ -91,6 +96,10 @@ def _with_row_length(run: RunConfig) -> RunConfig:
     steps = plan(run).steps
     if all(step.stage.name != "train" for step in steps):
         raise ConfigError("--dry-run is about training, and this run does not train.")
+    if run.train.objective == "preference":
+        raise CapabilityError(
+            "--dry-run does not run preference training yet; leave it out to get the estimates."
+        )
     vocab_size = build_cost_model(run, resolve_hf_config(run)).config.vocab_size
     return with_row_length(run, DataFacts.read(steps), steps, vocab_size)
 
@@ -145,6 +154,10 @@ def print_dry_run(
     done: list[Layout] = []
     for name, run in layouts:
         console.say(f"dry run: {name or 'the config'}")
+        if run.train.enable_compile:
+            console.say(
+                "    train.enable_compile is not simulated: kernels are those of eager mode"
+            )
         done.append(run_layout(name, run, options))
     console.result(_format_layout(done[0]) if len(done) == 1 else _format_comparison(done))
     values = [

@@ -81,7 +81,7 @@ class MemoryConfig(ConfigSection):
     `max_grad_norm: 0`, under `none` or `fsdp2`."""
 
     enable_forward_prefetch: Unkeyed[bool] = True
-    """`fsdp2`: all-gather the next unit's weights during the forward pass of the current one."""
+    """`fsdp2`: all-gather the next layer's weights during the forward pass of the current one."""
 
     enable_activation_offload: Unkeyed[bool] = False
     """Activation offload: move activations that are saved for the backward pass to host memory, and

@@ -53,8 +53,7 @@ class FSDPPolicy:
     offload: bool
     """Whether sharded weights, gradients and optimizer states are offloaded to host memory."""
     prefetch: bool
-    """Whether the weights of the next unit are gathered during the forward pass of the current one.
-    """
+    """Whether the next layer's weights are gathered during the forward pass of the current one."""
 
 
 def shard(

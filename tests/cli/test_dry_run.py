@@ -1,0 +1,55 @@
+"""`penstock plan --dry-run` as a command."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PLAN = ("-m", "penstock.cli.main", "plan", "configs/quickstart.yaml", "--json")
+FSDP = ("--train.data_parallel_mode", "fsdp2")
+
+
+def plan(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON object."""
+    done = subprocess.run(
+        [sys.executable, *PLAN, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_layouts_are_compared_and_the_step_is_traced(tmp_path):
+    trace = tmp_path / "trace.json"
+    code, found = plan(
+        "--dry-run",
+        *("--world", "8", "--device-kind", "A100", *FSDP),
+        *("--compare", "train.tensor_parallel_size=2", "--trace", str(trace)),
+    )
+    assert code == 0, found
+    one, other = found["dry_run"]
+    assert (one["layout"]["shard"], other["layout"]["tensor"]) == (8, 2)
+    assert one["device_memory"] == 80e9
+    assert one["faults"] == other["faults"] == []
+    assert sum(one["ranks"][0]["holders"].values()) == one["memory"] > 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--world", "3"), "belong to --dry-run"),
+        (("--dry-run", "--compare", "nonsense"), "has no fields"),
+        (("--dry-run", "--devices", "7", *FSDP), "no layout of this run on 7 devices"),
+        (("--dry-run", "--device-kind", "nonsense"), "nonsense is not known"),
+    ],
+)
+def test_options_that_cannot_be_honored_are_refused(arguments, says):
+    code, found = plan(*arguments)
+    assert code == 2
+    assert says in found["error"]["message"]
