@@ -68,6 +68,11 @@ def test_what_holds_the_peak_is_told_apart(found: dict[str, DryRun]) -> None:
         assert holders["temporary"] < 0.2 * rank.result.peak
 
 
+def test_a_dry_run_finds_the_same_again(found: dict[str, DryRun]) -> None:
+    [first], [again] = found["moe"].ranks, dry_runs({"moe": CASES["moe"]})["moe"].ranks
+    assert again.result == first.result
+
+
 @pytest.mark.exhaustive
 def test_all_ranks_of_a_layout_issue_matching_collectives() -> None:
     for name, one in dry_runs(SMALL, "all").items():

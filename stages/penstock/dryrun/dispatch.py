@@ -20,7 +20,7 @@ from penstock.dryrun.fake_cuda import Event, Stream, current_stream
 from penstock.dryrun.memory import Allocation, MemoryTracker
 from penstock.dryrun.pinned_memory import is_pinned, mark_pinned, pin_memory
 from penstock.dryrun.roofline import HOST_SECONDS, Roofline
-from penstock.dryrun.trace import Collective, Launch, Trace, place, places
+from penstock.dryrun.trace import Collective, Launch, Trace, is_forward, place, places
 from penstock.dryrun.triton_launches import record_triton_launches
 
 aten = torch.ops.aten
@@ -252,6 +252,7 @@ class DryRunMode(TorchDispatchMode):
             *places(),
             type(node).__name__ if node is not None else "",
             current_stream().number,
+            is_forward(),
         )
 
     # Collectives.

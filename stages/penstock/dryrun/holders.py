@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from penstock.dryrun.memory import Allocation, Peak
+from penstock.dryrun.memory import Allocation, MemoryTracker, Peak
 from penstock.engine.build import BuiltModel
 
 Holder = Literal[
@@ -36,29 +35,25 @@ _LOSSES = (
 )
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage on this rank."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
-
-
 @dataclass
 class Owners:
     """The storages that are known to hold weights, gradients or optimizer states."""
 
     built: BuiltModel
-    gradients: set[int] = field(default_factory=set)
+    memory: MemoryTracker
+    gradients: set[int | None] = field(default_factory=set)
 
     def note_gradients(self) -> None:
         """Remember the gradients that exist now, between the backward pass and the update."""
         for local_param in self.built.engine.model.trainable:
             if local_param.parameter.grad is not None:
-                self.gradients.add(storage_key(local_param.parameter.grad))
+                self.gradients.add(self.memory.storage_number(local_param.parameter.grad))
 
     def holders(self, peak: Peak) -> dict[Holder, int]:
         """Bytes at the peak by what holds them."""
-        weights = {storage_key(one.parameter) for one in self.built.engine.model.params}
-        states = set(map(storage_key, _tensors(self.built.engine.optimizer.state.values())))
+        number = self.memory.storage_number
+        weights = {number(one.parameter) for one in self.built.engine.model.params}
+        states = set(map(number, _tensors(self.built.engine.optimizer.state.values())))
         shapes = {tuple(one.parameter.shape) for one in self.built.engine.model.params}
         found: Counter[Holder] = Counter()
         for storage, allocation, num_bytes in peak.live:
@@ -81,11 +76,10 @@ def _holder(allocation: Allocation, weight_shapes: set[tuple[int, ...]]) -> Hold
         return "buffers"
     if allocation.where.startswith(_LOSSES):
         return "logits"
+    if allocation.phase == "forward" or allocation.is_forward:
+        return "activations"
     if allocation.node and allocation.shape in weight_shapes:
         return "gradients"
-    if allocation.phase == "forward" or allocation.where.startswith("models/"):
-        # Those of models/ in a backward pass are recomputed.
-        return "activations"
     if "collective" in allocation.where or "bucketed" in allocation.where:
         return "buffers"
     return "temporary"

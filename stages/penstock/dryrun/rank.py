@@ -42,7 +42,7 @@ def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
     with mode:
         built = assemble(run, dict(job.hf_config), None, ranks, notes.append, load=_load_nothing)
         resident = mode.memory.now
-        owners = Owners(built)
+        owners = Owners(built, mode.memory)
 
         def follow(status: RankStatus) -> None:
             if status.phase == "update" and trace.phase != "update":

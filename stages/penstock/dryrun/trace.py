@@ -19,6 +19,7 @@ Phase = str
 
 _ROOTS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], *penstock_kernels.__path__))
 _OWN = str(Path(__file__).parent) + "/"
+_MODELS = str(Path(__file__).parents[1] / "models") + "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,14 @@ def places() -> tuple[str, str]:
                 library = _name(frame, short)
         frame = frame.f_back
     return "", library
+
+
+def is_forward() -> bool:
+    """Whether a layer of the model is being called: in a backward pass, to recompute it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_MODELS):
+        frame = frame.f_back
+    return frame is not None
 
 
 _TORCH = "site-packages/torch/"
