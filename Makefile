@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Written last by an install that ended well; older than its inputs means install again.
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test fast check format install docs site clean
+.PHONY: quickstart test fast check format install docs site gpu clean
 
 quickstart: $(STAMP)  ## The whole pipeline on the built-in sample, then what the model learned
 	$(BIN)/python flows/finetune.py configs/quickstart.yaml
@@ -34,6 +34,9 @@ docs: $(STAMP)  ## Regenerate the pages and schemas of settings in configs/
 site: $(STAMP)  ## The documentation as a site in site/; a broken link is an error
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[site]'
 	$(BIN)/python -m mkdocs build --strict
+
+gpu: $(STAMP)  ## On a machine with a GPU: tests and benchmarks in order of worth, resumable
+	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
 install: $(STAMP)  ## Only the environment
 

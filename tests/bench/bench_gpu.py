@@ -30,6 +30,7 @@ from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.rows.reader import PackedRows
 from tests.bench import peer_liger, peers, train_cuda
 from tests.bench.data.packed import write_rows
+from tests.bench.figures import record
 from tests.bench.timing import CUDA, machine, peak, verdict
 from tests.bench.train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 from tests.engine import runs
@@ -99,6 +100,9 @@ def first_that_fits(
         finally:
             gc.collect()
             torch.cuda.empty_cache()
+        record(name, found.tokens_per_second, "tokens/s")
+        record(name, found.flop_per_second / 1e12, "TFLOP/s")
+        record(name, found.peak_bytes / 2**30, "GiB")
         share = f"{found.flop_per_second / sheet:.1%} MFU" if sheet else "MFU of an unknown GPU"
         print(
             f"{name:28} {recomputed} recomputed: {found.tokens_per_second:9,.0f} tokens/s, "
@@ -133,11 +137,17 @@ def compare(case: Case, ranks: ProcessInfo, product: float) -> None:
     )
     if mine and theirs:
         ratio = mine.tokens_per_second / theirs.tokens_per_second
-        print(verdict("tokens a second, ours / the peer's", ratio, OF_PEER))
+        print(verdict(f"{case.name}: tokens a second, ours / the peer's", ratio, OF_PEER))
     if mine and case.lora:
-        print(verdict("share of the product", mine.flop_per_second / product, OF_PRODUCT))
+        print(
+            verdict(
+                f"{case.name}: share of the product", mine.flop_per_second / product, OF_PRODUCT
+            )
+        )
     elif mine and sheet:
-        print(verdict("share of the data sheet", mine.flop_per_second / sheet, OF_SHEET))
+        print(
+            verdict(f"{case.name}: share of the data sheet", mine.flop_per_second / sheet, OF_SHEET)
+        )
 
 
 def main() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
-def write_section(page: str, title: str, lines: Sequence[str]) -> None:
+def write_section(page: str, title: str, lines: Sequence[str], folder: Path = PAGES) -> None:
     """Write the section of that title, in place of an earlier one or at the end of its page."""
-    PAGES.mkdir(parents=True, exist_ok=True)
-    file = PAGES / f"{page}.md"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{page}.md"
     text = file.read_text() if file.is_file() else ""
     section = "\n".join([f"## {title}", "", *lines, ""])
     old = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)

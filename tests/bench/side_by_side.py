@@ -12,6 +12,7 @@ import torch
 
 from penstock_kernels.op import INTERPRETED, Op
 from tests.bench import peers
+from tests.bench.figures import record
 from tests.bench.timing import CUDA, Work, copying, machine, medians, processor_seconds, verdict
 
 OF_COPYING, OF_PEERS = 0.85, 1.0
@@ -83,13 +84,16 @@ def compare(name: str, case: Case, others: Mapping[str, peers.Function]) -> None
 
 
 def _tell(name: str, found: dict[str, float]) -> None:
+    for who, spent in found.items():
+        record(f"{name}, {who}", spent * 1e3, "ms")
     ratios = {who: spent / found["ours"] for who, spent in found.items() if who != "ours"}
     of_copying = ratios.pop("copy")
     told = ", ".join(f"{who}/ours {ratio:.2f}" for who, ratio in ratios.items())
     line = f"{name:18} {found['ours'] * 1e3:8.3f} ms, {told}"
     if CUDA:
-        share = verdict("of copying", of_copying, OF_COPYING)
-        line = f"{line}; {share}; {verdict('best peer/ours', min(ratios.values()), OF_PEERS)}"
+        share = verdict(f"{name}: of copying", of_copying, OF_COPYING)
+        best = verdict(f"{name}: best peer/ours", min(ratios.values()), OF_PEERS)
+        line = f"{line}; {share}; {best}"
     print(line, flush=True)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.bench.figures import record
+
 Work = Callable[[], Any]
 Clock = Callable[[Work], float]
 
@@ -65,6 +67,7 @@ def peak(size: int) -> float:
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     found = 2.0 * size**3 / medians({"product": lambda: a @ b})["product"]
     print(f"a square product of {size}: {found / 1e12:.0f} TFLOP/s")
+    record(f"square product of {size}", found / 1e12, "TFLOP/s")
     return found
 
 
@@ -78,17 +81,21 @@ def show(what: str, found: Mapping[str, float], against: str, num_bytes: float =
     """One line: milliseconds, bytes a second where it is bytes that cost, and ratios to ours."""
     parts = []
     for name, spent in found.items():
+        record(f"{what}, {name}", spent * 1e3, "ms")
         rate = f" {num_bytes / spent / 1e9:7.1f} GB/s" if num_bytes and name == "ours" else ""
         parts.append(f"{name} {spent * 1e3:8.3f} ms{rate}")
     ratio = found[against] / found["ours"] if against in found else float("nan")
     print(f"{what:28} {', '.join(parts)}; {against}/ours {ratio:.2f}")
 
 
-def verdict(what: str, found: float, goal: float) -> str:
-    """A figure beside its goal on a GPU, which it is to reach or to pass."""
-    if not CUDA:
-        return f"{what} {found:.2f} (goal on a GPU {goal})"
-    return f"{what} {found:.2f} (goal {goal}: {'reached' if found >= goal else 'MISSED'})"
+def verdict(what: str, found: float, goal: float, *, at_most: bool = False, unit: str = "") -> str:
+    """A figure beside its goal on a GPU, which it is to reach or with `at_most` not to exceed."""
+    reached = record(what, found, unit, goal=goal if CUDA else None, at_most=at_most)
+    shown = f"{what} {found:.2f}{unit and f' {unit}'}"
+    bound = f"{'at most ' if at_most else ''}{goal}"
+    if reached is None:
+        return f"{shown} (goal on a GPU {bound})"
+    return f"{shown} (goal {bound}: {'reached' if reached else 'MISSED'})"
 
 
 def _passed(work: Work, clock: Callable[[], float]) -> float:

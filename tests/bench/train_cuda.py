@@ -11,7 +11,7 @@ share of the GPU's bf16 peak without sparsity.
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.flops import matrix_parameters
 from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
+from penstock.train.trainer import Trainer
 from tests.bench.data.packed import write_rows
 from tests.bench.pages import write_section
 from tests.engine import loops, runs
@@ -62,6 +63,8 @@ class Case:
     """Tokens of a middling document; None: a document fills its row."""
     train: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    """Settings of the section `model`."""
 
     @property
     def hf_config(self) -> dict[str, Any]:
@@ -123,8 +126,8 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
-def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
-    """Figures of one case, whose rows and config are written to `folder`."""
+def open_loop(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
+    """The case's training loop before its first step; rows and config are written to `folder`."""
     if ranks.is_main_process:
         write_rows(
             folder / "packed",
@@ -135,9 +138,6 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
         )
         runs.write_config(folder / "model", **case.hf_config)
     ranks.barrier()
-    on_cuda = ranks.device.type == "cuda"
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
     settings = {
         "enable_mixed_precision": True,
         "global_batch_size": None,
@@ -147,8 +147,24 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo) -> Figures:
         "lr": 1e-5,
         **case.train,
     }
-    run = runs.run_config(folder / "out", folder / "model", lora=case.lora, **settings)
-    loop = loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
+    run = runs.run_config(
+        folder / "out", folder / "model", lora=case.lora, model=case.model, **settings
+    )
+    return loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
+
+
+def measure(
+    case: Case,
+    folder: Path,
+    ranks: ProcessInfo,
+    prepare: Callable[[Trainer], None] = lambda _: None,
+) -> Figures:
+    """Figures of one case; `prepare` may change its model before the first step."""
+    on_cuda = ranks.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    loop = open_loop(case, folder, ranks)
+    prepare(loop)
     seconds, flop, tokens, loss = [], [], [], 0.0
     for number in range(WARMING + MEASURED):
         rows = loop.batches.rows(loop.at.cursor).tolist()

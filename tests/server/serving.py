@@ -44,32 +44,31 @@ class Server:
     """`penstock serve` on a file in `folder`."""
 
     def __init__(self, folder: Path, model: Path, **fields: Any) -> None:
+        """`fields` None: left out of the file."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.model, self.port = folder, model, free_port("127.0.0.1", 0, "api_port")
         self.url = f"http://127.0.0.1:{self.port}"
         self.config = folder / "server.yaml"
-        self.config.write_text(
-            yaml.safe_dump(
-                {
-                    "model_path": str(model),
-                    "output_dir": str(folder / "out"),
-                    "api_port": self.port,
-                    "enable_lora": True,
-                    "lora_rank": 16,
-                    "lora_alpha": 16,
-                    "data_parallel_mode": "none",
-                    "attn_implementation": "sdpa",
-                    "enable_mixed_precision": False,
-                    "enable_gradient_checkpointing": False,
-                    "ce_mode": "eager",
-                    "optimizer_dtype": "fp32",
-                    "merge_qkv": False,
-                    "sample_packing_sequence_len": 2048,
-                    "storage_limit": "10GB",
-                    **fields,
-                }
-            )
-        )
+        settings = {
+            "model_path": str(model),
+            "output_dir": str(folder / "out"),
+            "api_port": self.port,
+            "enable_lora": True,
+            "lora_rank": 16,
+            "lora_alpha": 16,
+            "data_parallel_mode": "none",
+            "attn_implementation": "sdpa",
+            "enable_mixed_precision": False,
+            "enable_gradient_checkpointing": False,
+            "ce_mode": "eager",
+            "optimizer_dtype": "fp32",
+            "merge_qkv": False,
+            "sample_packing_sequence_len": 2048,
+            "storage_limit": "10GB",
+            **fields,
+        }
+        written = {name: value for name, value in settings.items() if value is not None}
+        self.config.write_text(yaml.safe_dump(written))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -127,7 +127,9 @@ def main() -> None:
     for name, scheme in OURS.items():
         line = f"  {name:34} {spent[name] * 1e3:8.3f} ms, "
         line += verdict(
-            "times as fast as bfloat16", spent["bfloat16"] / spent[name], GOALS[scheme.recipe]
+            f"{name}: times as fast as bfloat16",
+            spent["bfloat16"] / spent[name],
+            GOALS[scheme.recipe],
         )
         if name in theirs:
             line += f", torchao/ours {spent[f'torchao, {name}'] / spent[name]:.2f}"

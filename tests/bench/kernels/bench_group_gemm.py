@@ -16,6 +16,7 @@ import statistics
 from functools import partial
 
 import torch
+from tests.bench.figures import record
 from tests.bench.timing import CUDA, DEVICE, Work, machine, medians, peak, verdict
 
 from penstock_kernels.group_gemm import group_gemm, native, quack
@@ -59,6 +60,8 @@ def compare(name: str, works: dict[str, Work], operations: float) -> dict[str, f
         error = (work() - want).float().norm() / want.float().norm()
         assert error < 1e-2, f"{who} is {error:.1e} off"
     found = medians(works)
+    for who, taken in found.items():
+        record(f"{name}, {who}", operations / taken / 1e12, "TFLOP/s")
     shown = ", ".join(
         f"{who} {taken * 1e3:6.3f} ms ({operations / taken / 1e12:4.0f} TFLOP/s)"
         for who, taken in found.items()

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tests.bench import peers
+from tests.bench.figures import record
 from tests.bench.timing import CUDA, DEVICE, ROUNDS, Work, machine, verdict
 
 from penstock_kernels.cross_entropy import Passes, linear_cross_entropies, linear_cross_entropy
@@ -129,13 +130,24 @@ def compare(
         for name, share in shares.items():
             ratio = seconds["plain"] / seconds[name]
             off = losses[name] / losses["plain"] - 1
+            record(f"{name}, head {trained=}", seconds[name] * 1e3, "ms")
+            record(f"{name}, head {trained=}", share, "of the logits' memory")
             print(
                 f"{name:28} {seconds[name]:8.4f} s  {ratio:5.2f} x plain's speed  "
                 f"{share:5.2f} x the logits  loss off by {off:+.1e}"
             )
         if LIGER in running:
-            print(verdict("liger's time / ours", seconds[LIGER] / seconds["ours"], OF_LIGER))
-            print(verdict("liger's memory / ours", shares[LIGER] / shares["ours"], OF_LIGER))
+            with_head = f"head {trained=}"
+            print(
+                verdict(
+                    f"liger's time / ours, {with_head}", seconds[LIGER] / seconds["ours"], OF_LIGER
+                )
+            )
+            print(
+                verdict(
+                    f"liger's memory / ours, {with_head}", shares[LIGER] / shares["ours"], OF_LIGER
+                )
+            )
         if CUDA and trained:
             kept = x.new_empty(tokens, vocabulary)
             floor = statistics.median(

@@ -80,8 +80,9 @@ def theirs(model: Any, case: Case) -> list[list[int]]:
     """Those of transformers."""
     prompts = prompts_of(case)
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    device = model.device
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     draws = {"do_sample": True, "temperature": case.temperature, "top_k": 0}
     given = model.generate(
         ids,
