@@ -138,7 +138,7 @@ def main() -> None:
         print(json.dumps(steps(Path(folder), families, full=False)))
         return
     print(machine())
-    families = list(DRY) if asked.dry else [*FAMILIES, *SPARSE]
+    families: list[str] = [*DRY] if asked.dry else [*FAMILIES, *SPARSE]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write(folder, families)

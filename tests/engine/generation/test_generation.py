@@ -218,7 +218,9 @@ OTHERS = {
 )
 def test_every_rank_of_any_layout_draws_what_one_process_draws(folder, layouts):
     jobs = {
-        name: job_of(folder, name, _model_of(name), **{"data_parallel_mode": "fsdp2", **its})
+        name: job_of(
+            folder, f"of {name}", _model_of(name), **{"data_parallel_mode": "fsdp2", **its}
+        )
         for name, its in layouts.items()
     }
     alone = {name: job_of(folder, f"alone {name}", name) for name in map(_model_of, layouts)}

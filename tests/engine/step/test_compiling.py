@@ -24,7 +24,7 @@ LAYOUTS = {
         "shard": 2,
         "expert_parallel_size": 2,
         "balance": "of rows",
-        "drops": 0.3,
+        "dropout": {"hidden": 0.3},
     },
     "sinks, adapters": {"kind": "sinks", "data_parallel_mode": "none", "lora": True},
     "few bits, adapters": {"kind": "experts", "shard": 2, "lora": "over few bits"},
