@@ -55,7 +55,8 @@ def test_a_schedule_trains_skips_and_trains_on_what_has_come(deployed, tmp_path)
         assert str(latest.readlink()) == "0001"
         [kept, *_] = soon(lambda: waiting_for("kept", 1), 200)
         assert "0002, which is withdrawn" in kept["line"]
+        # The decision is written before its run ends.
+        soon(lambda: {"Released", "UpToDate", "Kept"} <= set(runs_by_state(deployed)), 60)
     finally:
         there = deployed.api.get("/deployments/name/recurring/grows").json()
         deployed.api.patch(f"/deployments/{there['id']}", json={"paused": True})
-    assert {"Released", "UpToDate", "Kept"} <= set(runs_by_state(deployed))

@@ -1,16 +1,19 @@
-"""What is compiled for an H100: every kernel, each of its ways, and its largest tiles.
+"""What is compiled for GPUs: every kernel, each of its ways, and its largest tiles.
 
 Called in a process of its own, where Triton does not interpret; see `test_compiles_for_gpus.py`.
 """
 
+import json
 from itertools import cycle, islice, product
+
+from tests.kernels.gpu_resources import SHARED_MEMORY, usage_of, variant_of
 
 ALL = False
 """Whether every way is compiled for every kind of numbers, and not each once; and what is measured
 beside a rule's choice."""
 
-SHARED_MEMORY = 232_448
-"""Bytes that one thread block may use on sm_90."""
+ARCH = 90
+"""The compute capability that is compiled for, times ten."""
 
 DATA = ("*bf16", "*fp32")
 """Of what kernels read and write."""
@@ -28,9 +31,10 @@ def name_of(function) -> str:
     return f"{function.__module__}.{function.__qualname__}".removeprefix("penstock_kernels.")
 
 
-def compiled(kernel, types, constants, *, aligned=(), **options):
+def compiled(kernel, types, constants, **options):
     """`kernel` for arguments of `types` by name, None for what is absent and i32 for what is not
-    named, of which those `aligned` are multiples of 16, and for `constants`; prints its name."""
+    named, and for `constants`; prints its name and what it uses. As in most launches, tensors begin
+    at multiples of 16 bytes and sizes are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -42,12 +46,17 @@ def compiled(kernel, types, constants, *, aligned=(), **options):
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    multiples = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    multiples = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (name, parameter) in enumerate(zip(names, kernel.params, strict=True))
+        if signature[name].startswith(("*", "i")) and not parameter.do_not_specialize
+    }
     source = ASTSource(kernel, signature, values, multiples)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    found = triton.compile(source, target=GPUTarget("cuda", ARCH, 32), options=options)
     assert found.asm["cubin"]
-    assert found.metadata.shared <= SHARED_MEMORY
-    print(name_of(kernel.fn))
+    name = f"{name_of(kernel.fn)} {variant_of(types, constants, options)}"
+    assert found.metadata.shared <= SHARED_MEMORY[ARCH], f"{name}: {found.metadata.shared} bytes"
+    print(json.dumps([name, usage_of(found)]))
     return found
 
 
@@ -84,11 +93,17 @@ def compile_elementwise() -> None:
         streams = {"stream_ptr": stream, "sum_ptr": stream}
         forward = {"x_ptr": data, "weight_ptr": weight, "y_ptr": data, **streams}
         forward |= {"scale_ptr": "*fp32", "eps": "fp32"}
-        compiled(rms_norm._forward, forward, **_parted(rms_norm.tile(width)))
+        # Rows side by side, and heads of a fused projection.
+        spans = {"SPAN": 0, "SPAN_STRIDE": 0} if width > 128 else {"SPAN": 32, "SPAN_STRIDE": 6144}
+        tile = {**rms_norm.tile(width), **spans}
+        compiled(rms_norm._forward, forward, **_parted(tile))
         backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}
         backward |= {"dsum_ptr": stream, "scale_ptr": "*fp32"}
         backward["dweight_ptr"] = stream and "*fp32"
-        compiled(rms_norm._backward, backward, **_parted(rms_norm.tile(width)))
+        compiled(rms_norm._backward, backward, **_parted({**rms_norm.tile(width), **spans}))
+        if stream:
+            partials = {"partial_ptr": "*fp32", "sum_ptr": weight}
+            compiled(rms_norm._add_partials, partials, rms_norm.PARTIALS)
 
 
 def compile_cross_entropy() -> None:
@@ -165,23 +180,27 @@ def compile_group_gemm() -> None:
         constants |= {"UPCAST": False, "BAND": tiles.BAND}
         return compiled(kernel, types, constants, num_warps=warps, num_stages=stages)
 
+    largest = tiles.largest(2, SHARED_MEMORY[ARCH])
+    copy = "descriptors" if ARCH >= 90 else "pointers"
     for found in (
-        by_rows("descriptors", "contracted", "bf16", tiles._WIDE),
-        by_rows("descriptors", "resulting", "bf16", tiles._WIDE),
-        of_groups("descriptors", "bf16", tiles._WIDE),
+        by_rows(copy, "contracted", "bf16", largest),
+        by_rows(copy, "resulting", "bf16", largest),
+        of_groups(copy, "bf16", largest),
     ):
-        # Tiles go from memory to the tensor cores without passing through registers.
-        loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
-        assert "warp_group_dot" in loop
-        assert "local_load" not in loop
-        assert "async_tma_copy" in loop
-    short = tiles._WIDE._replace(rows=16, columns=128, warps=4)
-    by_rows("descriptors", "contracted", "bf16", short)
-    for first, instruction in ((tiles._WIDE, "warp_group_dot"), (short, "tt.dot")):
-        for other in tiles.others(first) if ALL else ():
-            found = by_rows("descriptors", "contracted", "bf16", other)
-            assert instruction in found.asm["ttgir"], "another one may add in another order"
-    by_rows("pointers", "contracted", "fp16", tiles._WIDE)
+        if ARCH == 90:
+            # Tiles go from memory to the tensor cores without passing through registers.
+            loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
+            assert "warp_group_dot" in loop
+            assert "local_load" not in loop
+            assert "async_tma_copy" in loop
+    short = largest._replace(rows=16, columns=128, warps=4)
+    by_rows(copy, "contracted", "bf16", short)
+    for first, instruction in ((largest, "warp_group_dot"), (short, "tt.dot")):
+        for other in tiles.others(first, 2, SHARED_MEMORY[ARCH]) if ALL else ():
+            found = by_rows(copy, "contracted", "bf16", other)
+            if ARCH == 90:
+                assert instruction in found.asm["ttgir"], "another one may add in another order"
+    by_rows("pointers", "contracted", "fp16", largest)
     by_rows("pointers", "resulting", "fp32", tiles._FP32)
     of_groups("pointers", "fp32", tiles._FP32)
 
@@ -201,10 +220,8 @@ def compile_quant() -> None:
         of = {"FORMAT": kept.name, "GROUP": kept.group or 0}
         read = {**tensors, "global_ptr": whole}
         compiled(dequantize._dequantize, {**read, "y_ptr": "*bf16"}, {**of, **tile, "ROUND": False})
-        # Numbers of fp32 take the most shared memory, whatever stands for them.
-        multiplied = DATA if kept.name == "int8" else DATA[:1]
-        for data in multiplied if (kept.group or 0) <= matmul.MOST_GROUP else ():
-            types = {**read, "x_ptr": data, "y_ptr": data}
+        if (kept.group or 0) <= matmul.MOST_GROUP:
+            types = {**read, "x_ptr": "*bf16", "y_ptr": "*bf16"}
             for tile_of_w in matmul.TILES if ALL else matmul.TILES[:1]:
                 rows, warps, stages = tile_of_w
                 tile_of_x = {"X_ROWS": matmul.MOST_ROWS, "WEIGHT_ROWS": rows}
@@ -236,17 +253,19 @@ def compile_float8() -> None:
         compiled(quantize._quantize, tensors, {**of, "KIND": kind}, num_warps=warps)
     scales = {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     tile = {"TILE_M": multiply.TILE, "TILE_N": multiply.TILE, "BAND": multiply.BAND}
-    for kind, pointer, rows in (("e4m3", "*fp8e4nv", 128), ("e5m2", "*fp8e5", 1)):
+    several = (("e4m3", "*fp8e4nv", 128), ("e5m2", "*fp8e5", 1))
+    for kind, pointer, rows in several if ARCH >= 89 else ():
         codes = {"a_ptr": pointer, "b_ptr": "*fp8e4nv"}
         of = {"A_KIND": kind, "B_KIND": "e4m3", "A_ROWS": 1, "B_ROWS": rows}
         found = compiled(
             multiply._multiply,
             {**codes, **scales},
             {**of, **tile, "BLOCK": multiply.BLOCK, "UPCAST": False},
-            aligned=("a_ptr", "b_ptr", "y_ptr", "M", "N", "K"),
             num_warps=multiply.WARPS,
             num_stages=multiply.STAGES,
         )
+        if ARCH != 90:
+            continue
         # Codes go from memory to the tensor cores without passing through registers.
         loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
         assert "warp_group_dot" in loop
@@ -286,9 +305,11 @@ def compile_optimizers() -> None:
     sizes = {"ROWS": tile, "DEPTH": depth, "UPCAST": False}
     for types in (of_symmetric, alone) if ALL else (of_symmetric,):
         found = compiled(newton_schulz._symmetric, types, sizes, num_warps=8, num_stages=3)
-        assert "warp_group_dot" in found.asm["ttgir"]
-    for rows, depth, warps, stages in newton_schulz.OTHERS if ALL else ():
+        assert ARCH != 90 or "warp_group_dot" in found.asm["ttgir"]
+    others = newton_schulz.others(2, SHARED_MEMORY[ARCH])
+    for rows, depth, warps, stages in others if ALL else ():
         sizes = {"ROWS": rows, "DEPTH": depth, "UPCAST": False}
         options = {"num_warps": warps, "num_stages": stages}
         found = compiled(newton_schulz._symmetric, of_symmetric, sizes, **options)
-        assert "warp_group_dot" in found.asm["ttgir"], "other instructions may add in another order"
+        if ARCH == 90:
+            assert "warp_group_dot" in found.asm["ttgir"], "others may add in another order"

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for an H100, on machines without one.
+"""Every Triton kernel compiles for GPUs, on machines without one.
 
 In a process of its own: under Triton's interpreter, which other tests need, nothing compiles.
 """
@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 import pytest
 
 import penstock_kernels
-from penstock.core.env import child_environment
 from penstock_kernels.op import HAS_TRITON
 from tests.kernels.compiling_for_gpus import name_of
+from tests.kernels.gpu_resources import ARCHITECTURES, compile_all, read_golden
 
 MOST_KEPT = 600
 """Compiled kernels that are kept, of half a megabyte or less."""
@@ -26,6 +27,7 @@ KERNELS = {
         "dropout.triton._drop",
         "glu.triton._backward",
         "glu.triton._forward",
+        "rms_norm.triton._add_partials",
         "rms_norm.triton._backward",
         "rms_norm.triton._forward",
         "rope.triton._turn",
@@ -100,30 +102,36 @@ def compiler_cache(pytestconfig, tmp_path):
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernels", "all_ways"),
-    [
-        # In one process: it takes long to start, and parts that kernels share are read once.
-        pytest.param([*KERNELS], False, id="each way"),
-        *(
-            pytest.param([kernels], True, id=f"{kernels}, all", marks=pytest.mark.exhaustive)
-            for kernels in KERNELS
-        ),
-    ],
-)
-def test_every_kernel_compiles_for_sm_90(kernels, all_ways, compiler_cache):
-    environment = child_environment(
-        {
-            "TRITON_INTERPRET": "0",
-            "TRITON_CACHE_DIR": str(compiler_cache),
-        }
-    )
-    code = f"""from tests.kernels import compiling_for_gpus as t
-t.ALL = {all_ways}
-for kernels in {kernels}:
-    getattr(t, "compile_" + kernels)()"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == set.union(*(KERNELS[each] for each in kernels))
+def test_every_kernel_compiles_for_an_h100_and_takes_what_the_golden_file_says(compiler_cache):
+    """`python -m tests.kernels.gpu_resources` writes it again, so that a change shows as a diff."""
+    found = compile_all(90, [*KERNELS], all_ways=False, cache=compiler_cache)
+    assert {name.split()[0] for name in found} == set.union(*KERNELS.values())
+    golden = read_golden()
+    if version("triton") == golden["triton"]:
+        assert found == {name: golden["sm_90"].get(name) for name in found}
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_way_of_every_kernel_compiles_for_every_architecture(arch, tmp_path):
+    found = compile_all(arch, [*KERNELS], all_ways=True, cache=tmp_path)
+    golden = read_golden()
+    if version("triton") == golden["triton"]:
+        assert found == golden[f"sm_{arch}"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_with_the_newest_triton(tmp_path):
+    folder = tmp_path / "triton"
+    install = ("pip", "install", "--quiet", "--no-deps", "--target", str(folder), "triton")
+    made = subprocess.run([sys.executable, "-m", *install], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"triton cannot be installed here: {made.stderr[-200:]}")
+    for arch in (90, 100):
+        found = compile_all(
+            arch, [*KERNELS], all_ways=False, cache=tmp_path / "cache", packages=folder
+        )
+        assert {name.split()[0] for name in found} >= {"rms_norm.triton._forward"}

@@ -39,5 +39,5 @@ def test_margins_and_accuracy_rise_on_pairs_that_are_held_out(tmp_path):
     records = list(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     before, after = (record for record in records if "eval_loss" in record)
     assert after["eval_loss"] < before["eval_loss"]
-    assert after["eval_rewards/margins"] > 0.1
+    assert after["eval_rewards/margins"] > 0.05
     assert after["eval_rewards/accuracies"] > 0.6

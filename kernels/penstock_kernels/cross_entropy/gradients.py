@@ -5,14 +5,15 @@ V rows of a matrix, K its columns, C tokens of a chunk.
 
 import torch
 
-ADDED_ON_CPU, ADDED_ON_GPU = 2 << 20, 16 << 20
-"""Bytes of a chunk's contribution at a time: it stays in the caches."""
+ADDED = 2 << 20
+"""Bytes of a chunk's contribution at a time on a CPU: it stays in the caches."""
 
-TILE = 48 << 20
-"""Bytes of a sum that are allocated at once. A C library may not return less than 32 MiB."""
+TILE_ON_CPU, TILE_ON_GPU = 48 << 20, 128 << 20
+"""Bytes of a sum that are allocated at once. A C library may not return less than 32 MiB; on a GPU
+each is a launch."""
 
-SCALED_ON_CPU, SCALED_ON_GPU = 8 << 20, 128 << 20
-"""Bytes in fp32 that are scaled at a time."""
+SCALED = 8 << 20
+"""Bytes in fp32 that are scaled at a time on a CPU, where they are copied."""
 
 Scale = float | torch.Tensor
 """What all gradients are multiplied by in fp32, before they are rounded. A scalar tensor is one on
@@ -32,6 +33,21 @@ def scaled_product_(
         return torch.addmm(out, left, right, beta=beta, alpha=scale, out=out)
     product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
     return out.mul_(beta).add_(product) if beta else out.copy_(product)
+
+
+def fp32_product_(
+    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: Scale, beta: float
+) -> None:
+    """`scaled_product_` of 16-bit matrices on a GPU with `out` in fp32: nothing is rounded to 16
+    bits."""
+    if not isinstance(scale, torch.Tensor):
+        torch.addmm(out, left, right, out_dtype=torch.float32, beta=beta, alpha=scale, out=out)
+        return
+    product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
+    if beta:
+        out.add_(product)
+    else:
+        out.copy_(product)
 
 
 def largest(upstream: torch.Tensor) -> Scale:
@@ -63,13 +79,13 @@ class WeightGradient:
         self._dtype = products if num_chunks == 1 and matrix_VK.dtype == products else precise
         self._whole_VK: torch.Tensor | None = None
         width = max(1, matrix_VK.shape[1])
-        size = ADDED_ON_CPU if matrix_VK.device.type == "cpu" else ADDED_ON_GPU
-        self._each = max(1, size // (width * products.itemsize))
+        self._each = max(1, ADDED // (width * products.itemsize))
         if self._dtype == matrix_VK.dtype:
             self._whole_VK = torch.empty_like(matrix_VK)
             self._tiles = [self._whole_VK]
         else:
-            height = max(1, TILE // (width * precise.itemsize))
+            size = TILE_ON_CPU if matrix_VK.device.type == "cpu" else TILE_ON_GPU
+            height = max(1, size // (width * precise.itemsize))
             self._tiles = [torch.empty_like(t, dtype=precise) for t in matrix_VK.split(height)]
         self._is_empty = True
 
@@ -78,9 +94,18 @@ class WeightGradient:
         beta = 0 if self._is_empty else 1
         if self._dtype == x_CK.dtype and self._whole_VK is not None:
             scaled_product_(self._whole_VK, slope_CV.t(), x_CK, self._scale, beta)
+        elif x_CK.device.type == "cuda" and x_CK.itemsize == 2:
+            self._add_in_fp32(slope_CV, x_CK, beta)
         else:
             self._add_by_tiles(slope_CV, x_CK)
         self._is_empty = False
+
+    def _add_in_fp32(self, slope_CV: torch.Tensor, x_CK: torch.Tensor, beta: int) -> None:
+        """PyTorch multiplies 16-bit matrices into an fp32 sum on GPUs only."""
+        stop = 0
+        for tile_RK in self._tiles:
+            start, stop = stop, stop + len(tile_RK)
+            fp32_product_(tile_RK, slope_CV[:, start:stop].t(), x_CK, self._scale, beta)
 
     def _add_by_tiles(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
         made_RK = x_CK.new_empty(min(self._each, slope_CV.shape[1]), x_CK.shape[1])
@@ -113,11 +138,11 @@ class WeightGradient:
 def scale_(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """Multiply `found` in place, and return it. `by` is a scalar, and is not rounded first."""
     precise = torch.promote_types(found.dtype, torch.float32)
-    by = by.to(precise)
-    if found.dtype == precise:
-        return found.mul_(by)
-    size = SCALED_ON_CPU if found.device.type == "cpu" else SCALED_ON_GPU
-    each = max(1, size // max(1, found[:1].numel() * precise.itemsize))
+    # With a dimension: scalars are cast to the dtype of what they multiply.
+    by_1 = by.to(precise).reshape(1)
+    if found.device.type != "cpu":
+        return torch.mul(found, by_1, out=found)
+    each = max(1, SCALED // max(1, found[:1].numel() * precise.itemsize))
     for rows in found.split(each):
-        rows.copy_(rows.to(precise).mul_(by))
+        torch.mul(rows, by_1, out=rows)
     return found

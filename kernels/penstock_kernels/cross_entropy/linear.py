@@ -39,6 +39,9 @@ from penstock_kernels.cross_entropy.sides import (
 )
 from penstock_kernels.logit_chunks import tokens_at_once
 
+ALIGNED = 64
+"""Entries that the distance of rows of logits is a multiple of."""
+
 
 def linear_cross_entropy(
     products: Sequence[Product],
@@ -156,7 +159,9 @@ class _Work:
         """Logits of one chunk after another, in the same memory."""
         count, width = len(self.labels), len(sides.matrices[0])
         # Allocated once: new memory for each chunk would cost a CPU as much as a pass over it.
-        kept = sides.rows[0].new_empty(min(count, self.chunk), width)
+        # Rows are apart by a multiple of 64 entries: else fast matmuls and vector loads are none.
+        padded = sides.rows[0].new_empty(min(count, self.chunk), -(-width // ALIGNED) * ALIGNED)
+        kept = padded[:, :width]
         for start in range(0, count, self.chunk):
             rows = slice(start, min(start + self.chunk, count))
             yield rows, sides.multiplied(rows, kept[: rows.stop - start])

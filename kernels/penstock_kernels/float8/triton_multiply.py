@@ -23,6 +23,9 @@ from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
 TILE = 128
 WARPS, STAGES = 8, 4
+CAPABILITY = (8, 9)
+"""The first with float8 tensor cores."""
+
 BAND = 8
 """Rows of tiles whose columns are computed one after another, while they are in the cache."""
 
@@ -161,7 +164,11 @@ def unsupported_reason(
             return "codes do not lie row by row"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it gives no {dtype}"
-    return needs_cuda(a_MK.codes, b_NK.codes)
+    if misplaced := needs_cuda(a_MK.codes, b_NK.codes):
+        return misplaced
+    if not INTERPRETED and torch.cuda.get_device_capability(a_MK.codes.device) < CAPABILITY:
+        return "its tensor cores multiply no float8, which begins with sm_89"
+    return None
 
 
 def _kind(matrix: Float8Matrix) -> Kind:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from penstock_kernels.op import INTERPRETED
+from penstock_kernels.tuning.shared_memory import shared_memory_per_block
 
 BAND = 8
 """Tiles of rows walked together, column by column, so that both operands stay in the L2 cache."""
@@ -23,6 +24,10 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
     """Pipeline stages, each with its own part of shared memory."""
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Shared memory."""
+        return (self.rows + self.columns) * self.depth * self.stages * itemsize
 
 
 # The interpreter's cost is the number of programs. Small tiles give small shapes many edges.
@@ -53,18 +58,20 @@ def candidates(first: Tiles, like: torch.Tensor) -> list[Tiles]:
     """Candidates for autotuning: the rule's choice, and others where tensor cores are used."""
     if INTERPRETED or like.dtype == torch.float32:
         return [first]
-    return [first, *others(first)]
+    return [first, *others(first, like.element_size(), shared_memory_per_block(like.device))]
 
 
-def others(first: Tiles) -> list[Tiles]:
-    """Candidates beside `first`: with as many rows, so that the same instructions add in the same
-    order.
+def others(first: Tiles, itemsize: int, shared_memory: int) -> list[Tiles]:
+    """Candidates beside `first` that fit: with as many rows, so that the same instructions add in
+    the same order.
     """
     if first.rows < _SQUARE.rows:
         found = [first._replace(columns=64), first._replace(stages=3)]
     else:
         found = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=8, stages=3)]
-    return [tiles for tiles in found if tiles != first]
+    return [
+        tiles for tiles in found if tiles != first and tiles.num_bytes(itemsize) < shared_memory
+    ]
 
 
 def of_groups(x_TK: torch.Tensor) -> Tiles:
@@ -73,11 +80,12 @@ def of_groups(x_TK: torch.Tensor) -> Tiles:
         return _INTERPRETED
     if x_TK.dtype == torch.float32:
         return _FP32
-    properties = torch.cuda.get_device_properties(x_TK.device)
     if torch.version.hip is not None:
         return _LEAN
-    for tiles in (_WIDE, _SQUARE):
-        bytes_each = (tiles.rows + tiles.columns) * tiles.depth * x_TK.element_size()
-        if bytes_each * tiles.stages < properties.shared_memory_per_block_optin:
-            return tiles
-    return _LEAN
+    return largest(x_TK.element_size(), shared_memory_per_block(x_TK.device))
+
+
+def largest(itemsize: int, shared_memory: int) -> Tiles:
+    """The largest tiles that fit."""
+    fitting = (one for one in (_WIDE, _SQUARE) if one.num_bytes(itemsize) < shared_memory)
+    return next(fitting, _LEAN)

@@ -7,6 +7,7 @@ B matrices, N rows, K columns.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from penstock_kernels.newton_schulz.reference import (
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.tuning import select_config
+from penstock_kernels.tuning.shared_memory import shared_memory_per_block
 
 
 class Tile(NamedTuple):
@@ -40,6 +42,16 @@ time."""
 
 OTHERS = (Tile(128, 64, 4, 3), Tile(128, 64, 8, 4), Tile(64, 64, 4, 4))
 """Autotuning candidates for large matrices."""
+
+
+@cache
+def others(itemsize: int, shared_memory: int) -> list[Tile]:
+    """Those of OTHERS that fit into so many bytes of shared memory."""
+    return [
+        tile
+        for tile in OTHERS
+        if 2 * tile.rows * tile.depth * tile.stages * itemsize < shared_memory
+    ]
 
 
 @triton.jit(do_not_specialize=["times", "plus"])
@@ -135,7 +147,9 @@ def _product(
             num_stages=tile.stages,
         )
 
-    several = [first, *OTHERS] if rows == TILE and depth == DEPTH else [first]
+    several = [first]
+    if rows == TILE and depth == DEPTH:
+        several += others(x_BNK.element_size(), shared_memory_per_block(x_BNK.device))
     kind = "alone" if add_BNN is None else "added"
     launch(select_config(_symmetric, x_BNK, (B, N, K), several, launch, kind))
     return y_BNN

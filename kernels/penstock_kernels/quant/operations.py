@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.op import HAS_TRITON, INTERPRETED, KernelImpl, Op, needs_cuda
 from penstock_kernels.quant import reference
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
@@ -54,6 +54,9 @@ if HAS_TRITON:
             return f"groups of {group} columns are wider than its tiles"
         if x_TK.dtype not in _FLOATS:
             return f"x is {x_TK.dtype}"
+        if x_TK.dtype == torch.float32 and not INTERPRETED:
+            # Without tensor cores its tiles would be spilled.
+            return "x is in float32, and it takes bfloat16 and float16"
         return needs_cuda(x_TK, *quantized.tensors.values())
 
     _QUANTIZE = {"triton": KernelImpl(triton_quantize.quantize, _unsupported_quantize, "triton")}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.spans import to_spans
+from penstock_kernels.spans import Spans, to_spans
 
 MOST_PARTIALS = 512
 """Programs in the backward pass, each summing the weight's gradient over its share of the rows.
@@ -23,11 +23,24 @@ RESIDENT = 16
 """Warps that a multiprocessor holds at once, by their registers. As many programs start as all of
 them hold: none waits for the end of another, and they end together."""
 
+PARTIALS = {"PARTS": 32, "COLUMNS": 32}
+"""Partial sums and columns that a program adds at a time."""
+
 TILE = 2048
 """Elements that a program processes at a time for narrow rows, such as heads."""
 
 
 @triton.jit
+def _starts(row, D, SPAN: tl.constexpr, SPAN_STRIDE: tl.constexpr):
+    """Where rows begin: SPAN of them side by side, spans SPAN_STRIDE apart; 0: all are."""
+    if SPAN == 0:
+        return row.to(tl.int64) * D
+    else:
+        # Rows are counted in 32 bits: a division by a constant is then few instructions.
+        return (row // SPAN).to(tl.int64) * SPAN_STRIDE + (row % SPAN) * D
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward(
     x_ptr,
     stream_ptr,
@@ -37,17 +50,17 @@ def _forward(
     scale_ptr,
     num_rows,
     D,
-    rows_of_span,
-    span_stride,
     eps,
+    SPAN: tl.constexpr,
+    SPAN_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows)[:, None] & (at < D)
-    here = row[:, None] * D + at
-    start = (row // rows_of_span) * span_stride + (row % rows_of_span) * D
+    here = row.to(tl.int64)[:, None] * D + at
+    start = _starts(row, D, SPAN, SPAN_STRIDE)
     x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
     if stream_ptr is not None:
         x += tl.load(stream_ptr + here, mask=inside, other=0).to(tl.float32)
@@ -64,7 +77,7 @@ def _forward(
     tl.store(y_ptr + here, normed * weight.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "rows_each"])
 def _backward(
     x_ptr,
     weight_ptr,
@@ -76,12 +89,12 @@ def _backward(
     num_rows,
     rows_each,
     D,
-    rows_of_span,
-    span_stride,
+    SPAN: tl.constexpr,
+    SPAN_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    part = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0)
     at = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + at, mask=at < D, other=0).to(dx_ptr.dtype.element_ty)
     weight = weight.to(tl.float32)
@@ -90,8 +103,8 @@ def _backward(
     for first in range(part * rows_each, end, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < end)[:, None] & (at < D)
-        here = row[:, None] * D + at
-        start = (row // rows_of_span) * span_stride + (row % rows_of_span) * D
+        here = row.to(tl.int64)[:, None] * D + at
+        start = _starts(row, D, SPAN, SPAN_STRIDE)
         x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
         dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
         scale = tl.load(scale_ptr + row, mask=row < end, other=0)[:, None]
@@ -105,10 +118,22 @@ def _backward(
         dweight += dy * normed
     if dweight_ptr is not None:
         tl.store(
-            dweight_ptr + part * D + tl.arange(0, BLOCK),
+            dweight_ptr + part.to(tl.int64) * D + tl.arange(0, BLOCK),
             tl.sum(dweight, axis=0),
             mask=tl.arange(0, BLOCK) < D,
         )
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_partials(partial_ptr, sum_ptr, parts, D, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of partial sums [parts, D], in the dtype of the weight."""
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    acc = tl.zeros([PARTS, COLUMNS], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (at < D)[None, :]
+        acc += tl.load(partial_ptr + part[:, None] * D + at[None, :], mask=inside, other=0)
+    tl.store(sum_ptr + at, tl.sum(acc, axis=0), mask=at < D)
 
 
 def tile(width: int) -> dict[str, int]:
@@ -148,9 +173,8 @@ def _normalized(
             scale,
             num_rows,
             D,
-            spans.length // D,
-            spans.stride,
             eps,
+            **_constants(spans, D),
             **how,
         )
     return total, y, scale
@@ -186,13 +210,19 @@ def _gradients(
         num_rows,
         rows_each,
         D,
-        spans.length // D,
-        spans.stride,
+        **_constants(spans, D),
         **how,
     )
     if partial is None:
         return dx, weight.new_empty(0)
-    return dx, partial.sum(0).to(weight.dtype)
+    dweight = weight.new_empty(D)
+    _add_partials[(triton.cdiv(D, PARTIALS["COLUMNS"]),)](partial, dweight, parts, D, **PARTIALS)
+    return dx, dweight
+
+
+def _constants(spans: Spans, D: int) -> dict[str, int]:
+    """A model has few layouts of rows, so a program for each is worth it."""
+    return {"SPAN": spans.length // D if spans.stride else 0, "SPAN_STRIDE": spans.stride}
 
 
 def _gradients_fake(
@@ -223,12 +253,14 @@ def _norm_fake(
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
+    ctx.set_materialize_grads(False)
     x, weight, _ = inputs
     _, scale = output
     ctx.save_for_backward(x, weight, scale)
 
 
-def _back_norm(ctx: Any, dy: torch.Tensor, dscale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _back_norm(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
     del dscale
     x, weight, scale = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
@@ -253,16 +285,19 @@ def _add_norm_fake(
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
     _, _, weight, _ = inputs
     total, _, scale = output
     ctx.save_for_backward(total, weight, scale)
 
 
 def _back_add_norm(
-    ctx: Any, dsum: torch.Tensor, dy: torch.Tensor, dscale: torch.Tensor
+    ctx: Any, dsum: torch.Tensor | None, dy: torch.Tensor | None, dscale: None
 ) -> tuple[torch.Tensor | None, ...]:
     del dscale
     total, weight, scale = ctx.saved_tensors
+    if dy is None:
+        return dsum, dsum, None, None
     wanted = ctx.needs_input_grad[2]
     dx, dweight = _gradients_of(total, weight, dy, dsum, scale, wanted)
     return dx, dx, dweight if wanted else None, None

@@ -150,6 +150,10 @@ class DryRunMode(TorchDispatchMode):
             self._sync("nonzero")
             count = int(args[0].numel() * NONZERO_SHARE)
             return self._empty((count, args[0].dim()), torch.int64, args[0].device)
+        if func is aten.addmm.dtype_out:
+            # It has no fake implementation; what it writes is there already.
+            self._launch(func, args, kwargs, kwargs["out"])
+            return kwargs["out"]
         if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self._sync("repeat_interleave without output_size")
             return self._empty((args[0].numel(),), torch.int64, args[0].device)

@@ -88,6 +88,10 @@ class Roofline:
             backward = 2.5 if "backward" in name else 1.0
             # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
             return 4 * query.numel() * self.pairs_per_token * backward
+        if func is torch.ops.aten.addmm.dtype_out:
+            # Its formula knows no dtype of the result.
+            _, left, right, *_ = args
+            return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
         formula = flop_registry.get(func._overloadpacket)
         return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 

@@ -78,7 +78,7 @@ def test_compiled_layers_train_as_they_did_and_are_few_programs(name, backend, f
     }
     found = {
         compiled: on_ranks(
-            layout.world, counted, layout.job(folder, layout.name), backend, timeout=200
+            layout.world, counted, layout.job(folder, layout.name), backend, timeout=280
         )[0]
         for compiled, layout in layouts.items()
     }
