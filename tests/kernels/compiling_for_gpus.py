@@ -130,6 +130,7 @@ def _parted(tile) -> dict:
 
 
 def compile_permute() -> None:
+    from penstock_kernels.permute import order_triton
     from penstock_kernels.permute import triton as permute
 
     data, order = "*bf16", "*i64"
@@ -145,6 +146,12 @@ def compile_permute() -> None:
         **{"drows_ptr": data, "dweights_ptr": "*fp32"},
     }
     compiled(permute._weigh, weighed, block)
+    keys = {"choice_ptr": order, "keys_ptr": "*i16"}
+    compiled(order_triton._keys, keys, {"BLOCK": order_triton.BLOCK})
+    ordered = {"keys_ptr": "*i16", "copy_of_row_ptr": order}
+    ordered |= {"row_of_copy_ptr": order, "counts_ptr": order}
+    sizes = {"NONE": -1, "EXPERTS": 256, "BLOCK": order_triton.BLOCK}
+    compiled(order_triton._order, ordered, sizes)
 
 
 def compile_group_gemm() -> None:
@@ -152,8 +159,10 @@ def compile_group_gemm() -> None:
 
     plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32"}
     compiled(triton._plan, plan, {"ROWS": 128, "GROUPS": 256})
-    zeroing = {"y_ptr": "*bf16", "flags_ptr": "*i8"}
-    compiled(zeroing_triton._zero_rows, zeroing, {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536})
+    zeroed = {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536}
+    for tail, numbers in ((True, "*i32"), (False, "*i64")):
+        zeroing = {"y_ptr": "*bf16", "numbers_ptr": numbers}
+        compiled(zeroing_triton._zero_rows, zeroing, {"TAIL": tail, **zeroed})
 
     def by_rows(copy, weight, dtype, tile):
         types = {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}

@@ -33,7 +33,13 @@ KERNELS = {
         "rope.triton._turn",
     },
     "cross_entropy": {"cross_entropy.triton._slope", "cross_entropy.triton._tally"},
-    "permute": {"permute.triton._add", "permute.triton._copy", "permute.triton._weigh"},
+    "permute": {
+        "permute.order_triton._keys",
+        "permute.order_triton._order",
+        "permute.triton._add",
+        "permute.triton._copy",
+        "permute.triton._weigh",
+    },
     "group_gemm": {
         "group_gemm.triton._by_rows",
         "group_gemm.triton._of_groups",

@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 from penstock_kernels.clamped_swiglu import clamped_gate
-from penstock_kernels.glu import geglu, geglu_tanh, swiglu
+from penstock_kernels.glu import geglu, geglu_tanh, packed_swiglu, swiglu
 from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rms_norm import triton as norms
@@ -117,6 +117,9 @@ CASES = {
     "rms_norm": Case(rms_norm, exact_norm, norm_shapes, (EPS,)),
     "add_rms_norm": Case(add_rms_norm, exact_sum_and_norm, sum_shapes, (EPS,)),
     "swiglu": Case(swiglu, exact_swiglu, gate_shapes),
+    "packed_swiglu": Case(
+        packed_swiglu, lambda both: exact_swiglu(*both.chunk(2, dim=-1)), both_shapes
+    ),
     "geglu": Case(geglu, exact_geglu, gate_shapes),
     "geglu_tanh": Case(geglu_tanh, exact_geglu_tanh, gate_shapes),
     "clamped_gate": Case(clamped_gate, exact_clamped_gate, both_shapes, (ALPHA, LIMIT)),

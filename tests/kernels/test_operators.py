@@ -51,6 +51,8 @@ def test_grouped_products(backend):
 def test_sorting_by_expert_and_adding_up():
     order = sort_by_expert(torch.tensor([[0, 2], [-1, 1], [2, 0]], device=DEVICE), 3)
     both = order.copy_of_row, order.row_of_copy
+    choice = torch.tensor([[0, 2], [-1, 1], [2, 0]], device=DEVICE)
+    opcheck(operator("sort_by_expert"), (choice, 3), test_utils=PLAIN)
     opcheck(operator("permute"), (drawn(3, 5), *both))
     opcheck(operator("unpermute"), (drawn(6, 5), None, *both), test_utils=PLAIN)
     opcheck(operator("unpermute"), (drawn(6, 5), drawn(3, 2), *both))

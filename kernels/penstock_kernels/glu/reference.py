@@ -13,6 +13,11 @@ def swiglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     return F.silu(gate_TF) * up_TF
 
 
+def packed_swiglu(both_TF: torch.Tensor) -> torch.Tensor:
+    """swiglu of the two halves of `both_TF`, [T, 2 F]: gates, then ups."""
+    return swiglu(*both_TF.chunk(2, dim=-1))
+
+
 def geglu(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     """Return gelu(gate) * up in the inputs' dtype: the gate times the normal distribution's share
     below it."""

@@ -72,6 +72,7 @@ def _backward(
     length,
     gate_stride,
     up_stride,
+    grad_stride,
     blocks,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,10 +80,10 @@ def _backward(
     span = (tl.program_id(0) // blocks).to(tl.int64)
     at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < length
-    here = span * length + at
+    here = span * grad_stride + at
     gate = tl.load(gate_ptr + span * gate_stride + at, mask=inside, other=0).to(tl.float32)
     up = tl.load(up_ptr + span * up_stride + at, mask=inside, other=0).to(tl.float32)
-    dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+    dy = tl.load(dy_ptr + span * length + at, mask=inside, other=0).to(tl.float32)
     share, slope = _share(gate, ACTIVATION)
     tl.store(dgate_ptr + here, dy * up * (share + gate * slope), mask=inside)
     tl.store(dup_ptr + here, dy * gate * share, mask=inside)
@@ -113,21 +114,35 @@ def _gradients(
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     if dgate.numel():
         gates, ups = _alike(gate, up)
-        blocks = triton.cdiv(gates.length, BLOCK)
-        _backward[(dgate.numel() // gates.length * blocks,)](
-            gates.tensor,
-            ups.tensor,
-            dy.contiguous(),
-            dgate,
-            dup,
-            gates.length,
-            gates.stride,
-            ups.stride,
-            blocks,
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
-        )
+        _write_gradients(gates, ups, dy, dgate, dup, gates.length, activation)
     return dgate, dup
+
+
+def _write_gradients(
+    gates: Spans,
+    ups: Spans,
+    dy: torch.Tensor,
+    dgate: torch.Tensor,
+    dup: torch.Tensor,
+    grad_stride: int,
+    activation: str,
+) -> None:
+    """Into dgate and dup, whose spans begin grad_stride apart."""
+    blocks = triton.cdiv(gates.length, BLOCK)
+    _backward[(dy.numel() // gates.length * blocks,)](
+        gates.tensor,
+        ups.tensor,
+        dy.contiguous(),
+        dgate,
+        dup,
+        gates.length,
+        gates.stride,
+        ups.stride,
+        grad_stride,
+        blocks,
+        ACTIVATION=activation,
+        BLOCK=BLOCK,
+    )
 
 
 def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
@@ -158,3 +173,46 @@ _glu_of = operator("glu", _glu, fake=fake_like(0), keep=_keep, backward=_back)
 def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:
     """Return activation(gate) * up with a fused backward; rounded once, from fp32."""
     return _glu_of(gate_TF, up_TF, activation)
+
+
+def _packed(both: torch.Tensor, activation: str) -> torch.Tensor:
+    return _glu(*both.contiguous().chunk(2, dim=-1), activation)
+
+
+def _packed_fake(both: torch.Tensor, activation: str) -> torch.Tensor:
+    del activation
+    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+
+
+def _packed_gradients(both: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tensor:
+    """One tensor for both halves: those of two tensors would be copied together."""
+    dboth, width = both.new_empty(both.shape), both.shape[-1] // 2
+    if dboth.numel():
+        halves = both.contiguous().chunk(2, dim=-1)
+        gates, ups = (Spans(half, width, 2 * width) for half in halves)
+        _write_gradients(gates, ups, dy, *dboth.chunk(2, dim=-1), 2 * width, activation)
+    return dboth
+
+
+_packed_gradients_of = operator("packed_glu_gradients", _packed_gradients, fake=fake_like(0))
+
+
+def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    del output
+    both, ctx.activation = inputs
+    ctx.save_for_backward(both)
+
+
+def _back_packed(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    [both] = ctx.saved_tensors
+    return _packed_gradients_of(both, dy, ctx.activation), None
+
+
+_packed_of = operator(
+    "packed_glu", _packed, fake=_packed_fake, keep=_keep_packed, backward=_back_packed
+)
+
+
+def packed_glu(both_TF: torch.Tensor, activation: str) -> torch.Tensor:
+    """`glu` of the two halves of each row, [T, 2 F] to [T, F]."""
+    return _packed_of(both_TF, activation)

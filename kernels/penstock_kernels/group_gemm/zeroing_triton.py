@@ -1,4 +1,4 @@
-"""zero_rows on Triton: programs without a row to zero read a few flags and exit."""
+"""Zeroing on Triton: programs without a row to zero read a few numbers and exit."""
 
 # pyright: reportArgumentType=false, reportOperatorIssue=false
 
@@ -16,25 +16,47 @@ ROWS = 32
 
 @triton.jit(do_not_specialize=["R"])
 def _zero_rows(
-    y_ptr, flags_ptr, R, W, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr
+    y_ptr,
+    numbers_ptr,
+    R,
+    W,
+    last,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EACH: tl.constexpr,
 ):
+    """TAIL: rows from number `last` on; else rows whose own number is 0."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    flags = tl.load(flags_ptr + rows, mask=rows < R, other=0) != 0
-    if tl.max(flags.to(tl.int32), axis=0) > 0:
+    if TAIL:
+        chosen = (rows >= tl.load(numbers_ptr + last)) & (rows < R)
+    else:
+        chosen = tl.load(numbers_ptr + rows, mask=rows < R, other=1) == 0
+    if tl.max(chosen.to(tl.int32), axis=0) > 0:
         first = tl.program_id(1) * EACH
         for column in range(first, tl.minimum(first + EACH, W), COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             at = y_ptr + rows[:, None] * W + columns[None, :]
-            tl.store(at, 0.0, mask=flags[:, None] & (columns < W)[None, :])
+            tl.store(at, 0.0, mask=chosen[:, None] & (columns < W)[None, :])
 
 
-def zero_rows(y_RW: torch.Tensor, is_unwritten_R: torch.Tensor) -> torch.Tensor:
-    """Zero, in place, the rows of y_RW that is_unwritten_R names; return y_RW."""
-    R, W = y_RW.shape
-    if y_RW.numel():
+def zero_tail(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:
+    """Same as the reference."""
+    return _zero(y_TN, ends_G, y_TN.shape[1], tail=True)
+
+
+def zero_empty(y_GMN: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """Same as the reference."""
+    return _zero(y_GMN, counts_G, y_GMN.shape[1] * y_GMN.shape[2], tail=False)
+
+
+def _zero(y: torch.Tensor, numbers_G: torch.Tensor, W: int, *, tail: bool) -> torch.Tensor:
+    R = y.shape[0]
+    if y.numel():
         rows = ROWS if W <= ELEMENTS else 1
         columns = min(triton.next_power_of_2(W), ELEMENTS // rows)
         grid = (triton.cdiv(R, rows), triton.cdiv(W, EACH))
-        flags = is_unwritten_R.to(torch.int8)
-        _zero_rows[grid](y_RW, flags, R, W, ROWS=rows, COLUMNS=columns, EACH=EACH)
-    return y_RW
+        last = numbers_G.shape[0] - 1
+        shape = {"ROWS": rows, "COLUMNS": columns, "EACH": EACH}
+        _zero_rows[grid](y, numbers_G, R, W, last, TAIL=tail, **shape)
+    return y

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
-from penstock_kernels.permute.order import Order, sort_by_expert
+from penstock_kernels.permute.order import Order
+from penstock_kernels.permute.order import sort_by_expert as _sort
 from penstock_kernels.permute.reference import permute as _permute
 from penstock_kernels.permute.reference import unpermute as _unpermute
 
@@ -31,16 +32,26 @@ def _unsupported_unpermute(
     return needs_cuda(y_RD, weights_TK, order.row_of_copy)
 
 
+def _unsupported_sort(choice_TK: torch.Tensor, num_experts: int) -> str | None:
+    if choice_TK.dim() != 2 or num_experts < 1:
+        return f"choices are {tuple(choice_TK.shape)} of {num_experts} experts"
+    return needs_cuda(choice_TK)
+
+
+_SORT: Mapping[str, KernelImpl[[torch.Tensor, int], Order]] = {}
 _PERMUTE: Mapping[str, KernelImpl[[torch.Tensor, Order], torch.Tensor]] = {}
 _UNPERMUTE: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]] = {}
 if HAS_TRITON:
+    from penstock_kernels.permute.order_triton import sort_by_expert as _triton_sort
     from penstock_kernels.permute.triton import permute as _triton_permute
     from penstock_kernels.permute.triton import unpermute as _triton_unpermute
 
+    _SORT = {"triton": KernelImpl(_triton_sort, _unsupported_sort, language="triton")}
     _PERMUTE = {"triton": KernelImpl(_triton_permute, _unsupported_permute, language="triton")}
     _UNPERMUTE = {
         "triton": KernelImpl(_triton_unpermute, _unsupported_unpermute, language="triton")
     }
 
+sort_by_expert = Op("sort_by_expert", _sort, _SORT, reference_name="eager")
 permute = Op("permute", _permute, _PERMUTE, reference_name="eager")
 unpermute = Op("unpermute", _unpermute, _UNPERMUTE, reference_name="eager")

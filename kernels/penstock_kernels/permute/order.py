@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 SMALL = torch.int16
-"""Dtype of expert indices for sorting: a radix sort's cost depends on the width."""
+"""Narrow, because a radix sort's cost depends on the width."""
 
 NO_EXPERT = -1
 """Index for a copy without a row, or a row without a copy."""
@@ -24,6 +24,11 @@ class Order:
     """int64 [E]: rows of each expert."""
 
 
+def key_dtype(num_experts: int) -> torch.dtype:
+    """The dtype of expert indices for sorting."""
+    return SMALL if num_experts < torch.iinfo(SMALL).max else torch.int64
+
+
 def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     """A stable sort by expert: copies of an expert are in the order of their tokens.
 
@@ -31,7 +36,7 @@ def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     its copy is in no expert's rows, and adds nothing to its token. No host synchronization.
     """
     is_somebody_TK = (choice_TK >= 0) & (choice_TK < num_experts)
-    dtype = SMALL if num_experts < torch.iinfo(SMALL).max else torch.int64
+    dtype = key_dtype(num_experts)
     chosen_TK = torch.where(is_somebody_TK, choice_TK, num_experts).to(dtype)
     sorted_R, copy_of_row = chosen_TK.flatten().sort(stable=True)
     row_of_copy = torch.empty_like(copy_of_row)

@@ -35,7 +35,7 @@ NO_KERNEL = {
     for names in (
         "detach alias view t as_strided split slice unsqueeze transpose expand select permute",
         "unbind chunk narrow squeeze set_ unfold view_as diagonal split_with_sizes lift_fresh",
-        "movedim real",
+        "movedim real mT flatten",
         "view_as_real view_as_complex view_dtype _unsafe_view _reshape_alias",
         "empty new_empty empty_like empty_strided new_empty_strided resize_",
     )

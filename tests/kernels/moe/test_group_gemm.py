@@ -11,7 +11,7 @@ import torch
 
 from penstock_kernels.group_gemm import group_gemm, quack
 from penstock_kernels.group_gemm.even import padded_height
-from penstock_kernels.group_gemm.zeroing import zero_rows
+from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
 
@@ -162,12 +162,17 @@ def test_a_plain_call_compiles_without_a_graph_break_forward_and_backward():
 
 @needs_triton
 @pytest.mark.parametrize(("R", "W"), [(1, 1), (70, 5), (3, 5000)])
-def test_triton_zeroes_the_named_rows_and_no_others(R, W):
-    flags = torch.rand(R, generator=torch.Generator().manual_seed(0)) < 0.5
-    y = torch.full((R, W), float("nan"), device=DEVICE)
-    zero_rows.backend("triton")(y, flags.to(DEVICE))
-    assert torch.equal(y.isnan().all(1).cpu(), ~flags)
-    assert (y[flags] == 0).all()
+def test_triton_zeroes_what_is_unwritten_and_nothing_else(R, W):
+    counts = torch.randint(0, 2, (R,), generator=torch.Generator().manual_seed(0))
+    y = torch.full((R, 1, W), float("nan"), device=DEVICE)
+    zero_empty.backend("triton")(y, counts.to(DEVICE))
+    assert torch.equal(y.isnan().flatten(1).all(1).cpu(), counts > 0)
+    assert (y[counts == 0] == 0).all()
+    for end in {0, R // 2, R}:
+        y = torch.full((R, W), float("nan"), device=DEVICE)
+        zero_tail_rows.backend("triton")(y, torch.tensor([0, end], dtype=torch.int32).to(DEVICE))
+        assert y[:end].isnan().all()
+        assert (y[end:] == 0).all()
 
 
 def test_a_backend_says_what_it_does_not_take():

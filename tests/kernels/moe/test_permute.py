@@ -96,10 +96,11 @@ def agrees(backend, experts, choice, D, dtype, *, weighted, seed=0):
     torch.testing.assert_close(*results, atol=atol, rtol=rtol, msg=lambda said: f"{seed}: {said}")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @chosen
-def test_rows_are_each_experts_copies_in_the_order_of_their_tokens(experts, choice):
+def test_rows_are_each_experts_copies_in_the_order_of_their_tokens(experts, choice, backend):
     choice = torch.as_tensor(choice)
-    order = sort_by_expert(choice, experts)
+    order = sort_by_expert.backend(backend)(choice.to(DEVICE), experts)
     rows = by_hand(choice.tolist(), experts)
     assert order.counts.tolist() == [len(copies) for copies in rows]
     K = choice.shape[1]
@@ -116,6 +117,18 @@ def test_rows_are_each_experts_copies_in_the_order_of_their_tokens(experts, choi
 @chosen
 def test_sums_and_every_gradient_are_those_of_loops(experts, choice, dtype, backend):
     agrees(backend, experts, choice, 20, dtype, weighted=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("experts", [1, 7, 128])
+def test_triton_sorts_more_rows_than_a_program_holds_as_the_reference_does(experts):
+    generator = torch.Generator().manual_seed(experts)
+    choice = torch.randint(-1, experts + 1, (900, 3), generator=generator).to(DEVICE)
+    mine = sort_by_expert.backend("triton")(choice, experts)
+    assert all(
+        torch.equal(getattr(mine, name), value)
+        for name, value in vars(sort_by_expert.reference(choice, experts)).items()
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

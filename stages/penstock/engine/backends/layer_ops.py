@@ -10,7 +10,7 @@ from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.layer_ops import Choice, LayerOps, layer_operations
 from penstock_kernels.clamped_swiglu import clamped_gate
-from penstock_kernels.glu import swiglu
+from penstock_kernels.glu import packed_swiglu, swiglu
 
 
 def dropout_config(written: DropoutConfig) -> DropoutRates:
@@ -38,7 +38,12 @@ def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> Exp
     """Expert operations, with native activations if the settings ask for them."""
     if not model.activation_native:
         return experts
-    return replace(experts, activate=swiglu.reference, clamped_gate=clamped_gate.reference)
+    return replace(
+        experts,
+        activate=swiglu.reference,
+        packed_activate=packed_swiglu.reference,
+        clamped_gate=clamped_gate.reference,
+    )
 
 
 def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:

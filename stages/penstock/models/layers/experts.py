@@ -13,7 +13,7 @@ from torch import nn
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
-from penstock_kernels.glu import swiglu
+from penstock_kernels.glu import packed_swiglu, swiglu
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import Op
 from penstock_kernels.permute import Order, permute, unpermute
@@ -35,6 +35,8 @@ class ExpertOperations:
     permute: Callable[[torch.Tensor, Order], torch.Tensor]
     unpermute: Callable[[torch.Tensor, torch.Tensor, Order], torch.Tensor]
     activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    packed_activate: Callable[[torch.Tensor], torch.Tensor]
+    """`activate` of the two halves of each row."""
     clamped_gate: Callable[[torch.Tensor, float, float], torch.Tensor]
 
 
@@ -57,6 +59,7 @@ def select_expert_ops(implementation: Implementation) -> ExpertOperations:
         permute=chosen(permute),
         unpermute=chosen(unpermute),
         activate=chosen(swiglu),
+        packed_activate=chosen(packed_swiglu),
         clamped_gate=chosen(clamped_gate),
     )
 
@@ -114,7 +117,10 @@ class Experts(nn.Module):
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
-        gate_RF, up_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E).chunk(2, dim=-1)
+        both_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E)
+        if self.adapter is None:
+            return self.operations.packed_activate(both_RF)
+        gate_RF, up_RF = both_RF.chunk(2, dim=-1)
         return self.operations.activate(
             self._add_adapter("gate_proj", gate_RF, x_RD, counts_E),
             self._add_adapter("up_proj", up_RF, x_RD, counts_E),
