@@ -259,6 +259,8 @@ def compile_float8() -> None:
     for (sharing, given), kind in ways(shared, ("e4m3", "e5m2")):
         rows, warps = (quantize.BLOCK, 8) if sharing == "tiles" else (quantize.ROWS, 4)
         of = {"SHARING": sharing, "GIVEN": given, "ROWS": rows, "BLOCK": quantize.BLOCK}
+        # A launch compiles a stride of 1 as that.
+        of |= {"HARDWARE": ARCH >= 89, "column_stride": 1}
         compiled(quantize._quantize, tensors, {**of, "KIND": kind}, num_warps=warps)
     scales = {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     tile = {"TILE_M": multiply.TILE, "TILE_N": multiply.TILE, "BAND": multiply.BAND}
@@ -290,7 +292,7 @@ def compile_optimizers() -> None:
     rows, across = rounding.tile(4096)
     blocks = {"ROWS": rows, "ACROSS": across}
     rounded = {"x_ptr": "*fp32", "y_ptr": "*bf16", "runs_ptr": "*i64"}
-    compiled(rounding._round, rounded, {**blocks, "RUNS": 4})
+    compiled(rounding._round, rounded, {**blocks, "RUNS": 4, "SHIFT": 0})
     numbers = dict.fromkeys(
         ("forgets1", "beta2", "forgets2", "eps", "kept", "size", "root"), "fp32"
     )
@@ -304,7 +306,7 @@ def compile_optimizers() -> None:
         tensors = {"weight_ptr": data, "gradient_ptr": data, "lost_ptr": lost}
         tensors |= {"first_ptr": states, "second_ptr": states}
         tensors["runs_ptr"] = "*i64" if runs else None
-        compiled(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs})
+        compiled(adamw._step, {**tensors, **numbers}, {**blocks, "RUNS": runs, "SHIFT": 0})
     least, tile, depth = newton_schulz.LEAST, newton_schulz.TILE, newton_schulz.DEPTH
     of_symmetric = {"x_ptr": "*bf16", "add_ptr": "*bf16", "y_ptr": "*bf16"}
     of_symmetric |= {"times": "fp32", "plus": "fp32"}

@@ -55,10 +55,11 @@ def _step(
     ROWS: tl.constexpr,
     ACROSS: tl.constexpr,
     RUNS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """`lost_ptr` may be None, and RUNS 0: then nothing is rounded stochastically."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(1) * ACROSS - first_column % 4 + tl.arange(0, ACROSS)
+    column = tl.program_id(1) * ACROSS - SHIFT + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
     at = row[:, None] * K + column[None, :]
     g = tl.load(gradient_ptr + at, mask=inside, other=0).to(tl.float32)
@@ -137,4 +138,5 @@ def adamw_(
         ROWS=rows,
         ACROSS=across,
         RUNS=0 if runs is None else triton.next_power_of_2(len(runs)),
+        SHIFT=begins % 4,
     )

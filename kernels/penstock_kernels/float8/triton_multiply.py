@@ -18,14 +18,12 @@ import triton.language as tl
 from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 from penstock_kernels.float8.formats import DTYPES, Kind
+from penstock_kernels.float8.triton_quantize import CAPABILITY
 from penstock_kernels.op import INTERPRETED, needs_cuda
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
 TILE = 128
 WARPS, STAGES = 8, 4
-CAPABILITY = (8, 9)
-"""The first with float8 tensor cores."""
-
 BAND = 8
 """Rows of tiles whose columns are computed one after another, while they are in the cache."""
 

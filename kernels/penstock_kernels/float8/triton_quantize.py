@@ -7,6 +7,8 @@ R rows, C columns.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +17,13 @@ from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.amax import amax
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
 from penstock_kernels.float8.formats import DTYPES, Kind, compute_scales
-from penstock_kernels.op import needs_cuda, needs_floats
+from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
 from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
 
 E5M2_MOST = tl.constexpr(57344.0)
+
+CAPABILITY = (8, 9)
+"""The first GPUs with FP8."""
 
 ROWS = 32
 """Of a block of one group each; tiles have as many as columns."""
@@ -47,7 +52,9 @@ def _quantize(
     GIVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
+    """HARDWARE: whether the GPU has an instruction that rounds to FP8, ties to even."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < R)[:, None] & (column < C)[None, :]
@@ -75,11 +82,19 @@ def _quantize(
             scale = _scale_of(tl.max(tl.max(magnitude(x), axis=1), axis=0), exponent)
             tl.store(place, scale)
     scaled = x / scale
-    if KIND == "e4m3":
-        code = to_e4m3(tl.minimum(tl.maximum(scaled, -E4M3_MOST), E4M3_MOST))
+    most = E4M3_MOST if KIND == "e4m3" else E5M2_MOST
+    scaled = tl.minimum(tl.maximum(scaled, -most), most)
+    if HARDWARE:
+        rounded = scaled.to(tl.float8e4nv if KIND == "e4m3" else tl.float8e5)
+        code = rounded.to(tl.uint8, bitcast=True)
     else:
-        code = to_e5m2(tl.minimum(tl.maximum(scaled, -E5M2_MOST), E5M2_MOST))
+        code = to_e4m3(scaled) if KIND == "e4m3" else to_e5m2(scaled)
     tl.store(codes_ptr + row[:, None] * C + column[None, :], code, mask=inside)
+
+
+@cache
+def _has_conversion(device: torch.device) -> bool:
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def _run(
@@ -107,6 +122,7 @@ def _run(
             GIVEN=given,
             ROWS=rows,
             BLOCK=BLOCK,
+            HARDWARE=_has_conversion(x.device),
             num_warps=8 if sharing == "tiles" else 4,
         )
     return codes, found

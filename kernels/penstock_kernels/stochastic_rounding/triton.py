@@ -31,10 +31,11 @@ def _round(
     ROWS: tl.constexpr,
     ACROSS: tl.constexpr,
     RUNS: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     drawn = random_words(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
-    column = tl.program_id(1) * ACROSS - first % 4 + tl.arange(0, ACROSS)
+    column = tl.program_id(1) * ACROSS - SHIFT + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
     at = row[:, None] * K + column[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0)
@@ -64,5 +65,6 @@ def stochastic_round(
             ROWS=rows,
             ACROSS=across,
             RUNS=triton.next_power_of_2(len(runs)),
+            SHIFT=first_column % 4,
         )
     return y_NK
