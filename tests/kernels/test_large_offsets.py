@@ -1,0 +1,190 @@
+"""Kernels reach elements beyond 2^31: the last rows of tensors that are that large.
+
+Memory is not touched but where it is read or written, and of each launch only the last program of
+each large axis runs, in Triton's interpreter.
+"""
+
+import builtins
+
+import pytest
+import torch
+
+from penstock_kernels.clamped_swiglu import clamped_gate
+from penstock_kernels.cross_entropy import triton as cross_entropy
+from penstock_kernels.cross_entropy.loss_terms import PLAIN, LogitGradFactors
+from penstock_kernels.cross_entropy.reference import logits_to_grad_, softmax_stats
+from penstock_kernels.dropout import triton as dropout
+from penstock_kernels.float8 import triton_quantize as float8
+from penstock_kernels.float8.float8_matrix import shape_of_scales
+from penstock_kernels.glu import packed_swiglu, swiglu
+from penstock_kernels.op import INTERPRETED
+from penstock_kernels.permute import permute, sort_by_expert, unpermute
+from penstock_kernels.quant import dequantize, get_format, quantize
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor
+from penstock_kernels.rms_norm import add_rms_norm, rms_norm
+from penstock_kernels.rope import rope
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+
+LARGE = 64
+"""Programs of an axis from which on only the last runs."""
+
+ROWS = 2**19 + 1
+WIDTH = 4096
+"""ROWS x WIDTH elements are more than 2^31."""
+
+
+@pytest.fixture(autouse=True)
+def last_programs(monkeypatch):
+    from triton.runtime import interpreter
+
+    def last_of(*bounds):
+        [stop, *others] = bounds
+        is_large = not others and stop > LARGE
+        return builtins.range(stop - 1, stop) if is_large else builtins.range(*bounds)
+
+    monkeypatch.setattr(interpreter, "range", last_of, raising=False)
+    # It would copy every tensor onto itself.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+
+
+def huge(*shape, dtype=torch.bfloat16):
+    """An empty tensor whose last row is random."""
+    x = torch.empty(shape, dtype=dtype)
+    x[-1] = torch.randn(shape[1:], generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+    return x
+
+
+CASES = {
+    "rms_norm": (rms_norm, [(ROWS, WIDTH), (WIDTH,)], (1e-6,)),
+    "rms_norm of heads": (rms_norm, [(ROWS, 32, 128), (128,)], (1e-6,)),
+    "add_rms_norm": (add_rms_norm, [(ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)], (1e-6,)),
+    "swiglu": (swiglu, [(ROWS, WIDTH), (ROWS, WIDTH)], ()),
+    "packed_swiglu": (packed_swiglu, [(ROWS, 2 * WIDTH)], ()),
+    "clamped_gate": (clamped_gate, [(ROWS, 2 * WIDTH)], (1.702, 7.0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_last_row_is_that_of_the_reference(name):
+    op, shapes, more = CASES[name]
+    # Gradients of weights are sums over all rows.
+    given = [huge(*one).requires_grad_() if len(one) > 1 else weight(*one) for one in shapes]
+    found = several(op.backend("triton")(*given, *more))
+    slopes = [huge(*y.shape) for y in found]
+    ends = [(x[-1:] if x.dim() > 1 else x).detach().float().requires_grad_() for x in given]
+    want = several(op.reference(*ends, *more))
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine.numel() > 2**31 - 2**20
+        close(mine[-1:], theirs)
+    learning = [at for at, x in enumerate(given) if x.requires_grad]
+    mine = torch.autograd.grad(found, [given[at] for at in learning], slopes)
+    theirs = torch.autograd.grad(
+        want, [ends[at] for at in learning], [slope[-1:].float() for slope in slopes]
+    )
+    for one, other in zip(mine, theirs, strict=True):
+        close(one[-1:], other)
+
+
+def weight(*shape):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 0.5
+
+
+def several(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def close(mine, theirs):
+    """Of what the last program computes: at least so many elements."""
+    ends = (x.detach().flatten()[-512:].float() for x in (mine, theirs))
+    # bfloat16 is cut off, not rounded, by the interpreter.
+    torch.testing.assert_close(*ends, atol=5e-2, rtol=5e-2)
+
+
+def test_the_last_token_is_turned():
+    q, k = huge(ROWS, 32, 128).requires_grad_(), huge(ROWS, 1, 128).requires_grad_()
+    cos, sin = (huge(ROWS, 128, dtype=torch.float32) for _ in range(2))
+    for angles in (cos, sin):
+        angles[-1, 64:] = angles[-1, :64]
+    turned, _ = rope.backend("triton")(q, k, cos, sin)
+    want, _ = rope.reference(*(x[-1:].detach().float() for x in (q, k)), cos[-1:], sin[-1:])
+    close(turned[-1:], want)
+
+
+def test_the_last_row_of_logits_has_its_loss_and_gradient():
+    V = 2**17
+    rows = 2**31 // V + 1
+    logits, labels = huge(rows, V), torch.full((rows,), V - 5)
+    found = cross_entropy.tally(logits, labels, PLAIN)
+    end = logits[-1:].clone()
+    want = softmax_stats(end.float(), labels[-1:], PLAIN)
+    close(found.log_sum[-1:], want.log_sum)
+    close(found.target[-1:], want.target)
+    factors = [torch.full((rows,), value) for value in (1.0, 1.0)]
+    cross_entropy.slope_(logits, labels, found.log_sum, LogitGradFactors(*factors, None), PLAIN)
+    ends = LogitGradFactors(*(one[-1:] for one in factors), None)
+    exact = end.float()
+    logits_to_grad_(exact, labels[-1:], want.log_sum, ends, PLAIN)
+    close(logits[-1:], exact)
+
+
+def test_the_last_token_is_moved_to_its_expert_and_back():
+    tokens, K = ROWS // 2 + 1, 2
+    choice = torch.zeros(tokens, K, dtype=torch.int64)
+    choice[:, 1] = 1
+    order = sort_by_expert.reference(choice, 2)
+    x, weights = huge(tokens, WIDTH).requires_grad_(), torch.rand(tokens, K, requires_grad=True)
+    rows = permute.backend("triton")(x, order)
+    assert rows.numel() > 2**31
+    assert torch.equal(rows[-1], x[-1])
+    y = huge(*rows.shape).requires_grad_()
+    with torch.no_grad():
+        y[order.row_of_copy[-1]] = torch.randn(K, WIDTH).bfloat16()
+    back = unpermute.backend("triton")(y, weights, order)
+    close(back[-1], (y[order.row_of_copy[-1]].float() * weights[-1][:, None]).sum(0))
+    slope = huge(*back.shape)
+    dy, _ = torch.autograd.grad(back, [y, weights], slope)
+    close(dy[-1], slope[-1].float() * weights[-1, 1])
+
+
+def test_the_last_row_is_dropped_by_its_own_draws():
+    x, places = huge(ROWS, WIDTH), torch.arange(ROWS)
+    found = dropout.drop(x, places, 0.5, 3, 7)
+    kept = found[-1] != 0
+    assert 0.4 < kept.float().mean() < 0.6
+    close(found[-1][kept], 2 * x[-1][kept])
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
+def test_the_last_row_of_a_matrix_is_updated(states):
+    from penstock_kernels.adamw import reference, triton
+    from penstock_kernels.adamw.settings import Settings
+
+    settings = Settings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
+    kinds = (torch.bfloat16, torch.bfloat16, states, states)
+    tensors = [huge(ROWS, WIDTH, dtype=kind) for kind in kinds]
+    tensors[3][-1].abs_()
+    ends = [tensor[-1:].clone() for tensor in tensors]
+    triton.adamw_(*tensors, settings)
+    reference.adamw_(*ends, settings)
+    for mine, theirs in zip(tensors, ends, strict=True):
+        close(mine[-1:], theirs)
+
+
+@pytest.mark.parametrize("sharing", ["tensor", "rows", "groups", "tiles"])
+def test_the_last_row_is_quantized_to_fp8(sharing):
+    x = huge(ROWS, WIDTH)
+    scales = torch.ones(shape_of_scales(sharing, *x.shape))
+    found = float8.quantize(x, "e4m3", sharing, scales)
+    close(found.codes[-1:].float(), x[-1:].float().to(torch.float8_e4m3fn).float())
+
+
+def test_the_last_rows_are_dequantized():
+    few = quantize.reference(torch.randn(16, 512), get_format("nf4"))
+    rows = 2**31 // 512 + 16
+    large = []
+    for tensor in (few.codes, few.scales):
+        large.append(tensor.new_empty(rows, *tensor.shape[1:]))
+        large[-1][-16:] = tensor
+    found = dequantize.backend("triton")(QuantizedTensor(few.format, 512, *large), torch.float32)
+    close(found[-16:], dequantize.reference(few, torch.float32))
