@@ -1,20 +1,22 @@
 # One image for everything: the Prefect server, workers, flow runs, and `penstock` itself.
 #   docker build -t penstock:cpu .
 #   docker build -t penstock:cuda --build-arg TORCH=cuda .
+# FLASH_ATTN is the address of a wheel of flash-attn for this Python and PyTorch, where there is one.
 ARG PYTHON=3.11.13-slim-bookworm
 
 FROM python:${PYTHON} AS build
 ARG TORCH=cpu
+ARG FLASH_ATTN=
 ARG EXTRAS=azure,fast,gcs,kubernetes,s3,server
 ENV PIP_CACHE_DIR=/var/cache/pip PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/penstock/bin:$PATH
 WORKDIR /usr/src/penstock
 RUN python -m venv /opt/penstock
 COPY constraints.txt pins.txt
-# Torch built for CUDA wants the Triton that it was built with, and brings CUDA itself.
+# Torch built for CUDA brings CUDA itself; the pinned Triton is the one that it was built with.
 RUN --mount=type=cache,target=/var/cache/pip \
     case "$TORCH" in \
         cpu) pip install -c pins.txt --extra-index-url https://download.pytorch.org/whl/cpu torch ;; \
-        cuda) sed -i '/^triton==/d' pins.txt && pip install -c pins.txt torch ;; \
+        cuda) pip install -c pins.txt torch ;; \
         *) echo "TORCH is $TORCH; it is either cpu or cuda." >&2; exit 2 ;; \
     esac
 COPY pyproject.toml README.md ./
@@ -24,7 +26,10 @@ COPY flows flows
 COPY kernels kernels
 COPY stages stages
 COPY prefect.yaml prefect.yaml
-RUN --mount=type=cache,target=/var/cache/pip pip install -c pins.txt ".[$EXTRAS]"
+RUN --mount=type=cache,target=/var/cache/pip \
+    pip install -c pins.txt ".[$EXTRAS]" \
+    && if [ -n "$FLASH_ATTN" ]; then pip install --no-deps "$FLASH_ATTN"; fi \
+    && penstock doctor
 
 FROM python:${PYTHON}
 # Triton and torch.compile call a compiler when training starts.
@@ -42,6 +47,8 @@ ENV PATH=/opt/penstock/bin:$PATH \
     PENSTOCK_CACHE_HOME=/data/cache/penstock \
     HF_HOME=/data/cache/huggingface \
     DO_NOT_TRACK=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PREFECT_SERVER_ANALYTICS_ENABLED=false \
     PREFECT_CLIENT_MAX_RETRIES=20 \
     PREFECT_CLIENT_RETRY_EXTRA_CODES=500

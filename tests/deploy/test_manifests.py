@@ -245,3 +245,16 @@ def test_the_worker_makes_a_job_of_a_flow_run_that_kubernetes_takes(values):
     validate.validate(manifest, validate.latest_version().rsplit(".", 1)[0], strict=True)
     limits = manifest["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert limits.get("nvidia.com/gpu") == values.get("gpus")
+
+
+def test_the_pinned_triton_is_the_one_that_the_pinned_pytorch_asks_for():
+    """As the table of docs/install.md has it, from the metadata of PyTorch's wheels with CUDA."""
+    pins = dict(
+        re.findall(r"^(torch|triton)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    )
+    rows = re.findall(
+        r"^\| (\S+)(?: \(pinned\))? \| \S+ \| (\S+) \|",
+        (ROOT / "docs/install.md").read_text(),
+        re.M,
+    )
+    assert dict(rows)[pins["torch"]] == pins["triton"]

@@ -107,7 +107,8 @@ def test_the_last_token_is_turned():
     for angles in (cos, sin):
         angles[-1, 64:] = angles[-1, :64]
     turned, _ = rope.backend("triton")(q, k, cos, sin)
-    want, _ = rope.reference(*(x[-1:].detach().float() for x in (q, k)), cos[-1:], sin[-1:])
+    ends = (q[-1:].detach().float(), k[-1:].detach().float(), cos[-1:], sin[-1:])
+    want, _ = rope.reference(*ends)
     close(turned[-1:], want)
 
 
@@ -120,9 +121,10 @@ def test_the_last_row_of_logits_has_its_loss_and_gradient():
     want = softmax_stats(end.float(), labels[-1:], PLAIN)
     close(found.log_sum[-1:], want.log_sum)
     close(found.target[-1:], want.target)
-    factors = [torch.full((rows,), value) for value in (1.0, 1.0)]
-    cross_entropy.slope_(logits, labels, found.log_sum, LogitGradFactors(*factors, None), PLAIN)
-    ends = LogitGradFactors(*(one[-1:] for one in factors), None)
+    ones = torch.ones(rows)
+    factors = LogitGradFactors(ones, ones, None)
+    cross_entropy.slope_(logits, labels, found.log_sum, factors, PLAIN)
+    ends = LogitGradFactors(ones[-1:], ones[-1:], None)
     exact = end.float()
     logits_to_grad_(exact, labels[-1:], want.log_sum, ends, PLAIN)
     close(logits[-1:], exact)
@@ -162,11 +164,12 @@ def test_the_last_row_of_a_matrix_is_updated(states):
 
     settings = Settings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
     kinds = (torch.bfloat16, torch.bfloat16, states, states)
-    tensors = [huge(ROWS, WIDTH, dtype=kind) for kind in kinds]
-    tensors[3][-1].abs_()
-    ends = [tensor[-1:].clone() for tensor in tensors]
-    triton.adamw_(*tensors, settings)
-    reference.adamw_(*ends, settings)
+    weight, gradient, first, second = (huge(ROWS, WIDTH, dtype=kind) for kind in kinds)
+    second[-1].abs_()
+    tensors = (weight, gradient, first, second)
+    ends = (w, g, m, v) = tuple(tensor[-1:].clone() for tensor in tensors)
+    triton.adamw_(weight, gradient, first, second, settings)
+    reference.adamw_(w, g, m, v, settings)
     for mine, theirs in zip(tensors, ends, strict=True):
         close(mine[-1:], theirs)
 

@@ -4,7 +4,7 @@ of saved.
 An activation of g is g * s(g), with a sigmoid or a distribution function s.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 from typing import Any
 
@@ -176,7 +176,8 @@ def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Te
 
 
 def _packed(both: torch.Tensor, activation: str) -> torch.Tensor:
-    return _glu(*both.contiguous().chunk(2, dim=-1), activation)
+    gate, up = both.contiguous().chunk(2, dim=-1)
+    return _glu(gate, up, activation)
 
 
 def _packed_fake(both: torch.Tensor, activation: str) -> torch.Tensor:
@@ -190,7 +191,8 @@ def _packed_gradients(both: torch.Tensor, dy: torch.Tensor, activation: str) -> 
     if dboth.numel():
         halves = both.contiguous().chunk(2, dim=-1)
         gates, ups = (Spans(half, width, 2 * width) for half in halves)
-        _write_gradients(gates, ups, dy, *dboth.chunk(2, dim=-1), 2 * width, activation)
+        dgate, dup = dboth.chunk(2, dim=-1)
+        _write_gradients(gates, ups, dy, dgate, dup, 2 * width, activation)
     return dboth
 
 

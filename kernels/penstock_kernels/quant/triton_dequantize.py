@@ -1,6 +1,7 @@
 """dequantize on Triton: one pass, codes in, numbers out. R rows of all matrices, K columns."""
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
+# pyright: reportReturnType=false
 
 import torch
 import triton

@@ -3,7 +3,7 @@
 With n = x / rms(x), g = dy * weight:  dx = (g - n * mean(g * n)) / rms(x),  dweight = sum_T dy * n.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportReturnType=false
 
 from typing import Any
 

@@ -3,7 +3,7 @@
 Backward rotates gradients by the negative angles, with the same kernel.
 """
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportReturnType=false
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Random words and roundings in registers, for Triton kernels; equal to the reference."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportReturnType=false
 # pyright: reportAttributeAccessIssue=false
 
 import triton

@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.cli.console import Console, table
 from penstock.core import env
 from penstock.core.errors import CapabilityError
+from penstock.core.machine import gpu_stack
 from penstock.costs.device_speed import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
@@ -67,7 +68,8 @@ OPTIONAL = {
 
 def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
     """Print all results. Raises CapabilityError if one of them keeps Penstock from working."""
-    findings = [*_check_system(), *check_required(), *check_optional(), *_run_probes(), *more]
+    findings = [*_check_system(), *check_required(), *check_optional(), *_run_probes()]
+    findings += [*check_gpu_stack(*_ask_torch()), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -151,6 +153,47 @@ def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorChe
         except PackageNotFoundError:
             findings.append(DoctorCheck(package, "absent", "not installed", mend))
     return findings
+
+
+def _ask_torch() -> tuple[str | None, list[str], list[tuple[int, int]]]:
+    """CUDA of the build, the architectures it is built for, and those of the GPUs here."""
+    code = """import json, torch
+cuda = torch.cuda
+seen = [cuda.get_device_capability(one) for one in range(cuda.device_count())]
+print(json.dumps([torch.version.cuda, cuda.get_arch_list() if seen else [], seen]))"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env.child_environment({}),
+    )
+    # A torch that cannot be imported is a finding of the probes.
+    cuda, built, seen = json.loads(done.stdout) if done.returncode == 0 else (None, [], [])
+    return cuda, built, [(major, minor) for major, minor in seen]
+
+
+def check_gpu_stack(
+    cuda: str | None,
+    built: Sequence[str],
+    capabilities: Sequence[tuple[int, int]],
+    driver: str | None = None,
+) -> list[DoctorCheck]:
+    """Whether driver, CUDA, PyTorch and Triton work together.
+
+    `driver` None: read the loaded one's version.
+    """
+    driver = driver or gpu_stack.read_driver()
+    found = [
+        gpu_stack.check_driver(cuda, driver, len(capabilities)),
+        gpu_stack.check_architectures(built, capabilities),
+        gpu_stack.check_triton(),
+    ]
+    if wrong := [one for one in found if one]:
+        return [DoctorCheck(one.what, "wrong", one.seen, one.fix) for one in wrong]
+    if driver is None:
+        return [DoctorCheck("NVIDIA driver", "absent", "none is loaded", "nothing, without a GPU")]
+    return [DoctorCheck("driver, CUDA, Triton", "ok", f"driver {driver}, CUDA {cuda}")]
 
 
 def _run_probes() -> list[DoctorCheck]:
