@@ -101,8 +101,13 @@ PARTS = (
     ),
     Part(
         "g",
-        "Quantized and fp8 matrices; memory of QLoRA",
-        (_kernels("quant", 120), _kernels("fp8", 120), _gpu("qlora", 240)),
+        "Quantized and fp8 matrices, rows of experts; memory of QLoRA",
+        (
+            _kernels("quant", 120),
+            _kernels("fp8", 120),
+            _bench("moves", 60, module="data.bench_moves"),
+            _gpu("qlora", 240),
+        ),
     ),
     Part(
         "h",
