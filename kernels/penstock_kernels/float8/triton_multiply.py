@@ -18,7 +18,7 @@ import triton.language as tl
 from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 from penstock_kernels.float8.formats import DTYPES, Kind
-from penstock_kernels.float8.triton_quantize import CAPABILITY
+from penstock_kernels.float8.triton_quantize import has_float8
 from penstock_kernels.op import INTERPRETED, needs_cuda
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
@@ -164,7 +164,7 @@ def unsupported_reason(
         return f"it gives no {dtype}"
     if misplaced := needs_cuda(a_MK.codes, b_NK.codes):
         return misplaced
-    if not INTERPRETED and torch.cuda.get_device_capability(a_MK.codes.device) < CAPABILITY:
+    if not (INTERPRETED or has_float8(a_MK.codes.device)):
         return "its tensor cores multiply no float8, which begins with sm_89"
     return None
 

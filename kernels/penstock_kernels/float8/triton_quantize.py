@@ -93,7 +93,8 @@ def _quantize(
 
 
 @cache
-def _has_conversion(device: torch.device) -> bool:
+def has_float8(device: torch.device) -> bool:
+    """Whether the GPU computes with FP8; in the interpreter nothing does."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
@@ -122,7 +123,7 @@ def _run(
             GIVEN=given,
             ROWS=rows,
             BLOCK=BLOCK,
-            HARDWARE=_has_conversion(x.device),
+            HARDWARE=has_float8(x.device),
             num_warps=8 if sharing == "tiles" else 4,
         )
     return codes, found

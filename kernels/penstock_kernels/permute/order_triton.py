@@ -12,7 +12,7 @@ from penstock_kernels.permute.order import NO_EXPERT, Order, key_dtype
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _keys(choice_ptr, keys_ptr, R, num_experts, BLOCK: tl.constexpr):
     """The expert of each copy; num_experts, which is sorted last, for none."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def _ends(keys_ptr, R, expert):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _order(
     keys_ptr,
     copy_of_row_ptr,
