@@ -159,8 +159,8 @@ class _Work:
         """Logits of one chunk after another, in the same memory."""
         count, width = len(self.labels), len(sides.matrices[0])
         # Allocated once: new memory for each chunk would cost a CPU as much as a pass over it.
-        # On a GPU rows are apart by a multiple of 64 entries: else fast matmuls and vector loads are
-        # none. A CPU would copy rows that are apart.
+        # On a GPU rows are apart by a multiple of 64 entries, for fast matmuls and vector loads. A
+        # CPU would copy rows that are apart.
         is_cpu = sides.rows[0].device.type == "cpu"
         apart = width if is_cpu else -(-width // ALIGNED) * ALIGNED
         kept = sides.rows[0].new_empty(min(count, self.chunk), apart)[:, :width]
