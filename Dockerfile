@@ -29,7 +29,7 @@ COPY prefect.yaml prefect.yaml
 RUN --mount=type=cache,target=/var/cache/pip \
     pip install -c pins.txt ".[$EXTRAS]" \
     && if [ -n "$FLASH_ATTN" ]; then pip install --no-deps "$FLASH_ATTN"; fi \
-    && penstock doctor
+    && pip check
 
 FROM python:${PYTHON}
 # Triton and torch.compile call a compiler when training starts.

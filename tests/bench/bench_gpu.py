@@ -15,9 +15,7 @@ of the measured product, which is their own limit. With `--dry` it is a tiny mod
 """
 
 import argparse
-import gc
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +28,6 @@ from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.rows.reader import PackedRows
 from tests.bench import peer_liger, peers, train_cuda
 from tests.bench.data.packed import write_rows
-from tests.bench.figures import record
 from tests.bench.timing import CUDA, machine, peak, verdict
 from tests.bench.train_cuda import MEASURED, QWEN3_8B, WARMING, Case, Figures
 from tests.engine import runs
@@ -91,18 +88,9 @@ def first_that_fits(
 ) -> Figures | None:
     """Its figures, which are printed; None where nothing fits."""
     for recomputed, measure in ways.items():
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                found = measure(Path(folder))
-        except torch.OutOfMemoryError:
-            print(f"{name:28} {recomputed} recomputed: does not fit", flush=True)
+        found = train_cuda.measure_if_it_fits(f"{name}, {recomputed} recomputed", measure)
+        if found is None:
             continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        record(name, found.tokens_per_second, "tokens/s")
-        record(name, found.flop_per_second / 1e12, "TFLOP/s")
-        record(name, found.peak_bytes / 2**30, "GiB")
         share = f"{found.flop_per_second / sheet:.1%} MFU" if sheet else "MFU of an unknown GPU"
         print(
             f"{name:28} {recomputed} recomputed: {found.tokens_per_second:9,.0f} tokens/s, "

@@ -9,7 +9,9 @@ is causal attention forward and backward. What is recomputed does not count. MFU
 share of the GPU's bf16 peak without sparsity.
 """
 
+import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from penstock.train.trainer import Trainer
 from tests.bench.data.packed import write_rows
+from tests.bench.figures import record
 from tests.bench.pages import write_section
 from tests.engine import loops, runs
 
@@ -183,6 +186,23 @@ def measure(
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
     highest = max(each for each in ranks.all_gather(peak) if isinstance(each, int))
     return Figures(of_tokens, of_flop, highest, loss)
+
+
+def measure_if_it_fits(name: str, measuring: Callable[[Path], Figures]) -> Figures | None:
+    """What `measuring` finds in a folder of its own, recorded; None if memory does not suffice."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measuring(Path(folder))
+    except torch.OutOfMemoryError:
+        print(f"{name}: does not fit", flush=True)
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+    record(name, found.tokens_per_second, "tokens/s")
+    record(name, found.flop_per_second / 1e12, "TFLOP/s")
+    record(name, found.peak_bytes / 2**30, "GiB")
+    return found
 
 
 def model_flop(case: Case, packed: PackedRows, rows: Iterable[int]) -> float:

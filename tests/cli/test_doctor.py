@@ -2,7 +2,14 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from penstock.cli.doctor import OPTIONAL, REQUIRED, check_optional, check_required, measure_speed
+from penstock.cli.doctor import (
+    OPTIONAL,
+    REQUIRED,
+    check_gpu_stack,
+    check_optional,
+    check_required,
+    measure_speed,
+)
 from penstock.config.loading.load import load
 from penstock.core.machine.gpus import gpu_names
 from penstock.costs import device_speed
@@ -100,3 +107,12 @@ def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
     remember({"name": None, "fp32": 2e9, "bf16": bf16, "bandwidth": 1e9})
     told = [note for note in plan(load(config)).notes if "2 x slower than float32" in note]
     assert len(told) == (said and not gpu_names())
+
+
+def test_a_driver_that_is_too_old_is_wrong_and_a_build_without_cuda_is_said():
+    def standing_of(cuda, driver):
+        return [(one.what, one.standing) for one in check_gpu_stack(cuda, [], [], driver)]
+
+    assert standing_of("13.0", "570.10") == [("driver", "wrong")]
+    assert standing_of("13.0", "580.65.06") == [("driver, CUDA, Triton", "ok")]
+    assert standing_of(None, "580.65.06") == [("CUDA in PyTorch", "absent")]

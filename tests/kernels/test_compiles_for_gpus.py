@@ -140,4 +140,4 @@ def test_every_kernel_compiles_with_the_newest_triton(tmp_path):
         found = compile_all(
             arch, [*KERNELS], all_ways=False, cache=tmp_path / "cache", packages=folder
         )
-        assert {name.split()[0] for name in found} >= {"rms_norm.triton._forward"}
+        assert {name.split()[0] for name in found} == set.union(*KERNELS.values())

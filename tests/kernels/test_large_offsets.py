@@ -75,7 +75,7 @@ def test_the_last_row_is_that_of_the_reference(name):
     ends = [(x[-1:] if x.dim() > 1 else x).detach().float().requires_grad_() for x in given]
     want = several(op.reference(*ends, *more))
     for mine, theirs in zip(found, want, strict=True):
-        assert mine.numel() > 2**31 - 2**20
+        assert mine.numel() > 2**31
         close(mine[-1:], theirs)
     learning = [at for at, x in enumerate(given) if x.requires_grad]
     mine = torch.autograd.grad(found, [given[at] for at in learning], slopes)

@@ -30,24 +30,11 @@ def scaled_product_(
     1/513 they become 1/512 of it).
     """
     if not isinstance(scale, torch.Tensor):
-        return torch.addmm(out, left, right, beta=beta, alpha=scale, out=out)
+        # Another dtype than the product's is supported on GPUs only.
+        kind = {} if out.dtype == left.dtype else {"out_dtype": out.dtype}
+        return torch.addmm(out, left, right, **kind, beta=beta, alpha=scale, out=out)
     product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
     return out.mul_(beta).add_(product) if beta else out.copy_(product)
-
-
-def fp32_product_(
-    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: Scale, beta: float
-) -> None:
-    """`scaled_product_` of 16-bit matrices on a GPU with `out` in fp32: nothing is rounded to 16
-    bits."""
-    if not isinstance(scale, torch.Tensor):
-        torch.addmm(out, left, right, out_dtype=torch.float32, beta=beta, alpha=scale, out=out)
-        return
-    product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
-    if beta:
-        out.add_(product)
-    else:
-        out.copy_(product)
 
 
 def largest(upstream: torch.Tensor) -> Scale:
@@ -105,7 +92,7 @@ class WeightGradient:
         stop = 0
         for tile_RK in self._tiles:
             start, stop = stop, stop + len(tile_RK)
-            fp32_product_(tile_RK, slope_CV[:, start:stop].t(), x_CK, self._scale, beta)
+            scaled_product_(tile_RK, slope_CV[:, start:stop].t(), x_CK, self._scale, beta)
 
     def _add_by_tiles(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
         made_RK = x_CK.new_empty(min(self._each, slope_CV.shape[1]), x_CK.shape[1])

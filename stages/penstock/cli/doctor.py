@@ -68,8 +68,8 @@ OPTIONAL = {
 
 def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
     """Print all results. Raises CapabilityError if one of them keeps Penstock from working."""
-    findings = [*_check_system(), *check_required(), *check_optional(), *_run_probes()]
-    findings += [*check_gpu_stack(*_ask_torch()), *more]
+    findings = [*_check_system(), *check_required(), *check_optional()]
+    findings += [*_check_torch(), *_run_probes(), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -155,22 +155,18 @@ def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorChe
     return findings
 
 
-def _ask_torch() -> tuple[str | None, list[str], list[tuple[int, int]]]:
-    """CUDA of the build, the architectures it is built for, and those of the GPUs here."""
+def _check_torch() -> list[DoctorCheck]:
+    """What PyTorch sees, and whether the driver, CUDA and Triton fit it."""
     code = """import json, torch
 cuda = torch.cuda
 seen = [cuda.get_device_capability(one) for one in range(cuda.device_count())]
 print(json.dumps([torch.version.cuda, cuda.get_arch_list() if seen else [], seen]))"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env.child_environment({}),
-    )
-    # A torch that cannot be imported is a finding of the probes.
-    cuda, built, seen = json.loads(done.stdout) if done.returncode == 0 else (None, [], [])
-    return cuda, built, [(major, minor) for major, minor in seen]
+    done = _run_python(code)
+    if done.returncode:
+        return [_failed("torch sees", done, "reinstall torch for this machine")]
+    cuda, built, seen = json.loads(done.stdout)
+    shown = f"CUDA {cuda}, {len(seen)} GPUs" if cuda else "CPU only"
+    return [DoctorCheck("torch sees", "ok", shown), *check_gpu_stack(cuda, built, seen)]
 
 
 def check_gpu_stack(
@@ -181,54 +177,54 @@ def check_gpu_stack(
 ) -> list[DoctorCheck]:
     """Whether driver, CUDA, PyTorch and Triton work together.
 
-    `driver` None: read the loaded one's version.
+    `cuda` None: PyTorch is built without it. `driver` None: read the loaded one's version.
     """
     driver = driver or gpu_stack.read_driver()
-    found = [
-        gpu_stack.check_driver(cuda, driver, len(capabilities)),
-        gpu_stack.check_architectures(built, capabilities),
-        gpu_stack.check_triton(),
-    ]
+    found = [gpu_stack.check_architectures(built, capabilities), gpu_stack.check_triton()]
+    if cuda:
+        found.append(gpu_stack.check_driver(cuda, driver))
     if wrong := [one for one in found if one]:
         return [DoctorCheck(one.what, "wrong", one.seen, one.fix) for one in wrong]
     if driver is None:
         return [DoctorCheck("NVIDIA driver", "absent", "none is loaded", "nothing, without a GPU")]
+    if cuda is None:
+        fix = "pip install --force-reinstall torch, whose default wheel for Linux contains CUDA"
+        return [DoctorCheck("CUDA in PyTorch", "absent", f"none, beside driver {driver}", fix)]
     return [DoctorCheck("driver, CUDA, Triton", "ok", f"driver {driver}, CUDA {cuda}")]
+
+
+def _run_python(code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env.child_environment({"DO_NOT_TRACK": "1"}),
+    )
+
+
+def _failed(what: str, done: "subprocess.CompletedProcess[str]", fix: str) -> DoctorCheck:
+    last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+    return DoctorCheck(what, "wrong", last[:100], fix)
 
 
 def _run_probes() -> list[DoctorCheck]:
     """Run probes, each in its own process, so that a crash is one failed check."""
-    trials: dict[str, tuple[str, Callable[[str], str]]] = {
-        "torch sees": (
-            "import torch; print(torch.version.cuda or 'no CUDA', torch.cuda.device_count())",
-            lambda seen: f"CUDA {seen}" if not seen.startswith("no") else "CPU only",
-        ),
+    trials = {
         "prefect's server": (
             "import prefect.server.api.server; print('imports')",
-            lambda seen: seen,
+            "pip install 'fastapi>=0.139,<0.151' 'sqlalchemy[asyncio]>=2.0,<2.1'",
         ),
         "hugging face's kernels": (
             "import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else '-')",
-            lambda seen: seen,
+            "run from a folder without a package called kernels",
         ),
     }
-    mends = {
-        "torch sees": "reinstall torch for this machine",
-        "prefect's server": "pip install 'fastapi>=0.139,<0.151' 'sqlalchemy[asyncio]>=2.0,<2.1'",
-        "hugging face's kernels": "run from a folder without a package called kernels",
-    }
     findings: list[DoctorCheck] = []
-    for what, (code, shown) in trials.items():
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=env.child_environment({"DO_NOT_TRACK": "1"}),
-        )
+    for what, (code, fix) in trials.items():
+        done = _run_python(code)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-            findings.append(DoctorCheck(what, "wrong", last[:100], mends[what]))
+            findings.append(_failed(what, done, fix))
         else:
-            findings.append(DoctorCheck(what, "ok", shown(done.stdout.strip())))
+            findings.append(DoctorCheck(what, "ok", done.stdout.strip()))
     return findings

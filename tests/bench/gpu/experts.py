@@ -1,16 +1,13 @@
 """Steps of models with experts, all weights trained: `python -m tests.bench.gpu.experts [--dry]`.
 
 Layers of Qwen3-30B-A3B and of gpt-oss-20B, as many as fit, with rows of 8192. Routers are drawn so
-that some experts get several times as many tokens as others, as those of trained models do.
-Model FLOP count the experts that a token is routed to.
+that some experts get more tokens than others, as those of trained models do; how many more is not
+measured. Model FLOP count the experts that a token is routed to.
 """
 
 import argparse
-import gc
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from penstock.models.layers.router import Router
 from penstock.train.trainer import Trainer
 from tests.bench import train_cuda
 from tests.bench.bench_gpu import IN_16_BITS, ON_ONE, OURS
-from tests.bench.figures import record
 from tests.bench.timing import CUDA, machine, verdict
 from tests.bench.train_cuda import Case, Figures
 from tests.engine import loops, runs
@@ -101,17 +97,14 @@ def measure(case: Case, ranks: ProcessInfo) -> Figures | None:
     """With as little recomputed as fits; None where nothing does."""
     for recomputed, train in OURS.items():
         asked = replace(case, train={**case.train, **train})
-        try:
-            with tempfile.TemporaryDirectory() as made:
-                found = train_cuda.measure(asked, Path(made), ranks, prepare=skew_routers)
-        except torch.OutOfMemoryError:
-            print(f"{case.name}, {recomputed} recomputed: does not fit", flush=True)
-        else:
-            print(f"{case.name}, {recomputed} recomputed: {found.tokens_per_second:,.0f} tokens/s")
+        found = train_cuda.measure_if_it_fits(
+            f"{case.name}, {recomputed} recomputed",
+            lambda folder, asked=asked: train_cuda.measure(
+                asked, folder, ranks, prepare=skew_routers
+            ),
+        )
+        if found:
             return found
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
     return None
 
 
@@ -129,10 +122,10 @@ def main() -> None:
         found = measure(case, ranks)
         if found is None:
             continue
-        record(name, found.tokens_per_second, "tokens/s")
-        record(name, found.flop_per_second / 1e12, "TFLOP/s")
-        record(name, found.peak_bytes / 2**30, "GiB")
-        print(f"{found.flop_per_second / 1e12:.0f} TFLOP/s, {found.peak_bytes / 2**30:.1f} GiB")
+        print(
+            f"{name}: {found.tokens_per_second:,.0f} tokens/s, "
+            f"{found.flop_per_second / 1e12:.0f} TFLOP/s, {found.peak_bytes / 2**30:.1f} GiB"
+        )
         if sheet:
             print(verdict(f"{name}: MFU", found.flop_per_second / sheet, MFU))
     destroy_process_group()

@@ -1,7 +1,7 @@
 """Two training steps of every model family through the engine, on the GPU and on a CPU.
 
-The same weights and rows, in full precision and under bf16 mixed precision, with every
-implementation of experts. Compared are the loss and the gradient norm of both steps: in full
+The same weights and rows, in full precision and under bf16 mixed precision, and on
+a GPU with experts on Triton. Compared are the loss and the gradient norm of both steps: in full
 precision with the CPU's, under mixed precision with those of full precision. Then the host syncs
 of a step are counted, by PyTorch's own debug mode.
 """

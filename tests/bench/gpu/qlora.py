@@ -6,18 +6,12 @@ the rest in NF4.
 """
 
 import argparse
-import gc
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 from tests.bench import train_cuda
 from tests.bench.bench_gpu import ON_ONE
-from tests.bench.figures import record
 from tests.bench.gpu.experts import DRY as DRY_EXPERTS
 from tests.bench.gpu.experts import GPT_OSS_20B
 from tests.bench.timing import machine, verdict
@@ -57,18 +51,12 @@ def main() -> None:
         if dry:
             shape = {**case.shape, **changes} if changes else dict(runs.TINY)
             case = replace(case, shape=shape, row=64, document=20)
-        with tempfile.TemporaryDirectory() as made:
-            try:
-                found = train_cuda.measure(case, Path(made), ranks)
-            except torch.OutOfMemoryError:
-                print(f"{case.name}: does not fit", flush=True)
-                continue
-            finally:
-                gc.collect()
-                torch.cuda.empty_cache()
+        found = train_cuda.measure_if_it_fits(
+            case.name, lambda folder, case=case: train_cuda.measure(case, folder, ranks)
+        )
+        if found is None:
+            continue
         print(f"{case.name}: {found.tokens_per_second:,.0f} tokens/s")
-        record(case.name, found.tokens_per_second, "tokens/s")
-        record(case.name, found.flop_per_second / 1e12, "TFLOP/s")
         print(
             verdict(f"{case.name}: peak", found.peak_bytes / 2**30, most, at_most=True, unit="GiB")
         )

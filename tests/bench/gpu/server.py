@@ -30,7 +30,7 @@ ROUNDS = 4
 """The first of which is not counted."""
 
 FIELDS = {"enable_mixed_precision": True, "attn_implementation": None, "ce_mode": "chunked"}
-"""What a user's server has by default, in place of what tests ask for."""
+"""As a user's server has them by default; tests ask for others."""
 
 PARTS = ("sample", "train", "sync")
 

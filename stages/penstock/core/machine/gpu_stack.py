@@ -38,16 +38,8 @@ def read_driver(file: Path = DRIVER_FILE) -> str | None:
     return found[1] if found else None
 
 
-def check_driver(cuda: str | None, driver: str | None, num_gpus: int) -> Mismatch | None:
-    """Whether the driver runs programs of this CUDA version. `cuda` None: PyTorch has no CUDA."""
-    if cuda is None:
-        if not num_gpus and driver is None:
-            return None
-        return Mismatch(
-            "CUDA in PyTorch",
-            f"PyTorch is built without CUDA, and there is an NVIDIA driver ({driver})",
-            "pip install --force-reinstall torch, whose default wheel for Linux contains CUDA",
-        )
+def check_driver(cuda: str, driver: str | None) -> Mismatch | None:
+    """Whether the driver runs programs of this CUDA version."""
     least = MIN_DRIVER.get(int(cuda.partition(".")[0]))
     if driver is None or least is None or Version(driver) >= Version(least):
         return None
