@@ -1,8 +1,9 @@
 """Interprocess channels over ZeroMQ.
 
 One end listens (ROUTER) and talks to one peer at a time, the last one that sent a message; the
-other end connects (DEALER) and reconnects. Invalid frames are dropped and logged. With a secret,
-both ends encrypt (CURVE) and reject peers without the secret.
+other end connects (DEALER) and reconnects. Invalid messages are dropped and logged. With a secret,
+both ends encrypt (CURVE) and reject peers without the secret. A large message is several frames, so
+that only one of them is copied to be encrypted.
 
 Messages sent before the loss of the peer is detected are lost. Messages sent later are buffered for
 the next peer by the connecting end, and dropped by the listening end.
@@ -10,6 +11,7 @@ the next peer by the connecting end, and dropped by the listening end.
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -36,8 +38,8 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 reports a dead process at once, but not an unreachable machine."""
 RETRY_SEND_SECONDS = 0.01
 """Seconds between tries to send to a peer that is behind."""
-ZERO_COPY_BYTES = 1 << 22
-"""Frames of at least so many bytes are sent without a copy."""
+FRAME_BYTES = 1 << 22
+"""Maximum bytes of a frame of a message. Those of a message of several are sent without a copy."""
 
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -105,9 +107,9 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             peer = self._peer
             if self._closed or self._num_losses != losses_before or (self._routes and peer is None):
                 return
-            parts = [frame] if peer is None else [peer, frame]
+            frames = _split(frame)
             try:
-                await self._send_frames(parts, is_large=len(frame) >= ZERO_COPY_BYTES)
+                await self._send_frames([peer, *frames] if peer else frames, len(frames) > 1)
             except zmq.Again:
                 await asyncio.sleep(RETRY_SEND_SECONDS)
             except zmq.ZMQError as error:
@@ -117,9 +119,9 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             else:
                 return
 
-    async def _send_frames(self, parts: list[Any], *, is_large: bool) -> None:
-        """Pass the frames to the socket. A large frame is not copied and is awaited, so that the
-        sender does not hold many of them in memory; not beyond a loss of the peer."""
+    async def _send_frames(self, parts: list[Any], is_large: bool) -> None:
+        """Pass the frames to the socket. Those of a large message are not copied and are awaited,
+        so that the sender does not hold many of them in memory; not beyond a loss of the peer."""
         losses_before = self._num_losses
         if not is_large:
             await self._socket.send_multipart(parts, zmq.NOBLOCK)
@@ -175,18 +177,20 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
                 readable.cancel()
 
     def _decode(self, parts: list[zmq.Frame]) -> ReceivedT | None:
-        body = parts[-1]
-        if len(parts) != (2 if self._routes else 1):
-            LOG.warning("dropped a message of %d frames; one is wanted", len(parts) - self._routes)
+        peer = parts.pop(0).bytes if self._routes else None
+        descriptor = int(parts[-1].get(zmq.SRCFD)) if parts else -1
+        num_bytes = sum(len(part.buffer) for part in parts)
+        if num_bytes > MAX_BYTES:
+            LOG.warning("dropped a message of %d bytes; %d may be", num_bytes, MAX_BYTES)
             return None
         try:
-            message = self._received_codec.decode(body.buffer)
+            message = self._received_codec.decode(_join(parts, num_bytes))
         except FrameError as error:
-            LOG.warning("dropped a frame of %d bytes: %s", len(body.buffer), error)
+            LOG.warning("dropped a message of %d bytes: %s", num_bytes, error)
             return None
         if self._routes:
             # Accept only a peer that sends valid messages; the last one is the peer.
-            self._peer, self._descriptor = parts[0].bytes, int(body.get(zmq.SRCFD))
+            self._peer, self._descriptor = peer, descriptor
             if self._descriptor in self._disconnected:
                 self._mark_lost()
         return message
@@ -261,12 +265,34 @@ def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqCh
 def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.ipv6 = "[" in address
-    socket.maxmsgsize = MAX_BYTES + OVERHEAD
+    socket.maxmsgsize = FRAME_BYTES + OVERHEAD
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
     # While a large frame is in flight no heartbeat is sent; the kernel times its bytes instead.
     socket.tcp_maxrt = HEARTBEAT_TIMEOUT_MS
     return socket
+
+
+def _split(message: bytes | bytearray | memoryview) -> list[Any]:
+    """The frames of a message, about equally large: a small one would be copied, and so count as
+    sent at once."""
+    view = memoryview(message)
+    count = max(1, math.ceil(len(view) / FRAME_BYTES))
+    each = math.ceil(len(view) / count)
+    return [view[at * each : (at + 1) * each] for at in range(count)]
+
+
+def _join(frames: list[zmq.Frame], num_bytes: int) -> memoryview:
+    """The message of these frames, each of which is freed once it is copied."""
+    if len(frames) == 1:
+        return frames[0].buffer
+    message = memoryview(bytearray(num_bytes))
+    at = 0
+    for index, frame in enumerate(frames):
+        message[at : at + len(frame.buffer)] = frame.buffer
+        at += len(frame.buffer)
+        frames[index] = None  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return message
 
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
