@@ -15,6 +15,8 @@ from tests.dryrun.layouts import MOE, Case, dry_runs
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
 
 LORA = {"enable_lora": True, "lora_rank": 8}
+QLORA = {**LORA, "enable_qlora": True}
+DPO = {"loss_type": "sigmoid"}
 FOUR = {"gradient_accumulation_steps": 4}
 
 
@@ -43,6 +45,13 @@ CASES: Mapping[str, Case] = {
     "fsdp, offload": Case(train={"enable_fsdp_offload": True}),
     "fsdp, activation offload": Case(train={"enable_activation_offload": True}),
     "fsdp, lora": Case(lora=LORA),
+    "one device, qlora": Case(world=1, train={"data_parallel_mode": "none"}, lora=QLORA),
+    "fsdp, qlora": Case(lora=QLORA),
+    "fsdp, fp8": Case(train={"enable_fp8_training": True}),
+    "fsdp, dpo": Case(preference=DPO),
+    "fsdp, kto, prompts not shared": Case(preference={"loss_type": "kto", "share_prompts": False}),
+    "tp, orpo": Case(train={"tensor_parallel_size": 2}, preference={"loss_type": "orpo"}),
+    "1f1b, dpo, lora": Case(train=pipeline("1F1B"), preference=DPO, lora=LORA),
     "hsdp": Case(train={"data_parallel_replicate_size": 2}),
     "tp": Case(train={"tensor_parallel_size": 2}),
     "tp, sequence parallel": Case(train={"tensor_parallel_size": 2, "sequence_parallel": True}),

@@ -1,7 +1,7 @@
 """Short models on fake GPUs: layouts, their jobs, and what their dry runs found."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,43 +53,64 @@ class Case:
     lora: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the section `model`."""
+    preference: Mapping[str, Any] | None = None
+    """The loss, and `share_prompts` of the data; None: supervised fine-tuning."""
     row: int = ROW
 
     def config(self, folder: Path) -> RunConfig:
         """The run, with its model's config in `folder`."""
         model = runs.write_config(folder / "model", **self.model)
         train = {"enable_mixed_precision": True, "global_batch_size": None, **self.train}
+        data: dict[str, Any] = {"sample_packing_sequence_len": self.row}
+        loss = dict(self.preference or {})
+        if self.preference is not None:
+            train["objective"] = "preference"
+            data["share_prompts"] = loss.pop("share_prompts", True)
+            kind = "kto" if loss.get("loss_type") == "kto" else "preference"
+            data["datasets"] = [{"path": "dummy", "type": kind}]
         return runs.run_config(
             folder / "out",
             model,
             lora=dict(self.lora),
             model=dict(self.settings),
-            data={"sample_packing_sequence_len": self.row},
+            preference=loss,
+            data=data,
             **train,
         )
+
+    def jobs(self, folder: Path, ranks: RankChoice = "roles") -> list[DryRunJob]:
+        """The jobs of its ranks, whose results are written to `folder`."""
+        run = self.config(folder)
+        dims = self.dims(run)
+        return [
+            DryRunJob.build(
+                run,
+                {**runs.TINY, **self.model},
+                dims,
+                rank=rank,
+                device=DEVICE,
+                local_ranks=8,
+                folder=folder,
+            )
+            for rank in select_ranks(dims, ranks)
+        ]
+
+    def dims(self, run: RunConfig) -> ParallelDims:
+        """The parallel dimensions of its run."""
+        dims = compute_dims(run.train, self.world)
+        assert isinstance(dims, ParallelDims), dims
+        return dims
 
 
 def dry_runs(cases: Mapping[str, Case], ranks: RankChoice = "roles") -> dict[str, DryRun]:
     """Run the cases dry in one process, by name."""
     found: dict[str, DryRun] = {}
     with tempfile.TemporaryDirectory() as name:
-        planned: list[tuple[str, ParallelDims, Sequence[DryRunJob]]] = []
-        for case_name, case in cases.items():
-            folder = Path(name) / case_name
-            run = case.config(folder)
-            dims = compute_dims(run.train, case.world)
-            assert isinstance(dims, ParallelDims), dims
-            hf_config = {**runs.TINY, **case.model}
-            jobs = [
-                DryRunJob.build(
-                    run, hf_config, dims, rank=rank, device=DEVICE, local_ranks=8, folder=folder
-                )
-                for rank in select_ranks(dims, ranks)
-            ]
-            planned.append((case_name, dims, jobs))
-        results = iter(run_jobs([job for _, _, jobs in planned for job in jobs]))
-        for case_name, dims, jobs in planned:
-            found[case_name] = summarize(dims, DEVICE, [next(results) for _ in jobs])
+        planned = {each: case.jobs(Path(name) / each, ranks) for each, case in cases.items()}
+        results = iter(run_jobs([job for jobs in planned.values() for job in jobs]))
+        for each, jobs in planned.items():
+            dims = cases[each].dims(jobs[0].run())
+            found[each] = summarize(dims, DEVICE, [next(results) for _ in jobs])
     return found
 
 
@@ -97,7 +118,5 @@ def estimated_memory(case: Case) -> float:
     """Peak bytes as `penstock plan` computes them from shapes."""
     with tempfile.TemporaryDirectory() as folder:
         run = case.config(Path(folder))
-    dims = compute_dims(run.train, case.world)
-    assert isinstance(dims, ParallelDims), dims
     model = build_cost_model(run, {**runs.TINY, **case.model})
-    return predict(run, model, dims, find_machine(DEVICE), None).memory.total
+    return predict(run, model, case.dims(run), find_machine(DEVICE), None).memory.total

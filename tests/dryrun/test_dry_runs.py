@@ -14,6 +14,9 @@ ROUGH = {
     # What the gradients of a layer's adapters and of their inputs need at once.
     "one device, lora": (0.85, 1.1),
     "ep, lora": (0.8, 1.1),
+    # What is on its way to and from the host.
+    "fsdp, activation offload": (0.85, 1.1),
+    "interleaved": (0.85, 1.1),
     # How many micro-batches wait for their weight gradients is taken for the number of ranks.
     "interleaved zero bubble": (0.8, 1.1),
     "zbv": (0.8, 1.1),

@@ -71,7 +71,7 @@ class LoraLinear(nn.Linear, LinearTerms):
             return self._forward_dora(input)
         y = self.affine(input, self.weight, self.bias)
         outputs = [
-            rows + (self._lora_delta(input, part) * self.scale).to(y.dtype)
+            torch.add(rows, self._lora_delta(input, part), alpha=self.scale).to(y.dtype)
             if part in self.lora_A
             else rows
             for part, rows in self._split_by_part(y)
@@ -111,7 +111,9 @@ class LoraLinear(nn.Linear, LinearTerms):
 
     def _lora_down(self, x: torch.Tensor, part: str) -> torch.Tensor:
         a = self.lora_A[part]
-        return F.linear(self.lora_dropout[part](x.to(a.dtype)), a)
+        # Autocast would cast an fp32 copy back, and save the result for each adapter.
+        x = x if torch.is_autocast_enabled(x.device.type) else x.to(a.dtype)
+        return F.linear(self.lora_dropout[part](x), a)
 
     def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
         y = self.affine(x, self.weight)

@@ -73,12 +73,7 @@ class _SavedInputs:
 
     def num_copies(self, *parts: str) -> int:
         """Number of saved copies of an input that these linear layers share."""
-        count = sum(part in self._adapted for part in parts)
-        if self._all_trainable:
-            return 1
-        # With fp32 LoRA weights and autocast, each adapter casts and saves its own copy.
-        casts = not self._cut.is_sharded and self._cut.compute_bytes < FP32
-        return count if casts else min(1, count)
+        return int(self._all_trainable or any(part in self._adapted for part in parts))
 
     def lora_a_bytes(self, *parts: str) -> float:
         """Bytes of the outputs of LoRA A."""
@@ -124,8 +119,8 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows = tokens * experts.experts_per_token
     row = rows * width * config.hidden_size
-    kept = row * min(1, saved_inputs.num_copies("gate_proj", "up_proj"))
-    per_feature = (3 if sharded.kind == "cpu" else 2) + min(1, saved_inputs.num_copies("down_proj"))
+    kept = row * saved_inputs.num_copies("gate_proj", "up_proj")
+    per_feature = (3 if sharded.kind == "cpu" else 2) + saved_inputs.num_copies("down_proj")
     kept += (
         per_feature
         * width

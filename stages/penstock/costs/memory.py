@@ -1,7 +1,8 @@
 """Estimated peak memory of one rank in a training step. No torch.
 
-Memory is computed at several moments of a step: the end of the forward pass, the backward pass of
-each layer, the gradient reduction of the embedding and head, and the optimizer step. Each moment is
+Memory is computed at several moments of a step: the end of the forward pass, the gradient reduction
+of the head, the backward pass of each layer, the gradient reduction of the embedding, and the
+optimizer step. Each moment is
 the sum of weights and optimizer states, saved activations, gradients so far, and buffers; the peak
 is the maximum.
 """
@@ -13,7 +14,13 @@ from penstock.config.schema.parallelism import INTERLEAVED, SPLIT_BACKWARD, V_SH
 from penstock.costs.activations import FP32, Layer, select_layer
 from penstock.costs.onednn_buffers import program_bytes
 from penstock.costs.optimizer_states import state_bytes
-from penstock.costs.param_sizes import ROOT, Tensor, list_tensors, local_layers
+from penstock.costs.param_sizes import (
+    EMBEDDING_UNIT,
+    ROOT,
+    Tensor,
+    list_tensors,
+    local_layers,
+)
 from penstock.costs.sharded_model import ShardedModel
 from penstock_kernels.logit_chunks import tokens_at_once
 
@@ -71,8 +78,8 @@ class _Rank:
         self.layers = local_layers(sharded, pipeline)
         self.layer_costs = {number: select_layer(sharded, number) for number in self.layers}
         self.units: Mapping[int, list[Tensor]] = {
-            unit: [tensor for tensor in self.tensors if tensor.layer == unit]
-            for unit in (*self.layers, ROOT)
+            unit: [tensor for tensor in self.tensors if tensor.unit == unit]
+            for unit in (*self.layers, ROOT, EMBEDDING_UNIT)
         }
         self.host = sharded.kind == "cuda" and self.train.enable_fsdp_offload
 
@@ -85,6 +92,9 @@ class _Rank:
         flight = self._in_flight()
         yield rest + self._at_forward_end(flight)
         done = 0.0
+        if self.sharded.has_edge_units:
+            yield rest + self._at_head_reduction(flight)
+            done = 0.0 if self.train.fuse_optimizer_step else self._gradients(ROOT)
         for at in reversed(range(len(self.layers))):
             yield from (rest + moment for moment in self._backward(at, done, flight))
             if not self.train.fuse_optimizer_step:
@@ -207,16 +217,21 @@ class _Rank:
         once a step."""
         if self.sharded.micro_batches == 1:
             return 0
-        if self.sharded.is_sharded and self.train.resolved_gradient_sync == "step":
+        if self._accumulates_unsharded:
             return sum(self._reduce_buffer_bytes(unit) for unit in self.units)
         return sum(self._gradients(unit) for unit in self.units)
 
+    @property
+    def _accumulates_unsharded(self) -> bool:
+        several = self.sharded.is_sharded and self.sharded.micro_batches > 1
+        return several and self.train.resolved_gradient_sync == "step"
+
     def _live_weights(self, at: int) -> float:
-        """Gathered weights while layer index `at` is computed: its own, those not resharded yet or
-        prefetched, and the root's."""
+        """Gathered weights in the backward pass of layer index `at`: its own, those not resharded
+        yet or prefetched, and the root's."""
         sharded = self.sharded
         units = [self._gathered_weights(number) for number in self.layers]
-        root = self._gathered_weights(ROOT)
+        root = self._root_weights()
         if not sharded.is_sharded:
             if self.train.enable_gradient_checkpointing:
                 return root + units[at]
@@ -224,13 +239,22 @@ class _Rank:
             return self._in_flight() * (root + sum(units))
         if sharded.reshard_after != "nothing":
             return root + sum(units[: at + 1] if sharded.reshard_after == "backward" else units)
+        if sharded.degrees.pipeline > 1:
+            # PyTorch's stages do not reshard after a backward pass before the last of the step.
+            return root + sum(units)
         neighbour = units[at - 1] if at else 0
         if sharded.shards == 1:
             # Nothing is prefetched.
             return root + units[at]
-        # A prefetched unit counts twice if it is cast: the cast copy and the all-gather output.
-        copies = 1 if sharded.compute_bytes == sharded.param_bytes else 2
-        return root + units[at] + copies * neighbour
+        return root + units[at] + neighbour
+
+    def _root_weights(self) -> float:
+        """Gathered weights of the embedding and the head in the backward pass of the layers, before
+        which a head of its own is resharded."""
+        if not self.sharded.has_edge_units:
+            return self._gathered_weights(ROOT)
+        kept = {"nothing": [], "backward": [EMBEDDING_UNIT], "step": [EMBEDDING_UNIT, ROOT]}
+        return sum(map(self._gathered_weights, kept[self.sharded.reshard_after]))
 
     def _gloo_copies(self, unit: int) -> float:
         """Bytes that gloo copies when it reduces gradients on CPUs."""
@@ -240,11 +264,9 @@ class _Rank:
 
     def _at_forward_end(self, flight: float) -> Memory:
         saved = self._saved_activations(len(self.layers), flight)
-        buffers = (
-            self._live_weights(len(self.layers) - 1)
-            if self.layers
-            else self._gathered_weights(ROOT)
-        )
+        buffers = self._live_weights(len(self.layers) - 1) if self.layers else self._root_weights()
+        if self.sharded.has_edge_units and self.sharded.reshard_after != "step":
+            buffers += self._gathered_weights(ROOT)
         logits, gradients = self._loss()
         return Memory(
             gradients=gradients + self._accumulated(),
@@ -280,21 +302,34 @@ class _Rank:
         last = self.sharded.config.num_hidden_layers - 1
         return last in self.layers or not self.layers
 
+    def _at_head_reduction(self, flight: float) -> Memory:
+        """The gradient reduction of a head that is an FSDP unit, before the layers' backward."""
+        ready = self._accumulated() if self.sharded.micro_batches > 1 else self._gradients(ROOT)
+        return Memory(
+            gradients=ready,
+            activations=self._saved_activations(len(self.layers), flight),
+            buffers=self._gathered_weights(ROOT)
+            + self._unsharded_gradients(ROOT)
+            + self._reduce_buffer_bytes(ROOT)
+            + self._gloo_copies(ROOT),
+        )
+
     def _backward(self, at: int, done: float, flight: float) -> Iterator[Memory]:
         """Moments of the backward pass of layer index `at`: its start, with all saved activations;
         its end, with all its gradients; and the reduce-scatter of these."""
         unit = self.layers[at]
         layer = self.layer_costs[unit]
-        _, head = self._loss()
         sharded = self.sharded.is_sharded
+        head = 0.0 if self.sharded.has_edge_units else self._loss()[1]
         # With gradient accumulation, gradients are added to those of earlier micro-batches.
         before = (done if self.sharded.micro_batches == 1 else self._accumulated()) + head
         fresh = self._unsharded_gradients(unit)
         own = 0.0 if sharded or self.sharded.micro_batches > 1 else fresh
         buffers = self._live_weights(at)
-        if sharded and at + 1 < len(self.layers):
+        before_it = self.layers[at + 1 : at + 2] or ([ROOT] if self.sharded.has_edge_units else [])
+        if sharded and not self._accumulates_unsharded:
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
-            buffers += self._reduce_buffer_bytes(self.layers[at + 1])
+            buffers += sum(map(self._reduce_buffer_bytes, before_it))
         split = self._held_for_weight_gradients()
         left = self._saved_activations(at, flight) + layer.entry + split
         yield Memory(
@@ -313,12 +348,13 @@ class _Rank:
             yield Memory(
                 gradients=before,
                 activations=left,
-                buffers=self._gathered_weights(ROOT) + self._reduce_buffer_bytes(unit) + sums,
+                buffers=self._root_weights() + self._reduce_buffer_bytes(unit) + sums,
             )
 
     def _at_root_reduction(self, done: float) -> Memory:
-        """The gradient reduction of the root unit: embedding and head."""
-        mine = done + self._gradients(ROOT)
+        """The gradient reduction of the embedding, and of a head that is not a unit of its own."""
+        unit = EMBEDDING_UNIT if self.sharded.has_edge_units else ROOT
+        mine = done + self._gradients(unit)
         if not self.sharded.is_sharded:
             # DDP: gradients and all-reduce buckets exist until all buckets are reduced.
             both = (
@@ -326,26 +362,23 @@ class _Rank:
             )
             return Memory(gradients=mine, buffers=both + self._gathered_weights(ROOT))
         gradients = mine
-        if self.sharded.micro_batches > 1 and self.train.resolved_gradient_sync == "step":
+        if self._accumulates_unsharded:
             gradients += self._accumulated() - sum(
-                self._reduce_buffer_bytes(u) for u in self.layers
+                self._reduce_buffer_bytes(u) for u in self.units if u != unit
             )
         elif self.sharded.micro_batches > 1:
             gradients = self._accumulated()
         return Memory(
             gradients=gradients,
-            buffers=self._unsharded_gradients(ROOT)
-            + self._reduce_buffer_bytes(ROOT)
-            + self._gloo_copies(ROOT),
+            buffers=self._unsharded_gradients(unit)
+            + self._reduce_buffer_bytes(unit)
+            + self._gloo_copies(unit),
         )
 
     def _at_optimizer_step(self) -> Memory:
         if self.train.fuse_optimizer_step:
             return Memory()
         gradients = sum(self._gradients(unit) for unit in self.units)
-        kept = (
-            self._gathered_weights(ROOT)
-            if self.sharded.is_sharded and self.sharded.reshard_after == "step"
-            else 0
-        )
+        keeps = self.sharded.is_sharded and self.sharded.reshard_after == "step"
+        kept = self._gathered_weights(ROOT) + self._gathered_weights(EMBEDDING_UNIT) if keeps else 0
         return Memory(gradients=gradients, buffers=kept)

@@ -15,6 +15,9 @@ from penstock.models.weights import LAYERS
 ROOT = -1
 """Layer number of the embedding, the final norm and the LM head."""
 
+EMBEDDING_UNIT = -2
+"""FSDP unit of an embedding that is gathered apart from the norm and the head."""
+
 QUANT_FORMATS: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
     "nvfp4": (0.5, 16, 1, 4),
@@ -31,8 +34,8 @@ bytes of additional scales per row)."""
 class Tensor:
     """One parameter of a rank, before FSDP sharding."""
 
-    layer: int
-    """Layer number, or ROOT."""
+    unit: int
+    """FSDP unit: layer number, ROOT, or EMBEDDING_UNIT."""
     rows: int
     """Size of the dimension that FSDP shards."""
     columns: int
@@ -136,7 +139,14 @@ def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
         width = gathered = _bytes_per_element(format, shape[-1], _group_size(sharded))
     shards = sharded.expert_shards if of_experts else sharded.shards
     hidden = is_matrix and layer != ROOT and leaf != "sinks"
-    return Tensor(layer, rows, columns, learns, width, gathered, shards, hidden)
+    unit = _unit(sharded, module)
+    return Tensor(unit, rows, columns, learns, width, gathered, shards, hidden)
+
+
+def _unit(sharded: ShardedModel, module: str) -> int:
+    if module == EMBEDDING and sharded.has_edge_units:
+        return EMBEDDING_UNIT
+    return parse_layer_number(f"{module}.")
 
 
 def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -212,7 +222,8 @@ def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> It
         if layer == ROOT or layer in layers:
             for rows, columns in _adapter_shapes(sharded, one, rank):
                 shards = sharded.expert_shards if one.experts else sharded.shards
-                yield Tensor(layer, rows, columns, True, 4, sharded.compute_bytes, shards)
+                unit = _unit(sharded, one.native)
+                yield Tensor(unit, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
 def _adapter_shapes(

@@ -131,6 +131,12 @@ class ShardedModel:
         return self.run.train.data_parallel_mode == "fsdp2"
 
     @property
+    def has_edge_units(self) -> bool:
+        """Whether the embedding and the head are FSDP units of their own; tied they cannot be."""
+        is_tied = self.config.tie_word_embeddings and self.degrees.pipeline == 1
+        return self.is_sharded and not self.degrees.pipeline > 1 and not is_tied
+
+    @property
     def saves_only_adapters(self) -> bool:
         """Whether checkpoints have only adapters: LoRA without merging (ReLoRA)."""
         return self.run.lora.enable_lora and not self.run.lora.merge_lora_interval

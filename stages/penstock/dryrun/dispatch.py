@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.dryrun.fake_cuda import Event, Stream, current_stream
+from penstock.dryrun.flex_attention import record_flex_attention
 from penstock.dryrun.memory import Allocation, MemoryTracker
 from penstock.dryrun.pinned_memory import is_pinned, mark_pinned, pin_memory
 from penstock.dryrun.roofline import HOST_SECONDS, Roofline
@@ -57,6 +58,7 @@ class DryRunMode(TorchDispatchMode):
         """Python objects that C++ holds without a reference."""
         self.memory = MemoryTracker(self._describe)
         record_triton_launches(trace, roofline, lambda: self.is_paused)
+        record_flex_attention(self._attend)
         self._follow_resizes()
         self._ignore_sharding_propagation()
         FakeTensor.tolist = lambda tensor: self._tolist(tensor)  # pyright: ignore[reportAttributeAccessIssue]
@@ -230,6 +232,9 @@ class DryRunMode(TorchDispatchMode):
     def _launch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         seconds = self.roofline.kernel(func, args, kwargs, out)
         self._record(func._schema.name.removeprefix("aten::"), seconds, "kernel")
+
+    def _attend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._record(name, self.roofline.attention(name, tensors), "kernel")
 
     def _record(self, name: str, seconds: float, kind: Any) -> None:
         stream = current_stream().number

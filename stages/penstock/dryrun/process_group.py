@@ -16,6 +16,7 @@ def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> Pro
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
     dist.all_gather_object = _all_gather_object
+    dist.gather_object = _gather_object
     dist.broadcast_object_list = _keep
     dist.scatter_object_list = _scatter_object_list
     return ProcessInfo(rank, rank % local_ranks, world_size, torch.device("cuda", 0))
@@ -25,11 +26,22 @@ def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> N
     object_list[:] = [obj] * len(object_list)
 
 
+def _gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any
+) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
 def _keep(object_list: list[Any], *_: Any, **__: Any) -> None:
     """The source sends what this rank has."""
 
 
 def _scatter_object_list(
-    output: list[Any], objects: Sequence[Any] | None = None, *_: Any, **__: Any
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    *_: Any,
+    **__: Any,
 ) -> None:
-    output[0] = objects[0] if objects else None
+    given = scatter_object_input_list
+    scatter_object_output_list[0] = given[0] if given else None

@@ -1,7 +1,9 @@
 """Runs one rank dry: builds its model on fake CUDA tensors and takes two steps."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,19 +18,31 @@ from penstock.dryrun.job import DryRunJob, RankResult
 from penstock.dryrun.memory import Peak
 from penstock.dryrun.process_group import init_fake_process_group
 from penstock.dryrun.roofline import Roofline
-from penstock.dryrun.rows import mean_pairs_per_token, synthetic_step
+from penstock.dryrun.rows import mean_pairs_per_token, reference_log_probs, synthetic_step
 from penstock.dryrun.trace import Trace
-from penstock.engine.build import assemble
-from penstock.engine.distributed.validate_layout import micro_batch_padding
+from penstock.engine.build import BuiltModel, assemble
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.train_step import Prefetch
-from penstock.rows.collate import MicroBatch
 
 LARGEST = 12
 """Number of places that are listed."""
 
 
-def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
-    """Build the rank's model and take two steps. `fake_cuda.install` comes first.
+@dataclass(frozen=True)
+class BuiltRank:
+    """A rank's model on fake CUDA tensors."""
+
+    run: RunConfig
+    mode: DryRunMode
+    ranks: ProcessInfo
+    built: BuiltModel
+    notes: Sequence[str]
+    """What the engine reported while it built the model."""
+
+
+@contextmanager
+def build_rank(job: DryRunJob, trace: Trace) -> Iterator[BuiltRank]:
+    """Build the rank's model; within the context it runs. `fake_cuda.install` comes first.
 
     Raises CapabilityError as `assemble` does.
     """
@@ -37,32 +51,48 @@ def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
     run = job.run()
     ranks = init_fake_process_group(job.rank, job.world_size, job.local_ranks)
     roofline = Roofline(device, job.local_ranks, mean_pairs_per_token(job.row_length))
-    mode = DryRunMode(trace, roofline)
     notes: list[str] = []
-    with mode:
+    with DryRunMode(trace, roofline) as mode:
         built = assemble(run, dict(job.hf_config), None, ranks, notes.append, load=_load_nothing)
-        resident = mode.memory.now
-        owners = Owners(built, mode.memory)
+        yield BuiltRank(run, mode, ranks, built, notes)
 
-        def follow(status: RankStatus) -> None:
-            if status.phase == "update" and trace.phase != "update":
-                owners.note_gradients()
-            trace.phase = status.phase
 
-        ranks.heartbeat.set_listener(follow)
-        read = partial(_read_rows, job, run)
-        batches, counts = read(0), None
-        for step in range(2):
-            trace.clear()
-            mode.memory.start_step()
-            roofline.flops = 0.0
-            ranks.heartbeat.set_phase("start", step=step)
-            following = partial(Prefetch, read(step + 1), (0, 0))
-            counts = built.engine.step(
-                batches, 1e-4, step, counts=counts, prefetch=following
-            ).next_counts
-            batches = following().batches
-    peak = mode.memory.peak()
+def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
+    """Build the rank's model and take two steps; see `build_rank`."""
+    with build_rank(job, trace) as rank:
+        return _take_steps(job, trace, rank)
+
+
+def _take_steps(job: DryRunJob, trace: Trace, rank: BuiltRank) -> RankResult:
+    run, built, memory = rank.run, rank.built, rank.mode.memory
+    resident = memory.now
+    owners = Owners(built, memory)
+
+    def follow(status: RankStatus) -> None:
+        if status.phase == "update" and trace.phase != "update":
+            owners.note_gradients()
+        trace.phase = status.phase
+
+    rank.ranks.heartbeat.set_listener(follow)
+    read = partial(synthetic_step, run, job.micro_batches)
+    batches, counts = read(seed=0), None
+    for step in range(2):
+        trace.clear()
+        memory.start_step()
+        rank.mode.roofline.flops = 0.0
+        rank.ranks.heartbeat.set_phase("start", step=step)
+        references = [reference_log_probs(run, batch) for batch in batches]
+        following = partial(Prefetch, read(seed=step + 1), (0, 0))
+        counts = built.engine.step(
+            batches,
+            1e-4,
+            step,
+            [one for one in references if one is not None],
+            counts=counts,
+            prefetch=following,
+        ).next_counts
+        batches = following().batches
+    peak = memory.peak()
     return RankResult(
         rank=job.rank,
         peak=peak.num_bytes,
@@ -72,21 +102,11 @@ def run_rank(job: DryRunJob, trace: Trace) -> RankResult:
         groups=sorted((group.size() for group in _groups()), reverse=True),
         faults=[[*fault, times] for fault, times in trace.faults.items()],
         records=trace.as_json(),
-        flops=roofline.flops,
-        notes=notes,
+        flops=rank.mode.roofline.flops,
+        notes=rank.notes,
         num_layers=sum(len(part.model.layers) for part in built.engine.model.parts),
         micro_batches=job.micro_batches,
         tokens=sum(batch.num_tokens for batch in batches),
-    )
-
-
-def _read_rows(job: DryRunJob, run: RunConfig, step: int) -> list[MicroBatch]:
-    return synthetic_step(
-        job.micro_batches,
-        run.train.micro_batch_size,
-        job.row_length,
-        pad_to_multiple_of=micro_batch_padding(run.data, run.train),
-        seed=step,
     )
 
 

@@ -50,9 +50,15 @@ class Roofline:
     def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
         """Seconds of an operator on the device."""
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        moved = self.moving(sum(map(_traffic, tensors)))
-        flops = self._flops(func, args, kwargs, out)
+        return self._seconds(tensors, self._flops(func, args, kwargs, out))
+
+    def attention(self, name: str, tensors: Sequence[torch.Tensor]) -> float:
+        """Seconds of an attention kernel, of whose tensors the query is the first."""
+        return self._seconds(tensors, self._attention_flops(name, tensors[0]))
+
+    def _seconds(self, tensors: Sequence[torch.Tensor], flops: float) -> float:
         self.flops += flops
+        moved = self.moving(sum(map(_traffic, tensors)))
         return max(KERNEL_SECONDS, moved, flops / self._speed(tensors) if flops else 0.0)
 
     def moving(self, num_bytes: float) -> float:
@@ -85,15 +91,18 @@ class Roofline:
         name = func._schema.name
         if "attn" in name or "attention" in name:
             query = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
-            backward = 2.5 if "backward" in name else 1.0
-            # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
-            return 4 * query.numel() * self.pairs_per_token * backward
+            return self._attention_flops(name, query)
         if func is torch.ops.aten.addmm.dtype_out:
             # Its formula knows no dtype of the result.
             _, left, right, *_ = args
             return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
         formula = flop_registry.get(func._overloadpacket)
         return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
+
+    def _attention_flops(self, name: str, query: torch.Tensor) -> float:
+        # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
+        backward = 2.5 if "backward" in name else 1.0
+        return 4 * query.numel() * self.pairs_per_token * backward
 
     def _speed(self, tensors: Sequence[torch.Tensor]) -> float:
         width = min((t.element_size() for t in tensors if t.is_floating_point()), default=4)

@@ -96,10 +96,6 @@ def _with_row_length(run: RunConfig) -> RunConfig:
     steps = plan(run).steps
     if all(step.stage.name != "train" for step in steps):
         raise ConfigError("--dry-run is about training, and this run does not train.")
-    if run.train.objective == "preference":
-        raise CapabilityError(
-            "--dry-run does not run preference training yet; leave it out to get the estimates."
-        )
     vocab_size = build_cost_model(run, resolve_hf_config(run)).config.vocab_size
     return with_row_length(run, DataFacts.read(steps), steps, vocab_size)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,6 +28,9 @@ from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_pol
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+
+HEAD_MAY_BE_SKIPPED = Version("2.13")
+"""The first PyTorch whose FSDP2 completes a unit of several modules of which one is not called."""
 
 
 class GradSync(Protocol):
@@ -62,14 +66,17 @@ def shard(
     mesh: DeviceMesh,
     how: FSDPPolicy,
     *,
+    first: nn.Module | None = None,
+    last: Sequence[nn.Module] = (),
     exact: Sequence[nn.Module] = (),
     elsewhere: Sequence[tuple[nn.Module, DeviceMesh]] = (),
 ) -> None:
     """Shard parameters with FSDP2, unit by unit, in place.
 
-    `mesh` replicates along `replicate` and shards along `shard` (HSDP). The weights of `exact`
-    modules are never cast; they are separate units if other weights are cast. `elsewhere` are
-    modules with a mesh of their own.
+    `mesh` replicates along `replicate` and shards along `shard` (HSDP). `first` is the unit before
+    the others, and the modules `last`, of which the last need not be called, are the unit after
+    them. The weights of `exact` modules are never cast; they are separate units if other weights
+    are cast. `elsewhere` are modules with a mesh of their own.
     """
     mixed = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=how.reduce_dtype)
     uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce_dtype)
@@ -87,7 +94,7 @@ def shard(
             reshard_after_forward=frees,
             offload_policy=offload,
         )
-    for unit in [*apart, *units]:
+    for unit in [*apart, *units, *([first] if first else [])]:
         fully_shard(
             unit,
             mesh=mesh,
@@ -95,16 +102,21 @@ def shard(
             reshard_after_forward=frees,
             offload_policy=offload,
         )
-    # The backward pass needs the root first; resharding it would only gather it a second time.
-    fully_shard(
-        model, mesh=mesh, mp_policy=mixed, reshard_after_forward=False, offload_policy=offload
-    )
+    # The backward pass needs these first; resharding would only gather them a second time.
+    for end in ([*last], model):
+        if end:
+            fully_shard(
+                end, mesh=mesh, mp_policy=mixed, reshard_after_forward=False, offload_policy=offload
+            )
+    if isinstance(first, FSDPModule) and len([*first.parameters()]) == 1:
+        # The gradient of an embedding does not depend on its table, that of an adapter does.
+        first.set_unshard_in_backward(False)
     for module in _sharded_modules(model):
         # A divide factor of 1 with a forced sum is exact on NCCL and gloo, also on one rank.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # Layers with the units inside them, in execution order; `basic_modules` need not be.
-    layers = [_sharded_modules(layer) for layer in _outermost_units(model)]
+    layers = [_sharded_modules(layer) for layer in _outermost_units(model) if layer not in last[1:]]
     if how.prefetch:
         for layer, following in pairwise(layers):
             # Not from units inside a layer: recomputed in the backward pass, they would gather a
@@ -186,11 +198,14 @@ def shard_parts(
     for part in parts:
         units = shard_units(part, basic_modules)
         exact = [router for router in part.routers().values() if router.is_exact]
+        embedding, head = edge_units(part, units)
         shard(
             part,
             units,
             mesh.fsdp_mesh(train.cp_fsdp_mode),
             sharding(train),
+            first=embedding,
+            last=head,
             exact=exact,
             elsewhere=[
                 (experts, mesh.expert_mesh()) for experts in separately_sharded_experts(part, mesh)
@@ -259,6 +274,21 @@ def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
             )
         units += found
     return [*units, *(layer for layer in model.model.layers.values() if layer not in units)]
+
+
+def edge_units(
+    model: Decoder, units: Sequence[nn.Module]
+) -> tuple[nn.Module | None, list[nn.Module]]:
+    """The embedding, and the final norm with the head: FSDP units beside `units`, if not tied.
+
+    A loss that computes logits in chunks reads the head's weight without calling the head, for
+    which its unit needs PyTorch 2.13: in an earlier version both stay in the root unit.
+    """
+    embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
+    edges = [module for module in (embedding, norm, head) if module is not None]
+    if model.is_tied or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED or {*edges} & {*units}:
+        return None, []
+    return embedding, [module for module in (norm, head) if module is not None]
 
 
 def _called(wanted: str, model: Decoder) -> list[nn.Module]:

@@ -92,9 +92,11 @@ class AllToAllDispatcher:
         recv_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
         splits = torch.stack((send_counts.sum(1), recv_counts.sum(1)))
-        evenly = len(rows) // self.group.size()
+        evenly = choice_TK.numel() // self.group.size()
         send_splits, recv_splits = read_sizes(splits, expected=evenly)
         received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
+        # Rows that no backward pass reads, [T K, D] each, end here, and not with the function.
+        del rows
         # Received rows are ordered by source rank, then by expert.
         expert_ids = torch.arange(experts.num_experts, device=recv_counts.device)
         # Without the size, repeat_interleave would read the counts from the device again.
@@ -102,9 +104,14 @@ class AllToAllDispatcher:
             recv_counts.flatten(), output_size=len(received_RD)
         )
         local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
-        y_RD = experts(operations.permute(received_RD, local_order), local_order.counts)
+        sorted_RD = operations.permute(received_RD, local_order)
+        del received_RD
+        y_RD = experts(sorted_RD, local_order.counts)
+        del sorted_RD
         outputs_RD = unpermute(y_RD, None, local_order)
+        del y_RD
         returned = _AllToAll.apply(outputs_RD, recv_splits, send_splits, self.group)
+        del outputs_RD
         return operations.unpermute(returned, weights_TK, order)
 
 

@@ -45,7 +45,7 @@ def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | Non
     found = None
     if isinstance(layer, LinearTerms):
         found = layer.products(x)
-    elif type(layer) is nn.Linear and layer.bias is None:
+    elif isinstance(layer, nn.Linear) and _is_plain_linear(layer) and layer.bias is None:
         found = [(x, layer.weight)]
     return found if found and _are_plain_tensors(found) else None
 
@@ -57,6 +57,11 @@ def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProduc
         return [(None, found)] if found else None
     groups = layer.scaled_products(x)
     return groups if groups and all(_are_plain_tensors(found) for _, found in groups) else None
+
+
+def _is_plain_linear(layer: nn.Linear) -> bool:
+    """Whether it computes what `nn.Linear` does, as also the class that FSDP makes of it."""
+    return type(layer).forward is nn.Linear.forward
 
 
 def _are_plain_tensors(products: Sequence[WeightedRows]) -> bool:

@@ -1,0 +1,137 @@
+"""What an engine does besides steps, on fake GPUs: `python -m tests.dryrun.paths PATH JOB...`.
+
+Each job's faults, with how often, are written to its output.
+"""
+
+import faulthandler
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+
+from penstock.core import env
+from penstock.core.files import read_json, write_json
+from penstock.core.machine.device_specs import find_device
+from penstock.dryrun import fake_cuda
+from penstock.dryrun.job import DryRunJob
+from penstock.dryrun.trace import Trace
+
+Faults = list[list[object]]
+"""(fault, place, times)."""
+
+
+def run_paths(path: str, jobs: Sequence[DryRunJob]) -> list[Mapping[str, object]]:
+    """Take this path on each job's rank, in another process; returns faults and counts."""
+    files = [Path(job.output).with_suffix(".job") for job in jobs]
+    for job, file in zip(jobs, files, strict=True):
+        job.write(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.dryrun.paths", path, *map(str, files)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=env.child_environment({"TRITON_INTERPRET": "0"}),
+    )
+    assert not done.returncode, done.stderr[-4000:]
+    return [read_json(Path(job.output)) for job in jobs]
+
+
+def take(path: str, job: DryRunJob, trace: Trace) -> None:
+    """Build the rank and take the path."""
+    # Only now: kernels look for CUDA when they are imported.
+    from penstock.dryrun.rank import BuiltRank, build_rank
+    from penstock.dryrun.rows import synthetic_step
+    from penstock.engine.checkpoint.async_staging import StagingBuffers
+    from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
+    from penstock.engine.generation.sampling import SamplingParams
+    from penstock.engine.generation.sequences import Prompt
+
+    def evaluate(rank: BuiltRank) -> None:
+        batches = synthetic_step(rank.run, 2)
+        kinds = [torch.zeros(len(batch.labels_T), dtype=torch.int64) for batch in batches]
+        rank.built.evaluator.counts(batches, kinds, 1)
+
+    def score_completions(rank: BuiltRank) -> None:
+        rank.built.sequence_logprobs.gather(synthetic_step(rank.run, 2))
+
+    def generate(rank: BuiltRank) -> None:
+        # Sampled tokens, their log-probs, and whether those are not finite.
+        FakeTensor.tolist = lambda self: torch.zeros(self.shape).tolist()  # pyright: ignore[reportAttributeAccessIssue]
+        sampling = SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9)
+        prompts = [
+            Prompt([5] * length, sampling, num_completions=2, needs_prompt_logprobs=True, top_k=2)
+            for length in (7, 40, 200, 9)
+        ]
+        [*outputs] = rank.built.generator.generate(prompts)
+        assert [len(each.completions) for each in outputs] == [2] * 4
+
+    def save(rank: BuiltRank) -> None:
+        # Alone: the plans of several ranks are checked against each other.
+        group = dist.group.WORLD
+        with tempfile.TemporaryDirectory() as folder:
+            manager = CheckpointManager(
+                Path(folder), rank.built.train_state, rank.ranks, group=group
+            )
+            manager.save(1, {"step": 1})
+            assert manager.folder_of(1)
+
+    def stage_checkpoint(rank: BuiltRank) -> None:
+        # In this thread: a dispatch mode is one thread's.
+        rank.built.engine.step(synthetic_step(rank.run, job.micro_batches), 1e-4, 0)
+        trace.clear()
+        copies = StagingBuffers()
+        copies.start()
+        boxes = copies.stage(rank.built.train_state.boxes())
+        assert all(part.data.device.type == "cpu" for parts in boxes.values() for part in parts)
+
+    paths: Mapping[str, Callable[[BuiltRank], None]] = {
+        each.__name__: each
+        for each in (evaluate, score_completions, generate, save, stage_checkpoint)
+    }
+    with build_rank(job, trace) as rank:
+        trace.clear()
+        paths[path](rank)
+        write_json(
+            Path(job.output),
+            {
+                "faults": [[*fault, times] for fault, times in trace.faults.items()],
+                "launches": len(trace.as_json()),
+            },
+        )
+
+
+def main() -> None:
+    path, *files = sys.argv[1:]
+    faulthandler.enable()
+    torch.set_num_threads(1)
+    jobs = [DryRunJob.read(Path(file)) for file in files]
+    trace = Trace()
+    name = jobs[0].device
+    device = find_device(name)
+    assert device
+    fake_cuda.install(name.lower(), device, trace, local_ranks=jobs[0].local_ranks)
+    for job in jobs:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                take(path, job, trace)
+                code = 0
+            except BaseException:  # noqa: BLE001 - the edge of the process
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)
+        if code := os.waitstatus_to_exitcode(os.wait()[1]):
+            os._exit(abs(code))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
