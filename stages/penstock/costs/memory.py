@@ -2,9 +2,8 @@
 
 Memory is computed at several moments of a step: the end of the forward pass, the gradient reduction
 of the head, the backward pass of each layer, the gradient reduction of the embedding, and the
-optimizer step. Each moment is
-the sum of weights and optimizer states, saved activations, gradients so far, and buffers; the peak
-is the maximum.
+optimizer step. Each moment is the sum of weights and optimizer states, saved activations, gradients
+so far, and buffers; the peak is the maximum.
 """
 
 from collections.abc import Iterator, Mapping
@@ -265,7 +264,10 @@ class _Rank:
     def _at_forward_end(self, flight: float) -> Memory:
         saved = self._saved_activations(len(self.layers), flight)
         buffers = self._live_weights(len(self.layers) - 1) if self.layers else self._root_weights()
-        if self.sharded.has_edge_units and self.sharded.reshard_after != "step":
+        if self.sharded.has_edge_units and self.sharded.reshard_after == "nothing":
+            # The layers are resharded, and the output of the all-gather is freed by the next one.
+            buffers = 2 * self._gathered_weights(ROOT)
+        elif self.sharded.has_edge_units and self.sharded.reshard_after == "backward":
             buffers += self._gathered_weights(ROOT)
         logits, gradients = self._loss()
         return Memory(
@@ -290,11 +292,11 @@ class _Rank:
         hidden = 3 * sharded.tokens * config.hidden_size * width
         head = 0.0
         if not sharded.run.lora.enable_lora:
-            head = (
-                entries
-                * config.hidden_size
-                * (sharded.compute_bytes if sharded.is_sharded else sharded.grad_bytes)
-            )
+            bytes_each = sharded.compute_bytes if sharded.is_sharded else sharded.grad_bytes
+            if sharded.kind == "cuda" and sharded.is_sharded and sharded.compute_bytes < FP32:
+                # It is summed in fp32 over the chunks, and then cast.
+                bytes_each += FP32
+            head = entries * config.hidden_size * bytes_each
         return rows * entries * each + hidden, head
 
     @property

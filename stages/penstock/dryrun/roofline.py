@@ -33,6 +33,8 @@ HOST_SECONDS: Mapping[str, float] = {"kernel": 6e-6, "triton": 15e-6, "copy": 8e
 HOST_COPY_BANDWIDTH = 25e9
 """Bytes per second between pinned host memory and the device (PCIe 4 x16)."""
 
+_GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
+
 _RING_FACTOR = {"allreduce": 2.0, "reduce": 1.0, "broadcast": 1.0}
 
 
@@ -50,13 +52,14 @@ class Roofline:
     def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
         """Seconds of an operator on the device."""
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        return self._seconds(tensors, self._flops(func, args, kwargs, out))
+        return self.seconds(tensors, self._flops(func, args, kwargs, out))
 
     def attention(self, name: str, tensors: Sequence[torch.Tensor]) -> float:
         """Seconds of an attention kernel, of whose tensors the query is the first."""
-        return self._seconds(tensors, self._attention_flops(name, tensors[0]))
+        return self.seconds(tensors, self._attention_flops(name, tensors[0]))
 
-    def _seconds(self, tensors: Sequence[torch.Tensor], flops: float) -> float:
+    def seconds(self, tensors: Sequence[torch.Tensor], flops: float) -> float:
+        """Seconds of a kernel that moves these tensors and computes so much."""
         self.flops += flops
         moved = self.moving(sum(map(_traffic, tensors)))
         return max(KERNEL_SECONDS, moved, flops / self._speed(tensors) if flops else 0.0)
@@ -96,6 +99,9 @@ class Roofline:
             # Its formula knows no dtype of the result.
             _, left, right, *_ = args
             return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
+        if func._overloadpacket in _GROUPED_MATMULS:
+            # [R, K] by [G, K, N], or [M, R] by [R, N] for each group's rows.
+            return 2.0 * args[0].numel() * args[1].shape[-1]
         formula = flop_registry.get(func._overloadpacket)
         return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 

@@ -8,11 +8,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import jit
 
 from penstock.dryrun.fake_cuda import current_stream
-from penstock.dryrun.roofline import HOST_SECONDS, KERNEL_SECONDS, Roofline
+from penstock.dryrun.roofline import HOST_SECONDS, Roofline
 from penstock.dryrun.trace import Launch, Trace, place
 
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 """Largest grid of CUDA, by axis."""
+
+MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "_by_rows": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
+    "_of_groups": lambda its: 2.0 * its["T"] * its["M"] * its["N"],
+    "_multiply": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
+    "_symmetric": lambda its: 1.0 * its["y_ptr"].numel() * its["K"],
+}
+"""FLOPs of the kernels that multiply matrices, by what they are given."""
 
 
 def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable[[], bool]) -> None:
@@ -24,10 +32,9 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         name = self.fn.__name__
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         _check(trace, name, values, grid)
-        num_bytes = sum(
-            x.numel() * x.element_size() for x in values.values() if isinstance(x, torch.Tensor)
-        )
-        seconds = max(KERNEL_SECONDS, roofline.moving(num_bytes))
+        tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+        flops = MATMULS[name](values) if name in MATMULS else 0.0
+        seconds = roofline.seconds(tensors, flops)
         trace.add(
             Launch(
                 current_stream().number,
