@@ -173,7 +173,10 @@ class TrainStep:
             self.grad_scaler.unscale(trainable)
         norms = self.norms.of_gradients() if self.norms and not self.optimizer_in_backward else None
         norm = norms.total if norms else self._gradient_norm(trainable)
-        loss, norm_value, next_counts, maxima = self._read(mine, norm, following)
+        metric_totals = preference_step.metric_totals.flatten() if preference_step else None
+        loss, norm_value, next_counts, maxima, totals = self._read(
+            mine, norm, following, metric_totals
+        )
         is_finite = math.isfinite(norm_value)
         if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
             raise self._non_finite_error(batches, norm, number)
@@ -198,26 +201,36 @@ class TrainStep:
             router_metrics,
             of_norms if is_finite else {},
             of_scaling,
-            preference_step.metrics() if preference_step else {},
+            preference_step.metrics(totals) if preference_step else {},
             mine,
             next_counts,
             maxima,
         )
 
     def _read(
-        self, mine: torch.Tensor, norm: torch.Tensor, following: Prefetch
-    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...]]:
-        """The loss over all ranks, the norm, the next step's counts and the maxima: one sync."""
+        self,
+        mine: torch.Tensor,
+        norm: torch.Tensor,
+        following: Prefetch,
+        totals_M: torch.Tensor | None,
+    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...], Sequence[float]]:
+        """The loss over all ranks, the norm, the next step's counts, the maxima, and the sums of
+        `totals_M` (fp64) over all ranks: one sync."""
         device = self.ranks.device
         local_counts = to_device(self._local_counts(following.batches), device)
-        sums = torch.cat([mine.double().reshape(1), local_counts])
+        local = [mine.double().reshape(1), local_counts]
+        if totals_M is not None:
+            local.append(totals_M)
+        sums = torch.cat(local)
         parts = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
         if following.maxima:
             numbers = to_device(torch.tensor(following.maxima, dtype=torch.int64), device)
             parts.append(self.ranks.all_reduce_max(numbers).double())
-        loss, tokens, trained, norm_value, *maxima = torch.cat(parts).tolist()
+        loss, tokens, trained, *more = torch.cat(parts).tolist()
         counts = self._counts_per_replica(tokens, trained) if following.batches else None
-        return loss, norm_value, counts, tuple(int(value) for value in maxima)
+        end = 0 if totals_M is None else len(totals_M)
+        found, norm_value, maxima = more[:end], more[end], more[end + 1 :]
+        return loss, norm_value, counts, tuple(int(value) for value in maxima), found
 
     def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
         return (

@@ -92,17 +92,17 @@ class Preferences:
         """
         inputs = self._build_inputs(batches, references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
+        counts[0] += sum(len(each.tokens_DA) for each in inputs)
         for each in inputs:
-            sft_tokens = each.sft_tokens_D.sum()
-            counts += torch.stack([counts.new_tensor(len(each.tokens_DA)), sft_tokens])
+            counts[1] += each.sft_tokens_D.sum()
         self.sums.ranks.all_reduce_sum(counts)
-        samples, tokens = (counts / self.sums.layout.model_parallel_size).tolist()
+        samples, tokens = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0).unbind()
         evaluated = self._evaluate(batches, inputs) if self.config.needs_baseline else []
         return PreferenceStep(
             self,
             inputs,
-            max(1.0, samples),
-            max(1.0, tokens),
+            samples,
+            tokens,
             self._baseline(evaluated),
             scale,
             self._empty_metrics(),
@@ -216,10 +216,11 @@ class PreferenceStep:
 
     of: Preferences
     inputs: Sequence[PreferenceBatch]
-    num_samples: float
-    """Samples of the whole step."""
-    num_sft_tokens: float
-    """Tokens of all completions trained with cross-entropy."""
+    num_samples: torch.Tensor
+    """Samples of the whole step, at least 1: an fp64 scalar on the device, which is not waited
+    for."""
+    num_sft_tokens: torch.Tensor
+    """Tokens of all completions trained with cross-entropy, likewise."""
     baseline_A: torch.Tensor | None  # noqa: N815 - A names the dimension
     scale: float
     metric_totals: torch.Tensor = field(repr=False)
@@ -258,6 +259,7 @@ class PreferenceStep:
 
         return reduced
 
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the step, by name. Called by all ranks, once."""
-        return metrics_by_name(self.of.sums.ranks.all_reduce_sum(self.metric_totals).tolist())
+    @staticmethod
+    def metrics(totals: Sequence[float]) -> Mapping[str, float]:
+        """The metrics of the step by name, from all ranks' flattened `metric_totals`."""
+        return metrics_by_name([totals[at : at + 2] for at in range(0, len(totals), 2)])
