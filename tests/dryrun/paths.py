@@ -23,9 +23,6 @@ from penstock.dryrun import fake_cuda
 from penstock.dryrun.job import DryRunJob
 from penstock.dryrun.trace import Trace
 
-Faults = list[list[object]]
-"""(fault, place, times)."""
-
 
 def run_paths(path: str, jobs: Sequence[DryRunJob]) -> list[Mapping[str, object]]:
     """Take this path on each job's rank, in another process; returns faults and counts."""
@@ -69,7 +66,7 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
             Prompt([5] * length, sampling, num_completions=2, needs_prompt_logprobs=True, top_k=2)
             for length in (7, 40, 200, 9)
         ]
-        [*outputs] = rank.built.generator.generate(prompts)
+        outputs = rank.built.generator.generate(prompts)
         assert [len(each.completions) for each in outputs] == [2] * 4
 
     def save(rank: BuiltRank) -> None:

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 ROUGH = {
     # What the gradients of a layer's adapters and of their inputs need at once.
-    "one device, lora": (0.85, 1.1),
     "ep, lora": (0.85, 1.1),
     # What is on its way to and from the host.
     "fsdp, activation offload": (0.8, 1.1),

@@ -328,10 +328,10 @@ class _Rank:
         fresh = self._unsharded_gradients(unit)
         own = 0.0 if sharded or self.sharded.micro_batches > 1 else fresh
         buffers = self._live_weights(at)
-        before_it = self.layers[at + 1 : at + 2] or ([ROOT] if self.sharded.has_edge_units else [])
+        reducing = self.layers[at + 1 : at + 2] or ([ROOT] if self.sharded.has_edge_units else [])
         if sharded and not self._accumulates_unsharded:
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
-            buffers += sum(map(self._reduce_buffer_bytes, before_it))
+            buffers += sum(map(self._reduce_buffer_bytes, reducing))
         split = self._held_for_weight_gradients()
         left = self._saved_activations(at, flight) + layer.entry + split
         yield Memory(

@@ -132,9 +132,10 @@ class ShardedModel:
 
     @property
     def has_edge_units(self) -> bool:
-        """Whether the embedding and the head are FSDP units of their own; tied they cannot be."""
-        is_tied = self.config.tie_word_embeddings and self.degrees.pipeline == 1
-        return self.is_sharded and not self.degrees.pipeline > 1 and not is_tied
+        """Whether FSDP gathers and reduces the embedding and the head apart from each other: not if
+        they are tied, and not in a pipeline, whose stages keep theirs gathered."""
+        is_whole = self.degrees.pipeline == 1
+        return self.is_sharded and is_whole and not self.config.tie_word_embeddings
 
     @property
     def saves_only_adapters(self) -> bool:

@@ -109,7 +109,8 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
                 return
             frames = _split(frame)
             try:
-                await self._send_frames([peer, *frames] if peer else frames, len(frames) > 1)
+                parts = frames if peer is None else [peer, *frames]
+                await self._send_frames(parts, is_large=len(frames) > 1)
             except zmq.Again:
                 await asyncio.sleep(RETRY_SEND_SECONDS)
             except zmq.ZMQError as error:
@@ -119,7 +120,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             else:
                 return
 
-    async def _send_frames(self, parts: list[Any], is_large: bool) -> None:
+    async def _send_frames(self, parts: list[Any], *, is_large: bool) -> None:
         """Pass the frames to the socket. Those of a large message are not copied and are awaited,
         so that the sender does not hold many of them in memory; not beyond a loss of the peer."""
         losses_before = self._num_losses
