@@ -28,7 +28,7 @@ from penstock.server.launch.addresses import free_port, workers_address, workers
 from penstock.server.launch.job import ServerJob
 from penstock.server.launch.prepare import LaunchPlan, prepare
 from penstock.server.launch.supervisor import managed_processes
-from penstock.server.launch.torchrun import torchrun_words
+from penstock.server.launch.torchrun import torchrun_words, workers_environment
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
 from penstock.server.protocol.types import Endpoint
 from penstock.server.scheduler.__main__ import read_settings
@@ -296,13 +296,14 @@ def test_workers_are_started_again_as_often_as_is_written(tmp_path):
 
 def test_torchrun_is_told_of_workers_and_machines_as_is_written(tmp_path):
     config = written(nproc_per_node=3, nnodes=4, node_rank=2, master_addr="first", master_port=4321)
-    words = torchrun_words(config.model_copy(update={"stop_timeout": 1.5}), tmp_path)
+    config = config.model_copy(update={"stop_timeout": 1.5})
+    words = torchrun_words(config, tmp_path)
     told = dict(pairwise(words))
     assert told["--nproc-per-node"] == "3"
     assert (told["--nnodes"], told["--node-rank"]) == ("4", "2")
     assert (told["--rdzv-endpoint"], told["--rdzv-conf"]) == ("first:4321", "rank=2")
     assert "1.5" in words
-    assert told["--shutdown-timeout"] == "2"
+    assert workers_environment(config)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "2"
     assert "--rdzv-endpoint" not in torchrun_words(written(), tmp_path)
 
 

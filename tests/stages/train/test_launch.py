@@ -90,11 +90,11 @@ def test_torchrun_is_told_what_is_written(tmp_path):
         "--rdzv-conf rank=1",
         "--local-addr 127.0.0.1",
         "--max-restarts 4",
-        "--shutdown-timeout 8",
         "json 7.5 ",  # of the agent, behind the file for deaths
     ):
         assert told in words
     assert note["environment"]["MINE"] == "yes"
+    assert note["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "8"
 
 
 def test_auto_is_one_process_without_gpus(tmp_path, monkeypatch):

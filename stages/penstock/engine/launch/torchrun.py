@@ -25,6 +25,10 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 RDZV_BACKEND = "penstock"
 """The name of our rendezvous in torchrun, which the agent registers."""
 
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""The environment variable of the seconds that torchrun waits for ranks it has asked to end, before
+it kills them."""
+
 MARGIN_SECONDS = 4.0
 """How many seconds longer than the ranks, which it kills, the agent may take before it is
 killed.

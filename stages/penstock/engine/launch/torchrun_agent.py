@@ -9,6 +9,7 @@ leaves at once: the others would wait minutes for it, and a second request, whic
 scheduler signals every process of a job, would stop the ranks in the middle of their save.
 """
 
+import inspect
 import json
 import logging
 import os
@@ -24,12 +25,13 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import main
 
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.scratch_dir import scratch_folder
 from penstock.engine.launch.rendezvous import create_handler
-from penstock.engine.launch.torchrun import RDZV_BACKEND
+from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
@@ -85,6 +87,13 @@ def _register_rendezvous(folder: Path) -> None:
     rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
 
 
+def _set_shutdown_timeout() -> None:
+    """Honour SHUTDOWN_TIMEOUT before PyTorch 2.13, which always waits 30 seconds."""
+    seconds = os.environ.get(SHUTDOWN_TIMEOUT)
+    if seconds and "shutdown_timeout" not in inspect.signature(LaunchConfig).parameters:
+        api.PContext.close.__defaults__ = (None, int(seconds))
+
+
 def _quiet_torch() -> None:
     """Silence torch's warnings about options that our rendezvous reads, and its report of failed
     ranks, which the launcher writes itself.
@@ -96,6 +105,7 @@ def _quiet_torch() -> None:
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
     _quiet_torch()
+    _set_shutdown_timeout()
     # Torch looks up this handler when it starts ranks.
     api._terminate_process_handler = _pass_on
     with scratch_folder("ranks") as scratch:

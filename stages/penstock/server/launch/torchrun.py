@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.process.rendezvous import interface_towards
-from penstock.engine.launch.torchrun import RDZV_BACKEND
+from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 from penstock.server.launch.addresses import in_url
 
 FAILING_SECONDS = 10.0
@@ -28,8 +28,7 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
     `folder`: where the agent lists ranks that were killed by a signal.
     """
     count = num_local_workers(config)
-    failing = math.ceil(min(FAILING_SECONDS, config.stop_timeout))
-    common = ["--nproc-per-node", str(count), "--shutdown-timeout", str(failing)]
+    common = ["--nproc-per-node", str(count)]
     where = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Static node ranks, so that rank 0 runs beside the scheduler.
@@ -55,6 +54,7 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
         wished["GLOO_SOCKET_IFNAME"] = interface
     return {
         **env.unless_set(wished),
+        SHUTDOWN_TIMEOUT: str(math.ceil(min(FAILING_SECONDS, config.stop_timeout))),
         # Keep our folders off sys.path, so that ranks cannot import them by bare name.
         "PYTHONSAFEPATH": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -18,7 +18,7 @@ from penstock.core.process.rendezvous import (
     parse_endpoint,
     rendezvous_address,
 )
-from penstock.engine.launch.torchrun import RDZV_BACKEND, run_ranks
+from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT, run_ranks
 from penstock.train.launch.job import LOGS, Job, read_outcome
 from penstock.train.launch.rank_failures import build_error, crash_file
 
@@ -113,6 +113,8 @@ def build_environment(run: RunConfig) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         # A store shared by all attempts would return stale addresses to restarted ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # An option, --shutdown-timeout, only from PyTorch 2.13 on.
+        SHUTDOWN_TIMEOUT: str(math.ceil(run.launch.stop_timeout)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
         **config_environment(run),
@@ -161,8 +163,7 @@ def torchrun_arguments_by_hand(run: RunConfig) -> list[str]:
 
 
 def _common_arguments(run: RunConfig) -> list[str]:
-    patience = str(math.ceil(run.launch.stop_timeout))
-    common = ["--nproc-per-node", str(num_local_ranks(run)), "--shutdown-timeout", patience]
+    common = ["--nproc-per-node", str(num_local_ranks(run))]
     if run.launch.max_restarts:
         common += ["--max-restarts", str(run.launch.max_restarts)]
     return common
