@@ -17,17 +17,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.quantization import quantized_reader
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import matrix_parameters
+from penstock.models.initialize import initialize
 from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from penstock.train.trainer import Trainer
 from tests.bench.data.packed import write_rows
 from tests.bench.figures import record
 from tests.bench.pages import write_section
+from tests.bench.timing import CUDA
 from tests.engine import loops, runs
 
 WARMING, MEASURED = 2, 5
@@ -53,6 +58,7 @@ QWEN3_1_7B = {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+QWEN3_0_6B = {**QWEN3_1_7B, "hidden_size": 1024, "intermediate_size": 3072}
 
 
 @dataclass(frozen=True)
@@ -153,7 +159,15 @@ def open_loop(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
     run = runs.run_config(
         folder / "out", folder / "model", lora=case.lora, model=case.model, **settings
     )
-    return loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
+    with patch.object(quantized_reader, "initialize", _draw_on_gpu if CUDA else initialize):
+        return loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
+
+
+def _draw_on_gpu(name: str, shape: Sequence[int], seed: int, config: DecoderConfig) -> torch.Tensor:
+    """In place of `initialize`, which draws 8 billion numbers on a CPU in a minute."""
+    if len(shape) < 2 or name.endswith("bias"):
+        return initialize(name, shape, seed, config)
+    return torch.randn(*shape, device="cuda") * config.initializer_range
 
 
 def measure(

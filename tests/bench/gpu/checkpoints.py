@@ -1,6 +1,6 @@
 """Checkpoints of a model on the GPU: `python -m tests.bench.gpu.checkpoints [--dry]`.
 
-Qwen3 of 1.7 billion parameters in fp32 with AdamW's states: bytes a second of a save that waits, of
+Qwen3 of 0.6 billion parameters in fp32 with AdamW's states: bytes a second of a save that waits, of
 a load, and how long training stands still for a save behind it, beside writing as many bytes.
 """
 
@@ -18,10 +18,10 @@ from penstock.engine.distributed.ranks import destroy_process_group, init_proces
 from tests.bench.bench_gpu import ON_ONE
 from tests.bench.figures import record
 from tests.bench.timing import machine, verdict
-from tests.bench.train_cuda import QWEN3_1_7B, Case, open_loop
+from tests.bench.train_cuda import QWEN3_0_6B, Case, open_loop
 from tests.engine import loops, runs
 
-CASE = Case("Qwen3-1.7B", QWEN3_1_7B, row=2048, train={**ON_ONE})
+CASE = Case("Qwen3-0.6B", QWEN3_0_6B, row=2048, train={**ON_ONE})
 OF_DISK, STALL = 0.5, 0.2
 """A save's rate over the disk's, at least; the stall of an asynchronous save over a save, at most.
 """

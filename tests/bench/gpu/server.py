@@ -21,7 +21,7 @@ import transformers
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.bench.figures import record
 from tests.bench.timing import machine
-from tests.bench.train_cuda import QWEN3_1_7B
+from tests.bench.train_cuda import QWEN3_0_6B
 from tests.engine import runs
 from tests.server.serving import VOCABULARY, Server
 
@@ -38,7 +38,7 @@ PARTS = ("sample", "train", "sync")
 def write_model(folder: Path, *, dry: bool) -> Path:
     shape = {**runs.TINY, "vocab_size": VOCABULARY, "max_position_embeddings": 2048}
     if not dry:
-        shape |= {**QWEN3_1_7B, "hidden_size": 1024, "intermediate_size": 3072}
+        shape |= QWEN3_0_6B
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**shape)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -325,8 +325,8 @@ def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
         torch.cuda.reset_peak_memory_stats()
         for number, weight in enumerate(weights):
             group = store.start_group("layer" if number else "pass") if store else None
-            precision = partial(store.keep, group) if store else lambda t: lambda: t.detach()
-            with torch.autograd.graph.saved_tensors_hooks(precision, lambda kept: kept()):
+            pack = partial(store.pack, group) if store else lambda t: lambda: t.detach()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept()):
                 z = torch.tanh(z @ weight)
         z.square().sum().backward()
         return start.grad, torch.cuda.max_memory_allocated()
