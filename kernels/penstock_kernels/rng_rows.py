@@ -78,11 +78,18 @@ def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) 
     return torch.stack(tuple(four), -1).flatten(1).narrow(1, first_column % 4, columns)
 
 
-def table(runs: Sequence[RowKeys]) -> torch.Tensor:
-    """The runs for kernels, int64 [3, runs]: the end of each run's rows, its key, and the offset of
-    its rows in their tensor.
+def copy_tables(each: Sequence[Sequence[RowKeys]], device: torch.device) -> list[torch.Tensor]:
+    """For kernels, int64 [3, runs] of each: the end of each run's rows, its key, and the offset of
+    its rows in their tensor; all in one copy to the device.
     """
+    numbers = [number for runs in each for row in _table(runs) for number in row]
+    copied = torch.tensor(numbers).to(device, non_blocking=True)
+    tables = copied.split([3 * len(runs) for runs in each])
+    return [part.view(3, -1) for part in tables]
+
+
+def _table(runs: Sequence[RowKeys]) -> tuple[list[int], list[int], list[int]]:
     ends = list(accumulate(run.rows for run in runs))
     keys = [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
     further = [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]
-    return torch.tensor([ends, keys, further])
+    return ends, keys, further

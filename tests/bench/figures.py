@@ -25,7 +25,8 @@ def record(
 ) -> bool | None:
     """Keep a figure. Returns whether its goal, the least it is to be or with `at_most` the most,
     is reached; None without a goal."""
-    reached = None if goal is None else (value <= goal if at_most else value >= goal)
+    # Of numpy's numbers a comparison is numpy's bool, which is not JSON.
+    reached = None if goal is None else bool(value <= goal if at_most else value >= goal)
     if folder := out_folder():
         figure = {"name": name, "value": value, "unit": unit, "goal": goal, "at_most": at_most}
         with (folder / FILE).open("a") as file:

@@ -255,13 +255,15 @@ def compile_float8() -> None:
     from penstock_kernels.float8 import triton_quantize as quantize
 
     tensors = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
-    shared = (("tensor", True), ("rows", True), ("groups", False), ("tiles", False))
-    for (sharing, given), kind in ways(shared, ("e4m3", "e5m2")):
+    for sharing, kind in ways(("tensor", "rows", "groups", "tiles"), ("e4m3", "e5m2")):
         rows, warps = (quantize.BLOCK, 8) if sharing == "tiles" else (quantize.ROWS, 4)
-        of = {"SHARING": sharing, "GIVEN": given, "ROWS": rows, "BLOCK": quantize.BLOCK}
+        of = {"SHARING": sharing, "GIVEN": False, "ROWS": rows, "BLOCK": quantize.BLOCK}
         # A launch compiles a stride of 1 as that.
         of |= {"HARDWARE": ARCH >= 89, "column_stride": 1}
-        compiled(quantize._quantize, tensors, {**of, "KIND": kind}, num_warps=warps)
+        largest = {"largest_ptr": "*fp32" if sharing in ("tensor", "rows") else None}
+        compiled(quantize._quantize, {**tensors, **largest}, {**of, "KIND": kind}, num_warps=warps)
+    codes = {"x_ptr": "*u8", "y_ptr": "*u8"}
+    compiled(quantize._transpose, codes, {"TILE": quantize.TRANSPOSED}, num_warps=8)
     scales = {"a_scales_ptr": "*fp32", "b_scales_ptr": "*fp32", "y_ptr": "*bf16"}
     tile = {"TILE_M": multiply.TILE, "TILE_N": multiply.TILE, "BAND": multiply.BAND}
     several = (("e4m3", "*fp8e4nv", 128), ("e5m2", "*fp8e5", 1))

@@ -19,6 +19,13 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _sums_in_fp32() -> None:
+    """As in the engine: partial sums of a product are not rounded to 16 bits."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """For thousands of tiny products, for which threads wait longer than they compute."""

@@ -206,7 +206,8 @@ def test_triton_steps_as_the_reference_does(shape, weight, states, keeps, draws,
         rtol, atol = (1e-5, 1e-7) if mine.dtype == FP32 else (2**-7, 2**-15)
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
         apart += int((mine != theirs).sum()) if mine.dtype == BF16 else 0
-    assert apart <= max(2, 0.01 * tensors[0].numel())
+    # A GPU's reference fuses other multiply-adds.
+    assert apart <= max(2, (0.01 if DEVICE == "cpu" else 0.03) * tensors[0].numel())
 
 
 @each_backend

@@ -54,7 +54,11 @@ KERNELS = {
         "quant.triton_quantize._by_rows",
         "quant.triton_quantize._by_tiles",
     },
-    "float8": {"float8.triton_multiply._multiply", "float8.triton_quantize._quantize"},
+    "float8": {
+        "float8.triton_multiply._multiply",
+        "float8.triton_quantize._quantize",
+        "float8.triton_quantize._transpose",
+    },
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

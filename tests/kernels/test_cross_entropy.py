@@ -102,7 +102,7 @@ def expected(logits, labels, terms):
 def check_close(got, want, dtype, *, what):
     error, size = (got.double() - want.double()).norm(), want.double().norm()
     # The gradient of a token that is sure, or of one entry, is the difference of larger numbers.
-    floor = 0.05 * want.numel() ** 0.5
+    floor = (0.05 if DEVICE == "cpu" else 0.1) * want.numel() ** 0.5
     assert error <= TOLERANCE[dtype] * max(size, floor), f"{what}: {error} of {size}"
 
 
@@ -139,9 +139,10 @@ def test_losses_and_gradients_are_those_of_all_logits_in_fp64(dtype):
             check_close(mine, theirs, dtype, what=what)
 
 
+needs_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="it runs on a CPU alone")
 BACKENDS = [
     ("reference", range(104)),
-    ("rows", range(104)),
+    pytest.param("rows", range(104), marks=needs_cpu),
     pytest.param("triton", range(16), marks=needs_triton),
     pytest.param("triton", range(16, 104), marks=[needs_triton, pytest.mark.slow]),
 ]
@@ -212,7 +213,12 @@ def test_every_backend_reads_and_turns_logits_as_fp64_does_and_kernels_as_the_cp
 
 
 @pytest.mark.parametrize(
-    "backend", ["reference", "rows", pytest.param("triton", marks=needs_triton)]
+    "backend",
+    [
+        "reference",
+        pytest.param("rows", marks=needs_cpu),
+        pytest.param("triton", marks=needs_triton),
+    ],
 )
 def test_every_backend_reads_and_turns_logits_of_several_labels_as_fp64_does(backend):
     for seed in range(16):

@@ -12,9 +12,9 @@ from penstock_kernels.adamw.foreach import StepTensors, adamw_foreach_
 from penstock_kernels.adamw.reference import adamw_ as _reference
 from penstock_kernels.adamw.settings import Settings
 from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
-from penstock_kernels.rng_rows import RowKeys
+from penstock_kernels.rng_rows import RowKeys, copy_tables
 
-__all__ = ["RowKeys", "Settings", "StepTensors", "adamw_", "adamw_foreach_"]
+__all__ = ["RowKeys", "Settings", "StepTensors", "adamw_", "adamw_foreach_", "copy_tables"]
 
 
 def _unsupported_reason(
@@ -26,8 +26,9 @@ def _unsupported_reason(
     runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> str | None:
-    del settings, runs, first_column
+    del settings, runs, first_column, table
     return needs_cuda(weight, gradient, first, second, *([] if lost is None else [lost]))
 
 

@@ -22,6 +22,7 @@ def adamw_(
     runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> None:
     """One step (Loshchilov and Hutter 2019, algorithm 2, with decay multiplied by the learning
     rate).
@@ -37,10 +38,13 @@ def adamw_(
 
     Random numbers are those of `stochastic_round`: the low half of an element's word is for the
     weight, the high half for the second moment. Without `runs` everything is rounded to nearest.
+    `table`: the runs on the weight's device (`copy_tables`), for kernels; they copy them there
+    otherwise.
 
     Raises:
         ValueError: the arguments do not fit together.
     """
+    del table
     require_step(weight, (gradient, first, second, lost), settings, runs, first_column)
     columns = weight.shape[-1]
     rows = math.prod(weight.shape[:-1])

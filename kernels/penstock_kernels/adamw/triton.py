@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.adamw.settings import Settings, require_step
-from penstock_kernels.rng_rows import RowKeys, table
+from penstock_kernels.rng_rows import RowKeys, copy_tables
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
     as_bfloat16,
@@ -104,6 +104,7 @@ def adamw_(
     runs: Sequence[RowKeys] | None = None,
     first_column: int = 0,
     lost: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> None:
     """Same as the reference, except for fused multiply-adds, and for stochastic rounding of values
     that differ because of them.
@@ -116,14 +117,15 @@ def adamw_(
     rows, across = tile(K)
     # Random words are for groups of four columns, aligned to the full tensor's columns.
     begins = 0 if runs is None else first_column
-    known = None if runs is None else table(runs).to(weight.device, non_blocking=True)
+    if runs is not None and table is None:
+        [table] = copy_tables([runs], weight.device)
     _step[(triton.cdiv(R, rows), triton.cdiv(begins % 4 + K, across))](
         weight,
         gradient,
         first,
         second,
         lost,
-        known,
+        table,
         R,
         K,
         0 if runs is None else len(runs),

@@ -2,8 +2,7 @@
 for unsupported cases: no padding, CUDA only.
 """
 
-import inspect
-from functools import cache
+from collections.abc import Mapping
 
 import torch
 
@@ -14,15 +13,8 @@ from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
-
-@cache
-def _lacks() -> list[str]:
-    """Features missing in this build's function: grouped heads and windows were added later."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
-
-    taken = inspect.signature(varlen_attn).parameters
-    return [name for name in ("enable_gqa", "scale", "window_size") if name not in taken]
-
+GROUPED: Mapping[str, bool] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+"""Before PyTorch 2.12 varlen_attn takes grouped heads without being told."""
 
 _BLOCK = Block(block.block, block.block_backward)
 
@@ -45,9 +37,6 @@ def unsupported_reason(
         return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
     if _needs_flex(segments, soft_cap):
         return unsupported_width(q_TNH)
-    # Already called before compilation; a cache would break the graph.
-    if not torch.compiler.is_compiling() and (lacks := _lacks()):
-        return f"this PyTorch's varlen_attn does not take {', '.join(lacks)}"
     return None
 
 
@@ -80,7 +69,7 @@ def native(
         scale=scale,
         # The window to the left, or all of it; nothing to the right.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
+        **GROUPED,
     )
     assert isinstance(y_TNH, torch.Tensor)
     return y_TNH

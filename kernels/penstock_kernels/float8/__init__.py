@@ -13,7 +13,7 @@ from penstock_kernels.float8.matmuls import (
     Recipe,
     seen,
 )
-from penstock_kernels.float8.operations import multiply, quantize
+from penstock_kernels.float8.operations import multiply, quantize, transpose
 from penstock_kernels.float8.weight import Float8WeightShard
 
 __all__ = [
@@ -36,4 +36,5 @@ __all__ = [
     "quantize",
     "seen",
     "shape_of_scales",
+    "transpose",
 ]

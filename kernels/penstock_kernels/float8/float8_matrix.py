@@ -32,17 +32,6 @@ class Float8Matrix(NamedTuple):
         scales = spread(self.scales, self.sharing, rows, columns)
         return self.codes.to(dtype) * scales.to(dtype)
 
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether scales are shared along columns as along rows."""
-        return self.sharing in ("tensor", "tiles")
-
-    @property
-    def mT(self) -> "Float8Matrix":  # noqa: N802 - torch's name
-        """The transpose, equal to the quantized transpose; only with symmetric sharing."""
-        assert self.is_symmetric, self.sharing
-        return Float8Matrix(self.codes.mT.contiguous(), self.scales.mT.contiguous(), self.sharing)
-
 
 def shape_of_scales(sharing: Sharing, rows: int, columns: int) -> tuple[int, int]:
     """Shape of a matrix's scales."""

@@ -15,7 +15,7 @@ from penstock_kernels.float8.amax import amax
 from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing
 from penstock_kernels.float8.formats import Kind, compute_scales
 from penstock_kernels.float8.hadamard import factors, turn
-from penstock_kernels.float8.operations import multiply, quantize
+from penstock_kernels.float8.operations import multiply, quantize, transpose
 from penstock_kernels.float8.weight import Float8WeightShard
 
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
@@ -99,6 +99,12 @@ def turned(x: torch.Tensor, block: int | None) -> torch.Tensor:
     return x if block is None else turn(x, block, factors(block)[0])
 
 
+def transposed(matrix: Float8Matrix) -> Float8Matrix:
+    """The quantized transpose, where scales are shared along columns as along rows."""
+    assert matrix.sharing in ("tensor", "tiles"), matrix.sharing
+    return Float8Matrix(transpose(matrix.codes), matrix.scales.mT.contiguous(), matrix.sharing)
+
+
 def outputs(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe, agreement: AmaxReduceGroups
 ) -> tuple[torch.Tensor, Float8Matrix, Float8Matrix]:
@@ -167,7 +173,7 @@ def _input_gradient(
         )
         if not is_quantized:
             return turned(dy_TN @ weight.numbers(dtype), scheme.block)
-        across = weight.mT
+        across = transposed(weight)
     dy = dy or coded(dy_TN, scheme.gradients, scheme.of_rows, agreement.tokens, agreement.outputs)
     return turned(multiply(dy, across, dtype), scheme.block)
 
@@ -186,7 +192,7 @@ def _weight_gradient(
         if isinstance(x, torch.Tensor):
             whole = turned(x, scheme.block)
             x = coded(whole, "e4m3", "tensor", agreement.tokens, agreement.inputs)
-        return seen(multiply(dy.mT, x.mT, dy_TN.dtype), scheme.block)
+        return seen(multiply(transposed(dy), transposed(x), dy_TN.dtype), scheme.block)
     assert isinstance(x, torch.Tensor)
     tokens, sharing = agreement.tokens, scheme.of_rows
     down = coded(dy_TN.mT, scheme.gradients, sharing, agreement.outputs, tokens)

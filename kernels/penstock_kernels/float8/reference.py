@@ -29,3 +29,8 @@ def multiply(
     """`a b^T`, [M, N] in float32 or bfloat16, accumulated in float32 and rounded once."""
     del sums
     return a_MK.numbers(dtype) @ b_NK.numbers(dtype).mT
+
+
+def transpose(codes_RC: torch.Tensor) -> torch.Tensor:
+    """Codes [C, R], rows one after another."""
+    return codes_RC.mT.contiguous()

@@ -1,21 +1,29 @@
-"""FP8 matmuls of PyTorch, on tensor cores: one scale for each matrix, or for each of its rows.
+"""FP8 matmuls of PyTorch, on tensor cores: one scale for each matrix, or for each of its rows; on
+Hopper also one for 128 columns, or for 128 columns of 128 rows.
 
 M and N rows of two matrices, K columns (the contracted dimension).
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
-from penstock_kernels.float8.float8_matrix import Float8Matrix, Sums
+from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 
 MULTIPLE = 16
 """CUDA takes only so many columns at a time."""
+
+BLOCKS_ALIGNED = 4
+"""cuBLAS pads the scales of tiles to a multiple of so many along columns; we take no others."""
 
 
 def multiply(
     a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
 ) -> torch.Tensor:
     """Same as the reference, except for the order of sums."""
+    if a_MK.sharing == "groups":
+        return _multiply_blocks(a_MK, b_NK, dtype)
     a, b = (_whole(each.codes) for each in (a_MK, b_NK))
     return torch._scaled_mm(
         a,
@@ -35,6 +43,8 @@ def unsupported_reason(
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
         return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"
     sharing = a_MK.sharing
+    if sharing == "groups" and b_NK.sharing in ("groups", "tiles"):
+        return _unsupported_blocks(a_MK, b_NK, dtype)
     if sharing != b_NK.sharing or sharing not in ("tensor", "rows"):
         return f"it has no scales of {sharing} by {b_NK.sharing}"
     if not (a_MK.codes.numel() and b_NK.codes.numel()):
@@ -48,6 +58,44 @@ def unsupported_reason(
     if a_MK.codes.dtype == b_NK.codes.dtype == torch.float8_e5m2:
         return "both matrices are e5m2"
     return None
+
+
+def _multiply_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """cuBLAS reads scales of groups column by column, and of tiles row by row."""
+    groups, tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    of_tiles = b_NK.sharing == "tiles"
+    return F.scaled_mm(
+        a_MK.codes,
+        b_NK.codes.t(),
+        _by_columns(a_MK.scales),
+        groups,
+        b_NK.scales.t() if of_tiles else _by_columns(b_NK.scales),
+        tiles if of_tiles else groups,
+        output_dtype=dtype,
+    )
+
+
+def _by_columns(scales: torch.Tensor) -> torch.Tensor:
+    return scales.t().contiguous().t()
+
+
+def _unsupported_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype) -> str | None:
+    if not (a_MK.codes.is_cuda and _has_blocks(a_MK.codes.device)):
+        return "only on Hopper it has scales of 128 columns"
+    if dtype != torch.bfloat16:
+        return f"with scales of 128 columns it gives bfloat16, not {dtype}"
+    (M, K), N = a_MK.codes.shape, len(b_NK.codes)
+    columns = BLOCK * (BLOCKS_ALIGNED if b_NK.sharing == "tiles" else 1)
+    if not (M and N and K) or M % MULTIPLE or N % MULTIPLE or K % columns:
+        return f"rows are no multiple of {MULTIPLE}, or columns none of {columns}: {M}, {N}, {K}"
+    return None
+
+
+@cache
+def _has_blocks(device: torch.device) -> bool:
+    """cuBLAS has them from CUDA 12.9 on, for this architecture alone."""
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 def _whole(codes: torch.Tensor) -> torch.Tensor:

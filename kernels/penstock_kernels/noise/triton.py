@@ -15,7 +15,7 @@ from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant import QuantizedTensor, step_size
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.rng_rows import RowKeys, table
+from penstock_kernels.rng_rows import RowKeys, copy_tables
 
 PURPOSE = tl.constexpr(reference.PURPOSE)
 TURN = tl.constexpr(2 * math.pi)
@@ -121,7 +121,7 @@ def add_noise_(
     _add[(triton.cdiv(R, rows), triton.cdiv(drawn, columns))](
         weight_RK,
         spread,
-        table(runs).to(weight_RK.device, non_blocking=True),
+        *copy_tables([runs], weight_RK.device),
         R,
         K,
         weight_RK.stride(0),

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.rng_rows import RowKeys, require_rows, table
+from penstock_kernels.rng_rows import RowKeys, copy_tables, require_rows
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
     as_bfloat16,
@@ -57,7 +57,7 @@ def stochastic_round(
         _round[(triton.cdiv(R, rows), triton.cdiv(first_column % 4 + K, across))](
             x_NK,
             y_NK,
-            table(runs).to(x_NK.device, non_blocking=True),
+            *copy_tables([runs], x_NK.device),
             R,
             K,
             len(runs),

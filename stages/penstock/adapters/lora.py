@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.adapters.add_low_rank import AddLowRank, can_add_in_place
 from penstock.adapters.dora import Normed, SumSquares, dora_scale, no_reduce, row_norms
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.dropout import Dropout
@@ -70,9 +71,14 @@ class LoraLinear(nn.Linear, LinearTerms):
         if self.lora_magnitude:
             return self._forward_dora(input)
         y = self.affine(input, self.weight, self.bias)
+        deltas = self._low_rank_factors(input)
+        if deltas and can_add_in_place(y, deltas.values()):
+            columns = [(self.first_row(part), self.parts[part]) for part in deltas]
+            factors = [tensor for pair in deltas.values() for tensor in pair]
+            return AddLowRank.apply(y, self.scale, columns, *factors)
         outputs = [
-            torch.add(rows, self._lora_delta(input, part), alpha=self.scale).to(y.dtype)
-            if part in self.lora_A
+            torch.add(rows, F.linear(*deltas[part]), alpha=self.scale).to(y.dtype)
+            if part in deltas
             else rows
             for part, rows in self._split_by_part(y)
         ]
@@ -109,11 +115,25 @@ class LoraLinear(nn.Linear, LinearTerms):
         weight keep their precision."""
         return F.linear(self._lora_down(x, part), self.lora_B[part])
 
+    def _low_rank_factors(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """A dropout(x) [T, r] and B [out, r] of each adapted part, in one dtype under autocast."""
+        dropped = {part: self.lora_dropout[part](x) for part in self.lora_A}
+        if len(dropped) > 1 and all(one is x for one in dropped.values()):
+            # One product for all parts, and one gradient of x: adding them takes as long.
+            stacked = torch.cat([*self.lora_A.values()])
+            ranks = [len(a) for a in self.lora_A.values()]
+            downs = dict(zip(dropped, self._down(x, stacked).split(ranks, dim=-1), strict=True))
+        else:
+            downs = {part: self._down(dropped[part], a) for part, a in self.lora_A.items()}
+        return {part: (down, self.lora_B[part].to(down.dtype)) for part, down in downs.items()}
+
     def _lora_down(self, x: torch.Tensor, part: str) -> torch.Tensor:
-        a = self.lora_A[part]
+        return self._down(self.lora_dropout[part](x), self.lora_A[part])
+
+    @staticmethod
+    def _down(x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         # Autocast would cast an fp32 copy back, and save the result for each adapter.
-        x = x if torch.is_autocast_enabled(x.device.type) else x.to(a.dtype)
-        return F.linear(self.lora_dropout[part](x), a)
+        return F.linear(x if torch.is_autocast_enabled(x.device.type) else x.to(a.dtype), a)
 
     def _forward_dora(self, x: torch.Tensor) -> torch.Tensor:
         y = self.affine(x, self.weight)

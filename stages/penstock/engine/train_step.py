@@ -183,7 +183,7 @@ class TrainStep:
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
         self.pre_update_hooks.run()
         if is_finite and not self.optimizer_in_backward:
-            self._update(trainable, norm)
+            self._update(trainable, norm_value)
         for local_param in trainable:
             local_param.parameter.grad = None
         if self.relora and self.relora.is_due(number + 1):
@@ -239,7 +239,7 @@ class TrainStep:
             else gradient_norm(trainable, self.ranks)
         )
 
-    def _update(self, trainable: Sequence[LocalParam], norm: torch.Tensor) -> None:
+    def _update(self, trainable: Sequence[LocalParam], norm: float) -> None:
         """Clip the gradients and step the optimizer."""
         scale_gradients(trainable, norm, self.max_grad_norm)
         if self.cpu_offload:

@@ -6,12 +6,20 @@ small updates are not lost), or the rounding error of weights is stored (Kahan s
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from penstock_kernels.adamw import RowKeys, Settings, StepTensors, adamw_, adamw_foreach_
+from penstock_kernels.adamw import (
+    RowKeys,
+    Settings,
+    StepTensors,
+    adamw_,
+    adamw_foreach_,
+    copy_tables,
+)
 from penstock_kernels.stochastic_rounding import stochastic_round
 
 Rounding = Callable[[nn.Parameter, int], tuple[Sequence[RowKeys], int]]
@@ -95,12 +103,16 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
         if precision.rounding is None:
             adamw_foreach_([update for _, update in pairs], now, adamw_)
             continue
-        for parameter, update in pairs:
-            if not update.weight.numel():
-                continue
-            runs, first_column = precision.rounding(parameter, number)
+        pairs = [pair for pair in pairs if pair[1].weight.numel()]
+        roundings = [precision.rounding(parameter, number) for parameter, _ in pairs]
+        # One copy to the device, where each of hundreds would wait for the last.
+        devices = {update.weight.device for _, update in pairs}
+        tables: Iterable[torch.Tensor | None] = repeat(None, len(pairs))
+        if len(devices) == 1:
+            tables = copy_tables([runs for runs, _ in roundings], devices.pop())
+        for (_, update), (runs, first_column), table in zip(pairs, roundings, tables, strict=True):
             weight, gradient, first, second = (view_2d(part) for part in update[:4])
-            adamw_(weight, gradient, first, second, now, runs, first_column)
+            adamw_(weight, gradient, first, second, now, runs, first_column, table=table)
 
 
 def apply_update(

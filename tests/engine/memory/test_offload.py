@@ -317,7 +317,8 @@ def test_without_a_gpu_there_is_nowhere_to_move_them_from(tmp_path):
 def test_on_a_gpu_copies_beside_the_computation_change_no_bit_and_free_memory():
     device = torch.device("cuda")
     x = torch.randn(4096, 4096, device=device)
-    weights = [torch.randn(4096, 4096, device=device) / 64 for _ in range(12)]
+    drawn = (torch.randn(4096, 4096, device=device) / 64 for _ in range(12))
+    weights = [torch.nn.Parameter(weight, requires_grad=False) for weight in drawn]
 
     def passed(store):
         y = x.clone().requires_grad_()

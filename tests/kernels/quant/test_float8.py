@@ -25,6 +25,7 @@ from penstock_kernels.float8 import (
     quantize,
     seen,
     shape_of_scales,
+    transpose,
 )
 from penstock_kernels.float8.float8_matrix import spread
 from penstock_kernels.float8.hadamard import factors, hadamard, turn
@@ -41,8 +42,11 @@ SIZES = (1, 2, 7, 16, 31, 97, 127, 128, 129, 200, 256)
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 KINDS: tuple[Kind, ...] = ("e4m3", "e5m2")
 
-# What is summed in float32 is rounded once; interpreted, sums are cut off.
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+# What is summed in float32 is rounded once; interpreted, sums are cut off. Tensor cores of Hopper
+# add 32 products of float8 with 14 bits.
+OFF = 1e-5 if DEVICE == "cpu" else 1e-3
+TOLERANCE = {torch.float32: 2 * OFF, torch.bfloat16: 1e-2}
+IS_HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
@@ -130,9 +134,26 @@ def test_kernels_round_as_the_reference_does_to_the_bit(seeds):
         assert torch.equal(ours, theirs), (seed, sharing, kind)
 
 
+@needs_triton
+def test_codes_are_transposed():
+    draw = random.Random(0)
+    for _ in range(100):
+        codes = quantize.reference(drawn(draw.choice(SIZES), draw.choice(SIZES)), "e5m2", "tensor")
+        got = transpose.backend("triton")(codes.codes)
+        assert got.dtype == codes.codes.dtype
+        assert torch.equal(got.view(torch.uint8), codes.codes.mT.contiguous().view(torch.uint8))
+
+
 PAIRS = [
     ("scaled", "tensor", "tensor"),
     ("scaled", "rows", "rows"),
+    *(
+        pytest.param(
+            *("scaled", "groups", other),
+            marks=pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU"),
+        )
+        for other in ("groups", "tiles")
+    ),
     pytest.param("triton", "groups", "tiles", marks=[needs_triton, pytest.mark.slow]),
     pytest.param("triton", "groups", "groups", marks=[needs_triton, pytest.mark.slow]),
 ]
@@ -148,8 +169,10 @@ def test_products_are_exact_ones_rounded_at_random_shapes(backend, left, right):
         M, N, K = draw.choice(SIZES[:9]), draw.choice(wide), draw.choice(SIZES)
         kind = kinds[seed % 2]
         dtype = draw.choice(list(TOLERANCE))
-        if DEVICE == "cuda" and left == "rows":
+        if DEVICE == "cuda" and left in ("rows", "groups") and backend == "scaled":
             dtype = torch.bfloat16
+        if backend == "scaled" and left == "groups":
+            M, K = -(-M // 16) * 16, draw.choice((1, 2, 5)) * (512 if right == "tiles" else 128)
         a = quantize.reference(drawn(M, K, seed=seed), kind[0], left)
         b = quantize.reference(drawn(N, K, seed=seed + 1), kind[1], right)
         got = run(a, b, dtype)
@@ -229,7 +252,7 @@ def test_every_product_of_a_layer_is_of_rounded_numbers(recipe, block):
         more = "" if kind == "quantized" else " exact"
         y, dx, dweight = computed(x, weight, Float8Recipe(recipe, "e5m2", kind, kind, block), dy)
         for got, name in ((y, "y"), (dx, "dx" + more), (dweight, "dw" + more)):
-            assert sized(got, want[name]) < 1e-5, name
+            assert sized(got, want[name]) < OFF, name
     plain = x @ weight.mT, dy @ weight, dy.mT @ x
     for got, exact in zip(computed(x, weight, Float8Recipe(recipe), dy), plain, strict=True):
         assert sized(got, exact) < 0.1

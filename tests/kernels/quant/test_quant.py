@@ -251,6 +251,8 @@ def test_triton_has_groups_of_other_sizes(name, group):
     ("rows", "dtype", "rtol"), [(1, torch.float32, 1e-5), (17, torch.bfloat16, 2**-8)], ids=str
 )
 def test_a_product_of_few_rows_is_that_of_the_dequantized_matrix(name, rows, dtype, rtol):
+    if DEVICE == "cuda" and dtype == torch.float32:
+        pytest.skip("on a GPU Triton multiplies rows of 16 bits alone")
     made = quantize(normal(37, 200), FORMATS[name])
     x = normal(rows, 200, seed=1, scale=1.0).to(dtype)
     y = matmul.backend("triton")(x, made)

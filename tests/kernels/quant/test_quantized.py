@@ -44,6 +44,7 @@ def test_any_cut_of_a_matrix_is_what_the_whole_has_there(name):
     flat = {part: tensor.flatten(0, 1) for part, tensor in made.as_bytes().items()}
     assert all(tensor.dtype == torch.uint8 for tensor in flat.values())
     back = load(save({part: tensor[100:201].clone() for part, tensor in flat.items()}))
+    back = {part: tensor.to(DEVICE) for part, tensor in back.items()}
     rows = QuantizedTensor.of_bytes(made.format, 384, back)
     assert torch.equal(dequantize(rows), whole.flatten(0, 1)[100:201])
 

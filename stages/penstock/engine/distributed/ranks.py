@@ -86,6 +86,7 @@ def init_process_group(
         # A scheduler may show each process only its own device, as number 0.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        _set_cuda_backends()
         backend, device_id = "nccl", device
     else:
         device, backend, device_id = torch.device("cpu"), "gloo", None
@@ -109,6 +110,16 @@ def init_process_group(
                 device_id=device_id,
             )
     return ProcessInfo(rank, local_rank, world, device, heartbeat)
+
+
+def _set_cuda_backends() -> None:
+    """Of PyTorch's own choices on CUDA, those that are wrong for us."""
+    # On Hopper it prefers cuDNN's attention, which plans anew for every shape, in 70 ms on an H200:
+    # documents have other lengths in every row, and a KV cache at every token.
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    # By default partial sums of a product are rounded to 16 bits before they are added.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:

@@ -1,5 +1,6 @@
 """Optimizer step of a client's model on the gradients that its passes accumulated."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,11 +65,11 @@ def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) 
     gradients = [local(one.parameter.grad) for one in trained if one.parameter.grad is not None]
     if resident.per == "token" and gradients:
         torch._foreach_div_(gradients, float(max(1, resident.tokens)))
-    norm = gradient_norm(trained, substrate.ranks)
-    if not torch.isfinite(norm):
+    norm = gradient_norm(trained, substrate.ranks).item()
+    if not math.isfinite(norm):
         raise NotFiniteError(
-            f"the norm of the gradients of {resident.name} is {norm.item()}; its weights were left "
-            "as they were, and the gradients are forgotten.\n"
+            f"the norm of the gradients of {resident.name} is {norm}; its weights were left as "
+            "they were, and the gradients are forgotten.\n"
             "  Look at the losses of the passes since the last step, or lower learning_rate."
         )
     scale_gradients(trained, norm, adam_params.grad_clip_norm)
@@ -79,7 +80,7 @@ def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) 
     resident.step += 1
     _merge(residents, resident)
     return {
-        "grad_norm": norm.item(),
+        "grad_norm": norm,
         "learning_rate": adam_params.learning_rate,
         "step": float(resident.step),
     }

@@ -1,7 +1,7 @@
 """Gradient clipping by global norm; each element counts once, however it is sharded."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -35,11 +35,13 @@ def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Ten
 
 
 @torch.no_grad()
-def scale_gradients(params: Sequence[LocalParam], norm: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(params: Iterable[LocalParam], norm: float, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`; 0 or less disables clipping."""
-    if max_norm <= 0:
+    # In fp32, as a device would compute it. A number of the host, unlike a tensor, lets PyTorch
+    # scale all gradients in a few launches.
+    factor = (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item()
+    if max_norm <= 0 or factor >= 1:
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     gradients = [local(one.parameter.grad) for one in params if one.parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        torch._foreach_mul_(gradients, factor)
