@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 
 import peft
 import pytest
@@ -9,8 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from penstock.adapters.add_low_rank import AddLowRank, can_add_in_place
 from penstock.adapters.init import init_adapters
 from penstock.adapters.inject import LoraSpec, inject
+from penstock.adapters.lora import LoraLinear
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.peft_format import LoraScaling, adapter_config, peft_bias, peft_name
 from penstock.adapters.weight_delta import LoraDelta, WeightDelta
@@ -322,3 +325,51 @@ def test_an_adapted_head_drops_as_tokens_places_say_however_many_it_is_given():
     some, all_at_once, undropped = found
     assert (some - all_at_once).norm() <= 1e-5 * some.norm()
     assert (some - undropped).norm() > 0.1 * undropped.norm()
+
+
+def low_rank_parts(dtype):
+    generator = torch.Generator().manual_seed(0)
+    drawn = partial(torch.randn, generator=generator, dtype=dtype)
+    # Columns 3 to 7 and 9 to 11, the rest is of parts that are not adapted.
+    return drawn(5, 12), [(3, 5), (9, 3)], [drawn(5, 2), drawn(5, 2), drawn(3, 4), drawn(5, 4)]
+
+
+def test_products_added_in_place_have_the_sums_and_gradients_of_the_definition():
+    y, columns, (b, h, c, g) = low_rank_parts(torch.float64)
+    factors = [h, b, g, c]
+    inputs = [tensor.requires_grad_() for tensor in (y, *factors)]
+
+    def add(y, *factors):
+        return AddLowRank.apply(y.clone(), 0.5, columns, *factors)
+
+    want = y.detach().clone()
+    for (first, width), down, up in zip(columns, factors[::2], factors[1::2], strict=True):
+        want[:, first : first + width] += 0.5 * (down @ up.mT).detach()
+    torch.testing.assert_close(add(y, *factors), want)
+    assert torch.autograd.gradcheck(add, inputs)
+
+
+def test_products_are_added_in_place_only_where_that_changes_nothing_else():
+    y, factors = torch.zeros(4, 6), [(torch.zeros(4, 2), torch.zeros(6, 2))]
+    assert can_add_in_place(y, factors)
+    assert not can_add_in_place(y.view(2, 12), factors)
+    assert not can_add_in_place(y.mT, factors)
+    assert not can_add_in_place(y.bfloat16(), factors)
+    before = torch.randn(4, 6)
+    base = nn.Linear(8, 6, bias=False)
+    layer = LoraLinear(
+        base,
+        parts={"a": 4, "b": 2},
+        adapted=["b"],
+        rank=2,
+        scale=2.0,
+        dropout={"b": Dropout(0.0, "b")},
+    )
+    for factor in (layer.lora_A["b"], layer.lora_B["b"]):
+        nn.init.normal_(factor)
+    x = torch.randn(4, 8)
+    assert torch.equal(layer(x)[:, :4], base(x)[:, :4])
+    layer.affine = lambda *_: before[:]  # a view of what somebody else holds
+    kept = before.clone()
+    layer(x)
+    assert torch.equal(before, kept)

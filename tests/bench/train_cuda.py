@@ -177,12 +177,9 @@ def measure(
     prepare: Callable[[Trainer], None] = lambda _: None,
 ) -> Figures:
     """Figures of one case; `prepare` may change its model before the first step."""
-    on_cuda = ranks.device.type == "cuda"
-    if on_cuda:
-        torch.cuda.reset_peak_memory_stats()
     loop = open_loop(case, folder, ranks)
     prepare(loop)
-    seconds, flop, tokens, loss = [], [], [], 0.0
+    seconds, flop, tokens, loss, peak = [], [], [], 0.0, 0
     for number in range(WARMING + MEASURED):
         rows = loop.batches.rows(loop.at.cursor).tolist()
         ranks.barrier()
@@ -192,14 +189,14 @@ def measure(
             seconds.append(time.perf_counter() - started)
             flop.append(model_flop(case, loop.rows, rows))
             tokens.append(record["tokens"])
+        # A step reads the peak, and lets PyTorch begin anew.
+        peak = max(peak, loops.peak_memory(loop))
         loss = record["loss"]
     rates = [(t / s, f / s) for t, f, s in zip(tokens, flop, seconds, strict=True)]
     of_tokens, of_flop = (
         statistics.median(each) / ranks.world_size for each in zip(*rates, strict=True)
     )
-    peak = torch.cuda.max_memory_allocated() if on_cuda else 0
-    highest = max(each for each in ranks.all_gather(peak) if isinstance(each, int))
-    return Figures(of_tokens, of_flop, highest, loss)
+    return Figures(of_tokens, of_flop, peak if ranks.device.type == "cuda" else 0, loss)
 
 
 def measure_if_it_fits(name: str, measuring: Callable[[Path], Figures]) -> Figures | None:

@@ -96,6 +96,11 @@ def step(loop: Trainer) -> dict[str, Any]:
     return loop._step()
 
 
+def peak_memory(loop: Trainer) -> int:
+    """Bytes, the most of any rank, since the step before the last read it."""
+    return loop._memory[0] // loop.ranks.world_size
+
+
 def save(loop: Trainer) -> None:
     """A checkpoint of the step that the loop is at."""
     loop.saves._write(loop.at, {"owes": []})

@@ -84,7 +84,11 @@ def _unsupported_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dty
         return "only on Hopper it has scales of 128 columns"
     if dtype != torch.bfloat16:
         return f"with scales of 128 columns it gives bfloat16, not {dtype}"
+    if not a_MK.codes.dtype == b_NK.codes.dtype == torch.float8_e4m3fn:
+        return "with scales of 128 columns both matrices are e4m3"
     (M, K), N = a_MK.codes.shape, len(b_NK.codes)
+    if b_NK.sharing == "tiles" and N <= BLOCK:
+        return "the second matrix has rows of one tile alone"
     columns = BLOCK * (BLOCKS_ALIGNED if b_NK.sharing == "tiles" else 1)
     if not (M and N and K) or M % MULTIPLE or N % MULTIPLE or K % columns:
         return f"rows are no multiple of {MULTIPLE}, or columns none of {columns}: {M}, {N}, {K}"

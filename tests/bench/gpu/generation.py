@@ -27,10 +27,10 @@ from tests.engine.generation.writing import built_of, job_of
 OF_PEER = 1.0
 LENGTHS = (200, 30, 120, 7, 65, 150, 90, 12)
 CASES = {
-    "32 prompts, greedy": Case(LENGTHS * 4, 1, 128, 0),
-    "32 prompts, sampled": Case(LENGTHS * 4, 1, 128, 1),
-    "1 prompt, sampled": Case((120,), 1, 128, 1),
-    "1 prompt, 64 completions, sampled": Case((400,), 64, 128, 1),
+    "32 prompts, greedy": Case(LENGTHS * 4, 1, 32, 0),
+    "32 prompts, sampled": Case(LENGTHS * 4, 1, 32, 1),
+    "1 prompt, sampled": Case((120,), 1, 32, 1),
+    "1 prompt, 64 completions, sampled": Case((400,), 64, 32, 1),
 }
 SHORT = {"32 prompts, greedy": Case((9, 4), 1, 3, 0), "1 prompt, sampled": Case((5,), 2, 3, 1)}
 

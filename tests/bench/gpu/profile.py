@@ -6,6 +6,7 @@ nothing. A Chrome trace is kept where figures are. Then the host syncs of a step
 
 import argparse
 import gzip
+import os
 import tempfile
 import time
 import warnings
@@ -76,7 +77,7 @@ def count_syncs(loop: Trainer) -> int:
     # Another warning says that the mode is a prototype.
     found = [one for one in caught if "called a synchronizing" in str(one.message)]
     for one in found:
-        print(f"a host sync at {one.filename}:{one.lineno}")
+        print(f"a host sync at {os.path.relpath(one.filename)}:{one.lineno}")
     return len(found)
 
 

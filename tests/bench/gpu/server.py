@@ -25,8 +25,8 @@ from tests.bench.train_cuda import QWEN3_0_6B
 from tests.engine import runs
 from tests.server.serving import VOCABULARY, Server
 
-PROMPTS, COMPLETIONS, NEW, PROMPT = 16, 8, 256, 128
-ROUNDS = 4
+PROMPTS, COMPLETIONS, NEW, PROMPT = 16, 8, 64, 128
+ROUNDS = 3
 """The first of which is not counted."""
 
 FIELDS = {"enable_mixed_precision": True, "attn_implementation": None, "ce_mode": "chunked"}

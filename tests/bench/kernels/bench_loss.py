@@ -20,6 +20,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -97,11 +98,11 @@ def compare(
     vocabulary: int,
 ) -> None:
     """Print all ways to train a head and what comes before it, and then only the latter."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, width, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_()
-    head = torch.randn(vocabulary, width, generator=generator) / width**0.5
-    head = head.to(DEVICE, torch.bfloat16)
-    labels = torch.randint(0, vocabulary, (tokens,), generator=generator).to(DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    drawn = partial(torch.randn, generator=generator, device=DEVICE)
+    x = drawn(tokens, width).to(torch.bfloat16).requires_grad_()
+    head = (drawn(vocabulary, width) / width**0.5).to(torch.bfloat16)
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator, device=DEVICE)
     for trained in (True, False):
         head.requires_grad_(trained)
         print(f"\n{tokens} tokens, {width} wide, {vocabulary} entries, head {trained=}")

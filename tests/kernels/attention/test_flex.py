@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention
 
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.flex import BLOCK, blocks, flex
-from tests.dense import relative_error, visible
+from tests.dense import visible
 from tests.kernels.attention.attention_cases import drawn, of_shared_prompts, random_start_rows
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -101,4 +101,6 @@ def test_on_cuda_forward_and_backward_are_those_of_the_reference(seed):
         )
         results.append([y, *torch.autograd.grad(y, (q, k, v), parts[3])])
     for mine, exact in zip(*results, strict=True):
-        assert relative_error(mine, exact.double()) < 1e-2
+        # Where each token sees itself alone, queries and keys have no gradient.
+        size = max(exact.double().norm(), 0.1 * exact.numel() ** 0.5)
+        assert (mine.double() - exact.double()).norm() < 1e-2 * size
