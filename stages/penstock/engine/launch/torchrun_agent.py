@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import main
 
+from penstock.core import env
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.scratch_dir import scratch_folder
 from penstock.engine.launch.rendezvous import create_handler
@@ -88,8 +89,8 @@ def _register_rendezvous(folder: Path) -> None:
 
 
 def _set_shutdown_timeout() -> None:
-    """Honour SHUTDOWN_TIMEOUT before PyTorch 2.13, which always waits 30 seconds."""
-    seconds = os.environ.get(SHUTDOWN_TIMEOUT)
+    """Honour SHUTDOWN_TIMEOUT before PyTorch 2.12, which always waits 30 seconds."""
+    seconds = env.variable(SHUTDOWN_TIMEOUT)
     if seconds and "shutdown_timeout" not in inspect.signature(LaunchConfig).parameters:
         api.PContext.close.__defaults__ = (None, int(seconds))
 

@@ -113,7 +113,7 @@ def build_environment(run: RunConfig) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         # A store shared by all attempts would return stale addresses to restarted ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # An option, --shutdown-timeout, only from PyTorch 2.13 on.
+        # An option, --shutdown-timeout, only from PyTorch 2.12 on.
         SHUTDOWN_TIMEOUT: str(math.ceil(run.launch.stop_timeout)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
