@@ -32,7 +32,7 @@ def raise_usage_error(error: Any) -> None:
 
 def _suggest_option(option: str, possibilities: list[str]) -> str:
     """The nearest option of the command, or the setting of that name."""
-    from penstock.config.loading.schema_tree import suggest
+    from penstock.config.loading.suggest_name import suggest
 
     if option in ("--config", "-c"):
         return "; give the file without an option."

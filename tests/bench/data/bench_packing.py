@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from penstock.rows.bin_plan import sequential
+from penstock.rows.packing.best_fit import best_fit
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.multipack import multipack
-from penstock.rows.packing.patterns import best_fit
 from tests.rows.lengths import NAMES, lengths_of
 
 Packer = Callable[[np.ndarray, int], int]

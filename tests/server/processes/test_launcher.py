@@ -19,7 +19,7 @@ from penstock.cli.main import main as penstock
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
-from penstock.core.process.rendezvous import is_loopback_host
+from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.server.__main__ import main
 from penstock.server.launch.addresses import free_port, tcp, workers_address
 from penstock.server.launch.child_process import ManagedProcess

@@ -12,7 +12,7 @@ from penstock.config.loading.cli_overrides import Override
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.core.process.rendezvous import PORT
+from penstock.core.process.rendezvous_endpoint import PORT
 from penstock.machine import check_layout
 
 Launcher = Literal["torchrun", "slurm", "kubernetes"]

@@ -11,7 +11,7 @@ import yaml
 from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.process.rendezvous import PORT
+from penstock.core.process.rendezvous_endpoint import PORT
 from penstock.core.remote.urls import is_url, redact
 
 CONFIG_FOLDER = "/etc/penstock"

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.cli.launch.torchrun import shell_args
 from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
-from penstock.core.process.rendezvous import PORT, parse_endpoint
+from penstock.core.process.rendezvous_endpoint import PORT, parse_endpoint
 
 PER_NODE_FIELDS = ("launch.node_rank", "launch.rdzv_endpoint")
 """Fields that the script sets on each node."""

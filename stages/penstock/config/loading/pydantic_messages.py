@@ -15,8 +15,8 @@ from penstock.config.loading.schema_tree import (
     field_at,
     is_section,
     sections,
-    suggest,
 )
+from penstock.config.loading.suggest_name import suggest
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 

@@ -21,8 +21,8 @@ from penstock.config.loading.schema_tree import (
     enclosing_field,
     field_at,
     is_section,
-    suggest,
 )
+from penstock.config.loading.suggest_name import suggest
 from penstock.config.rules.notices import iter_notices
 from penstock.config.rules.run import rule_violations
 from penstock.config.schema.base import ConfigSection

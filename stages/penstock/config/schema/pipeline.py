@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.core.process.rendezvous import parse_endpoint
+from penstock.core.process.rendezvous_endpoint import parse_endpoint
 from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, redact
 
 

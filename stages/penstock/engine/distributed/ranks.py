@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from penstock.core import env
 from penstock.core.process.rank_heartbeat import Heartbeat
-from penstock.core.process.rendezvous import loopback_interface
+from penstock.core.process.rendezvous_endpoint import loopback_interface
 from penstock.engine.distributed.object_unpickler import restrict_pickling
 from penstock.engine.launch.stores import env_store, named_store
 

@@ -17,8 +17,8 @@ from penstock.core.sources.hub import local_folder
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.hf.save_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.save_model import (
     DTYPES,
     HFFolderMeta,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.adapters.names import MAGNITUDE, LoraParamName, parse_lora_name
-from penstock.engine.hf.save_adapter import adapters_in
+from penstock.engine.hf.export_adapter import adapters_in
 from penstock.engine.hf.state_dict import HFStateDict, Tensors, in_checkpoint
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.rank_padding import rank_dim

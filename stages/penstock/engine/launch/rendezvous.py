@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from penstock.core import env
-from penstock.core.process.rendezvous import listening_address, parse_endpoint, reachable
+from penstock.core.process.rendezvous_endpoint import listening_address, parse_endpoint, reachable
 from penstock.engine.launch.stores import listening_store, store_name
 from penstock.engine.launch.torchrun import RDZV_BACKEND
 

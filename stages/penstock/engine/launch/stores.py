@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from penstock.core import env
-from penstock.core.process.rendezvous import listening_address
+from penstock.core.process.rendezvous_endpoint import listening_address
 
 
 def listening_store(

@@ -28,7 +28,7 @@ from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.resume import require_whole
 from penstock.engine.checkpoint.train_state import States, TrainState
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.hf.save_adapter import adapters_in, write_adapter_folder
+from penstock.engine.hf.export_adapter import adapters_in, write_adapter_folder
 from penstock.engine.hf.save_model import DTYPES, HFFolderMeta, write_hf_folder
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.hf.tokenizer_files import TokenizerFiles

@@ -1,8 +1,8 @@
 """Two bin packing searches: a fast one, and one that takes the best of several plans."""
 
 from penstock.rows.bin_plan import Indices
+from penstock.rows.packing.best_fit import Patterns, best_fit
 from penstock.rows.packing.exact import evenest, exact_fit, longest
-from penstock.rows.packing.patterns import Patterns, best_fit
 
 
 def best_fit_only(counts: Indices, capacity: int, enough: int) -> Patterns:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.rows.bin_plan import Indices
-from penstock.rows.packing.patterns import Patterns
+from penstock.rows.packing.best_fit import Patterns
 
 TRIES = 16
 """How many of the longest lengths are tried as the first of three."""

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.rows.bin_plan import PackingPlan, Sizes, join, one_per_row
+from penstock.rows.packing.best_fit import Patterns
 from penstock.rows.packing.best_of import best_fit_only, search_best
 from penstock.rows.packing.exchange import exchange
 from penstock.rows.packing.lower_bound import fewest_rows
-from penstock.rows.packing.patterns import Patterns
 from penstock.rows.packing.random_start import random_starts, repack
 from penstock.rows.packing.rows import Rows, build_rows, row_starts
 from penstock.rows.packing.sorting import count_values

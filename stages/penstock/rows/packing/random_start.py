@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator
 import numpy as np
 
 from penstock.rows.bin_plan import Indices, Sizes
+from penstock.rows.packing.best_fit import Patterns, best_fit
 from penstock.rows.packing.deal import deal
 from penstock.rows.packing.lower_bound import fewest_rows
-from penstock.rows.packing.patterns import Patterns, best_fit
 from penstock.rows.packing.rows import Rows, build_rows, plan_slots, row_starts
 from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
 

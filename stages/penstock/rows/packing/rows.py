@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.rows.bin_plan import Indices, PackingPlan, Sizes
-from penstock.rows.packing.patterns import Patterns
+from penstock.rows.packing.best_fit import Patterns
 from penstock.rows.packing.sorting import ranges, stable_argsort
 
 

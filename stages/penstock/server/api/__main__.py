@@ -15,7 +15,7 @@ import uvicorn
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.core.process.rendezvous import is_loopback_host
+from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.server.api.app import create_app
 from penstock.server.api.context import AppState
 from penstock.server.api.http_protocol import Connection, max_open_connections

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.process.rendezvous import is_loopback_host
+from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import pin_config, pin_model, pin_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from penstock.config.server.config import ServerConfig
 from penstock.core import env
-from penstock.core.process.rendezvous import interface_towards
+from penstock.core.process.rendezvous_endpoint import interface_towards
 from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 from penstock.server.launch.addresses import in_url
 

@@ -12,7 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.process.allowed_env import Purpose
-from penstock.core.process.rendezvous import (
+from penstock.core.process.rendezvous_endpoint import (
     PORT,
     interface_towards,
     parse_endpoint,
