@@ -9,7 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
+from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.gpus import Gpus, detect_gpus
@@ -46,6 +50,9 @@ from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
 
 CONFIG_ALONE = ("config.json",)
+
+SPLITS_BACKWARD = Version("2.12")
+"""The first PyTorch that runs the schedules of SPLIT_BACKWARD."""
 
 QUACK = "quack-kernels"
 """The distribution name: other packages can also be imported as `quack`."""
@@ -101,6 +108,7 @@ def check_machine(run: RunConfig) -> None:
             f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
             f"  Write {gpus} or auto."
         )
+    check_schedule(run.train)
     require_trackers(run.train)
     env.require_variables(run.launch.pass_env, "launch.pass_env")
     check_optimizer(run, gpus)
@@ -115,6 +123,22 @@ def check_machine(run: RunConfig) -> None:
     check_adapted_layers(run)
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def check_schedule(train: TrainConfig) -> None:
+    """Refuse schedules that this PyTorch cannot run: before 2.12 a backward pass in two halves
+    takes every input of a stage for a tensor."""
+    schedule, installed = train.pipeline_parallel_schedule, version("torch")
+    if (
+        train.pipeline_parallel_size > 1
+        and schedule in SPLIT_BACKWARD
+        and Version(installed) < SPLITS_BACKWARD
+    ):
+        raise CapabilityError(
+            f"train.pipeline_parallel_schedule is {schedule}, which needs PyTorch "
+            f"{SPLITS_BACKWARD}, and {installed} is installed.\n"
+            "  Write Interleaved1F1B or 1F1B, or install a newer PyTorch."
+        )
 
 
 def check_foundation_entries(run: RunConfig) -> None:

@@ -9,9 +9,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock import machine
 from penstock.config.loading.load import load, loads
 from penstock.core import env
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.distributed.parallel_dims import AXIS_FIELDS, build_parallel_dims
 from penstock.engine.distributed.reshard_policy import reshard_policy
 from penstock.engine.distributed.validate_layout import (
@@ -386,3 +387,16 @@ def test_the_numbers_are_those_of_the_models_own_config(tmp_path) -> None:
     assert refusal(changed(values, {"model.foundation": {"num_attention_heads": 12}})) is not None
     more = {"num_attention_heads": 8, "num_key_value_heads": 4}
     assert refusal(changed(values, {"model.foundation": more})) is None
+
+
+@pytest.mark.parametrize("installed", ["2.11.0+cu130", "2.12.0"])
+def test_a_backward_pass_in_halves_is_refused_where_pytorch_cannot_run_it(installed, monkeypatch):
+    monkeypatch.setattr(machine, "version", lambda _: installed)
+    split = {"pipeline_parallel_size": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"}
+    train = loads(values_of(2, **split, gradient_accumulation_steps=4)).train
+    if installed == "2.12.0":
+        machine.check_schedule(train)
+        return
+    with pytest.raises(CapabilityError, match=r"InterleavedZeroBubble, which needs PyTorch 2\.12"):
+        machine.check_schedule(train)
+    machine.check_schedule(train.model_copy(update={"pipeline_parallel_schedule": "1F1B"}))

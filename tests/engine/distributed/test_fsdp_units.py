@@ -21,6 +21,9 @@ def decoder(**changes: Any) -> Decoder:
         return Decoder(get_family(hf_config).read(hf_config))
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < data_parallel.HEAD_MAY_BE_SKIPPED, reason="PyTorch is too old"
+)
 def test_an_untied_embedding_and_the_head_with_its_norm_are_units() -> None:
     model = decoder(tie_word_embeddings=False)
     found = edge_units(model, shard_units(model, []))
