@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.adamw.settings import Settings, require_step
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.rng_rows import RowKeys, copy_tables
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
@@ -119,7 +120,7 @@ def adamw_(
     begins = 0 if runs is None else first_column
     if runs is not None and table is None:
         [table] = copy_tables([runs], weight.device)
-    _step[(triton.cdiv(R, rows), triton.cdiv(begins % 4 + K, across))](
+    _step[(cdiv(R, rows), cdiv(begins % 4 + K, across))](
         weight,
         gradient,
         first,
@@ -139,6 +140,6 @@ def adamw_(
         settings.bias_correction2_sqrt,
         ROWS=rows,
         ACROSS=across,
-        RUNS=0 if runs is None else triton.next_power_of_2(len(runs)),
+        RUNS=0 if runs is None else next_power_of_2(len(runs)),
         SHIFT=begins % 4,
     )

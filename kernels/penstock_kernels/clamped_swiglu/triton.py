@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.launch_sizes import cdiv
 
 BLOCK = 1024
 
@@ -55,7 +56,7 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
 def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     y = _clamped_gate_fake(both, alpha, limit)
     if n := y.numel():
-        _forward[(triton.cdiv(n, BLOCK),)](both.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
+        _forward[(cdiv(n, BLOCK),)](both.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
     return y
 
 
@@ -67,7 +68,7 @@ def _clamped_gate_fake(both: torch.Tensor, alpha: float, limit: float) -> torch.
 def _gradient(both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     dboth = both.new_empty(both.shape)
     if n := dy.numel():
-        _backward[(triton.cdiv(n, BLOCK),)](
+        _backward[(cdiv(n, BLOCK),)](
             both.contiguous(), dy.contiguous(), dboth, alpha, limit, n, BLOCK=BLOCK
         )
     return dboth

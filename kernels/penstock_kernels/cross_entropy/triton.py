@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.cross_entropy.loss_terms import LogitGradFactors, LossOptions, SoftmaxStats
+from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.tuning import select_config
 
 BLOCK = 4096
@@ -165,7 +166,7 @@ def slope_(
         return
 
     def launch(logits_CV: torch.Tensor, tile: Tile) -> None:
-        _slope[(len(logits_CV), triton.cdiv(width, tile.block))](
+        _slope[(len(logits_CV), cdiv(width, tile.block))](
             logits_CV,
             labels_C,
             log_sum_C,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.dropout.reference import keep_threshold
+from penstock_kernels.launch_sizes import cdiv
 
 GROUPS = 256
 """Groups of four features in a program: one draw makes four words."""
@@ -44,7 +45,7 @@ def drop(
     T, F = x_TF.shape
     groups = -(-(first_feature + F) // 4) - first_feature // 4
     if x_TF.numel():
-        _drop[(T, triton.cdiv(groups, GROUPS))](
+        _drop[(T, cdiv(groups, GROUPS))](
             x_TF,
             places_T,
             y_TF,

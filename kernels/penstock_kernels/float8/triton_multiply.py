@@ -19,6 +19,7 @@ from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 from penstock_kernels.float8.formats import DTYPES, Kind
 from penstock_kernels.float8.triton_quantize import has_float8
+from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.op import INTERPRETED, needs_cuda
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
@@ -103,7 +104,7 @@ def _run(
     (M, K), N = a.shape, len(b)
     y = a.new_empty((M, N), dtype=dtype)
     if y.numel():
-        _multiply[(triton.cdiv(M, TILE) * triton.cdiv(N, TILE),)](
+        _multiply[(cdiv(M, TILE) * cdiv(N, TILE),)](
             a if INTERPRETED else a.view(DTYPES[a_kind]),
             b if INTERPRETED else b.view(DTYPES[b_kind]),
             a_scales,

@@ -17,6 +17,7 @@ from penstock_kernels.custom_op import operator
 from penstock_kernels.float8.amax import amax
 from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
 from penstock_kernels.float8.formats import DTYPES, Kind, compute_scales
+from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
 from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
 
@@ -144,7 +145,7 @@ def _run(
     codes = x.new_empty((R, C), dtype=torch.uint8)
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
-        _quantize[(triton.cdiv(R, rows), triton.cdiv(C, BLOCK))](
+        _quantize[(cdiv(R, rows), cdiv(C, BLOCK))](
             x,
             codes,
             found,
@@ -167,7 +168,7 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     R, C = codes.shape
     found = codes.new_empty((C, R))
     if codes.numel():
-        grid = (triton.cdiv(R, TRANSPOSED), triton.cdiv(C, TRANSPOSED))
+        grid = (cdiv(R, TRANSPOSED), cdiv(C, TRANSPOSED))
         _transpose[grid](codes, found, R, C, TILE=TRANSPOSED, num_warps=8)
     return found
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.spans import Spans, to_spans
 
 BLOCK = 1024
@@ -93,7 +94,7 @@ def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     y = gate.new_empty(gate.shape)
     if y.numel():
         gates, ups = _alike(gate, up)
-        blocks = triton.cdiv(gates.length, BLOCK)
+        blocks = cdiv(gates.length, BLOCK)
         _forward[(y.numel() // gates.length * blocks,)](
             gates.tensor,
             ups.tensor,
@@ -128,7 +129,7 @@ def _write_gradients(
     activation: str,
 ) -> None:
     """Into dgate and dup, whose spans begin grad_stride apart."""
-    blocks = triton.cdiv(gates.length, BLOCK)
+    blocks = cdiv(gates.length, BLOCK)
     _backward[(dy.numel() // gates.length * blocks,)](
         gates.tensor,
         ups.tensor,

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock_kernels.group_gemm import tiles
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import VECTOR, with_unit_stride
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.tuning import select_config
 
@@ -200,7 +201,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
     copy = "descriptors" if _take_descriptors(x_TK, stored) else "pointers"
 
     def launch(tile: tiles.Tiles) -> None:
-        groups = triton.next_power_of_2(G + 1)
+        groups = next_power_of_2(G + 1)
         bounds = torch.empty(3, G + 1, dtype=torch.int32, device=x_TK.device)
         _plan[(1,)](counts_G, bounds, G, T, ROWS=tile.rows, GROUPS=groups)
         # Every group, and the rows past them, may end in a tile that is not full.
@@ -211,7 +212,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
             block = [tile.columns, tile.depth]
             block = block if weight == "contracted" else block[::-1]
             w = TensorDescriptor.from_tensor(stored, [1, *block])
-        _by_rows[(most_tiles * triton.cdiv(N, tile.columns),)](
+        _by_rows[(most_tiles * cdiv(N, tile.columns),)](
             x,
             w,
             y_TN,
@@ -254,7 +255,7 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
         if copy == "descriptors":
             a = TensorDescriptor.from_tensor(a_TM, [tile.depth, tile.rows])
             b = TensorDescriptor.from_tensor(b_TN, [tile.depth, tile.columns])
-        _of_groups[(G * triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns),)](
+        _of_groups[(G * cdiv(M, tile.rows) * cdiv(N, tile.columns),)](
             a,
             b,
             a_TM,

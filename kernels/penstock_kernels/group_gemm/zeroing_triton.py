@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
+
 ELEMENTS = 4096
 """Elements written by a program at a time."""
 EACH = 65536
@@ -54,8 +56,8 @@ def _zero(y: torch.Tensor, numbers_G: torch.Tensor, W: int, *, tail: bool) -> to
     R = y.shape[0]
     if y.numel():
         rows = ROWS if W <= ELEMENTS else 1
-        columns = min(triton.next_power_of_2(W), ELEMENTS // rows)
-        grid = (triton.cdiv(R, rows), triton.cdiv(W, EACH))
+        columns = min(next_power_of_2(W), ELEMENTS // rows)
+        grid = (cdiv(R, rows), cdiv(W, EACH))
         last = numbers_G.shape[0] - 1
         shape = {"ROWS": rows, "COLUMNS": columns, "EACH": EACH}
         _zero_rows[grid](y, numbers_G, R, W, last, TAIL=tail, **shape)

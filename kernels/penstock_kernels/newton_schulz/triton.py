@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.newton_schulz.reference import (
     COEFFICIENTS,
     STEPS,
@@ -126,12 +127,12 @@ def _product(
     """times x x' + plus add, [B, N, N]."""
     B, N, K = x_BNK.shape
     y_BNN = x_BNK.new_empty(B, N, N)
-    rows = min(TILE, max(LEAST, triton.next_power_of_2(N)))
-    depth = min(DEPTH, max(LEAST, triton.next_power_of_2(K)))
+    rows = min(TILE, max(LEAST, next_power_of_2(N)))
+    depth = min(DEPTH, max(LEAST, next_power_of_2(K)))
     first = Tile(rows, depth, 8 if rows == TILE else 4, 3)
 
     def launch(tile: Tile) -> None:
-        across = triton.cdiv(N, tile.rows)
+        across = cdiv(N, tile.rows)
         _symmetric[(across * (across + 1) // 2, B)](
             x_BNK,
             add_BNN,

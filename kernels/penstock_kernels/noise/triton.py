@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.noise import reference
 from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.op import INTERPRETED
@@ -118,7 +119,7 @@ def add_noise_(
     R, num_runs = weight_RK.shape[0], len(runs)
     rows, columns = tile(K, group)
     drawn = first_column % 4 + K
-    _add[(triton.cdiv(R, rows), triton.cdiv(drawn, columns))](
+    _add[(cdiv(R, rows), cdiv(drawn, columns))](
         weight_RK,
         spread,
         *copy_tables([runs], weight_RK.device),
@@ -131,7 +132,7 @@ def add_noise_(
         GROUP=group or 0,
         ROWS=rows,
         COLUMNS=columns,
-        RUNS=triton.next_power_of_2(num_runs),
+        RUNS=next_power_of_2(num_runs),
         ROUND=INTERPRETED and weight_RK.dtype == torch.bfloat16,
     )
     return weight_NK

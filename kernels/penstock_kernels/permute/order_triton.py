@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.permute.order import NO_EXPERT, Order, key_dtype
 
 BLOCK = 1024
@@ -70,7 +71,7 @@ def _sorted(
     R = choice_TK.numel()
     counts_E = choice_TK.new_empty(num_experts, dtype=torch.int64)
     keys_R = choice_TK.new_empty(R, dtype=key_dtype(num_experts))
-    blocks = triton.cdiv(R, BLOCK)
+    blocks = cdiv(R, BLOCK)
     if R:
         _keys[(blocks,)](choice_TK, keys_R, R, num_experts, BLOCK=BLOCK)
     keys_R, copy_of_row = keys_R.sort(stable=True)
@@ -83,7 +84,7 @@ def _sorted(
         R,
         num_experts,
         NONE=NO_EXPERT,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=next_power_of_2(num_experts),
         BLOCK=BLOCK,
     )
     return copy_of_row, row_of_copy, counts_E

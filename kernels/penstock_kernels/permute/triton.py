@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.permute.order import Order
 
 WIDEST = 2048
@@ -78,7 +79,7 @@ def _weigh(
 
 
 def _block(D: int) -> int:
-    return min(triton.next_power_of_2(D), WIDEST)
+    return min(next_power_of_2(D), WIDEST)
 
 
 def _weighed(
@@ -119,7 +120,7 @@ def _permuted(
     rows = x.new_empty(R, D)
     if rows.numel():
         block = _block(D)
-        grid = (R, triton.cdiv(D, block))
+        grid = (R, cdiv(D, block))
         _copy[grid](x.contiguous(), copy_of_row, rows, row_of_copy.shape[1], D, BLOCK=block)
     return rows
 
@@ -159,7 +160,7 @@ def _unpermuted(
     if y.numel():
         block = _block(D)
         rows = rows.contiguous()
-        _add[(T, triton.cdiv(D, block))](
+        _add[(T, cdiv(D, block))](
             rows,
             row_of_copy,
             rows if weights is None else weights.contiguous(),

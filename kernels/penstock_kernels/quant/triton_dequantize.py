@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_numbers import decode_level, from_e4m3, to_bf16_grid
@@ -104,7 +105,7 @@ def _dequantize(
 
 def tile(columns: int, group: int | None) -> tuple[int, int]:
     """Rows and columns of a tile: whole groups, and no more columns than a row has."""
-    width = max(min(triton.next_power_of_2(columns), 512), group or 16)
+    width = max(min(next_power_of_2(columns), 512), group or 16)
     return max(ELEMENTS // width, 1), width
 
 
@@ -125,7 +126,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
         return y
     R = y.numel() // K
     rows, columns = tile(K, format.group)
-    _dequantize[(triton.cdiv(R, rows), triton.cdiv(K, columns))](
+    _dequantize[(cdiv(R, rows), cdiv(K, columns))](
         *pointers(quantized),
         y,
         R,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_dequantize import pointers, read
@@ -100,10 +101,10 @@ def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
     (T, K), N = x_TK.shape, quantized.shape[0]
     y_TN = torch.empty(T, N, dtype=x_TK.dtype, device=x_TK.device)
     tensors = pointers(quantized)
-    x_rows = max(16, triton.next_power_of_2(T))
+    x_rows = max(16, next_power_of_2(T))
 
     def launch(tile: Tile) -> None:
-        _multiply[(triton.cdiv(N, tile.weight_rows),)](
+        _multiply[(cdiv(N, tile.weight_rows),)](
             x_TK,
             *tensors,
             y_TN,

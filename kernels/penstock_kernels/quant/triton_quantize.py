@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.quant import nvfp4
 from penstock_kernels.quant.block_fp8 import TILE
 from penstock_kernels.quant.check import require_finite, require_matrix
@@ -154,12 +155,12 @@ def quantize(
 
     codes = empty(row_bytes, torch.uint8)
     rows, columns = tile(K, format.group)
-    grid = triton.cdiv(R, rows), triton.cdiv(K, columns)
+    grid = cdiv(R, rows), cdiv(K, columns)
     of = {"FORMAT": format.name, "GROUP": format.group or 0, "ROWS": rows, "COLUMNS": columns}
     global_scales = None
     if in_tiles:
         scales = empty(num_groups, torch.float32)
-        tiles = R // N * triton.cdiv(N, TILE), num_groups
+        tiles = R // N * cdiv(N, TILE), num_groups
         _by_tiles[tiles](weight, codes, scales, N, K, num_groups, TILE=TILE, num_warps=8)
     elif format.codes == "levels":
         scales = empty(num_groups, format.scales_dtype)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.spans import Spans, to_spans
 
 MOST_PARTIALS = 512
@@ -138,7 +139,7 @@ def _add_partials(partial_ptr, sum_ptr, parts, D, PARTS: tl.constexpr, COLUMNS: 
 
 def tile(width: int) -> dict[str, int]:
     """Rows and columns that a program takes at a time, and its warps."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1, TILE // block)
     size = rows * block
     warps = 4 if size <= 2048 else 8 if size <= 4096 else 16 if size <= 16384 else 32
@@ -164,7 +165,7 @@ def _normalized(
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
         spans, how = to_spans(x), tile(D)
-        _forward[(triton.cdiv(num_rows, how["ROWS"]),)](
+        _forward[(cdiv(num_rows, how["ROWS"]),)](
             spans.tensor,
             None if stream is None else stream.contiguous(),
             weight.contiguous(),
@@ -196,8 +197,8 @@ def _gradients(
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, how = to_spans(x), tile(D)
     most = _most_partials(x.device, how["num_warps"])
-    rows_each = triton.cdiv(triton.cdiv(num_rows, most), how["ROWS"]) * how["ROWS"]
-    parts = triton.cdiv(num_rows, rows_each)
+    rows_each = cdiv(cdiv(num_rows, most), how["ROWS"]) * how["ROWS"]
+    parts = cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
     _backward[(parts,)](
         spans.tensor,
@@ -216,7 +217,7 @@ def _gradients(
     if partial is None:
         return dx, weight.new_empty(0)
     dweight = weight.new_empty(D)
-    _add_partials[(triton.cdiv(D, PARTIALS["COLUMNS"]),)](partial, dweight, parts, D, **PARTIALS)
+    _add_partials[(cdiv(D, PARTIALS["COLUMNS"]),)](partial, dweight, parts, D, **PARTIALS)
     return dx, dweight
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.rope.reference import Pairs
 
 TILE = 2048
@@ -121,9 +122,9 @@ def _turn(
 
 def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
     """Heads, pairs and unrotated features that a program processes at a time."""
-    pairs = triton.next_power_of_2(turning // 2)
-    heads = min(triton.next_power_of_2(num_heads), max(1, TILE // pairs))
-    rest = triton.next_power_of_2(width - turning) if turning < width else 0
+    pairs = next_power_of_2(turning // 2)
+    heads = min(next_power_of_2(num_heads), max(1, TILE // pairs))
+    rest = next_power_of_2(width - turning) if turning < width else 0
     return {"HEADS": heads, "PAIR": pairs, "REST": rest}
 
 

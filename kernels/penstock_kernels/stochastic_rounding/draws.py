@@ -7,6 +7,7 @@
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.stochastic_rounding import reference
 
@@ -21,7 +22,7 @@ COLUMNS = 512
 
 def tile(columns: int) -> tuple[int, int]:
     """Rows and columns of a program, powers of 2, for rows of so many."""
-    across = max(4, min(COLUMNS, triton.next_power_of_2(columns)))
+    across = max(4, min(COLUMNS, next_power_of_2(columns)))
     return ELEMENTS // across, across
 
 

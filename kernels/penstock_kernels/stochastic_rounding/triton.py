@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.rng_rows import RowKeys, copy_tables, require_rows
 from penstock_kernels.stochastic_rounding.draws import (
     LOW,
@@ -54,7 +55,7 @@ def stochastic_round(
         K = x_NK.shape[-1]
         R = x_NK.numel() // K
         rows, across = tile(K)
-        _round[(triton.cdiv(R, rows), triton.cdiv(first_column % 4 + K, across))](
+        _round[(cdiv(R, rows), cdiv(first_column % 4 + K, across))](
             x_NK,
             y_NK,
             *copy_tables([runs], x_NK.device),
@@ -64,7 +65,7 @@ def stochastic_round(
             first_column,
             ROWS=rows,
             ACROSS=across,
-            RUNS=triton.next_power_of_2(len(runs)),
+            RUNS=next_power_of_2(len(runs)),
             SHIFT=first_column % 4,
         )
     return y_NK
