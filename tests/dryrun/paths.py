@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
     from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
     from penstock.engine.generation.sampling import SamplingParams
     from penstock.engine.generation.sequences import Prompt
+    from tests.dryrun.server import server_step
 
     def evaluate(rank: BuiltRank) -> None:
         batches = synthetic_step(rank.run, 2)
@@ -92,6 +94,7 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
         each.__name__: each
         for each in (evaluate, score_completions, generate, save, stage_checkpoint)
     }
+    paths = {**paths, "server_step": partial(server_step, hf_config=job.hf_config)}
     with build_rank(job, trace) as rank:
         trace.clear()
         paths[path](rank)
