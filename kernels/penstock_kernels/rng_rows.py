@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from penstock_kernels.philox import WORD, philox
+from penstock_kernels.to_device import to_device
 
 AT_ONCE = 1 << 18
 """Random numbers generated at a time: their words, 64 bits each here, fit the caches."""
@@ -83,7 +84,7 @@ def copy_tables(each: Sequence[Sequence[RowKeys]], device: torch.device) -> list
     its rows in their tensor; all in one copy to the device.
     """
     numbers = [number for runs in each for row in _table(runs) for number in row]
-    copied = torch.tensor(numbers).to(device, non_blocking=True)
+    copied = to_device(torch.tensor(numbers), device)
     tables = copied.split([3 * len(runs) for runs in each])
     return [part.view(3, -1) for part in tables]
 
