@@ -23,7 +23,7 @@ def server_step(rank: BuiltRank, hf_config: Mapping[str, Any]) -> None:
     """Log-probs, two passes forward and backward, and a step, of one of two clients' adapters; or
     of all weights."""
     # Other ranks answer nothing: what a collective leaves is no number.
-    ProcessInfo.any_rank = lambda _, flag: flag
+    ProcessInfo.any_rank = _this_rank
     handlers = command_handlers(rank, hf_config)
     lora = LoraConfig(rank=4) if rank.run.lora.enable_lora else None
     for model in ("a", "b") if lora else ("a",):
@@ -41,6 +41,11 @@ def server_step(rank: BuiltRank, hf_config: Mapping[str, Any]) -> None:
         OptimStep(model="a", adam=AdamParams(grad_clip_norm=1.0)),
     ):
         handlers.do(command)
+
+
+def _this_rank(self: ProcessInfo, flag: bool) -> bool:
+    del self
+    return flag
 
 
 def command_handlers(rank: BuiltRank, hf_config: Mapping[str, Any]) -> CommandHandlers:

@@ -3,6 +3,7 @@ for unsupported cases: no padding, CUDA only.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
-GROUPED: Mapping[str, bool] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+GROUPED: Mapping[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
 """Before PyTorch 2.12 varlen_attn takes grouped heads without being told."""
 
 _BLOCK = Block(block.block, block.block_backward)

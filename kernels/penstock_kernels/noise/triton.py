@@ -119,10 +119,11 @@ def add_noise_(
     R, num_runs = weight_RK.shape[0], len(runs)
     rows, columns = tile(K, group)
     drawn = first_column % 4 + K
+    [table] = copy_tables([runs], weight_RK.device)
     _add[(cdiv(R, rows), cdiv(drawn, columns))](
         weight_RK,
         spread,
-        *copy_tables([runs], weight_RK.device),
+        table,
         R,
         K,
         weight_RK.stride(0),

@@ -55,10 +55,11 @@ def stochastic_round(
         K = x_NK.shape[-1]
         R = x_NK.numel() // K
         rows, across = tile(K)
+        [table] = copy_tables([runs], x_NK.device)
         _round[(cdiv(R, rows), cdiv(first_column % 4 + K, across))](
             x_NK,
             y_NK,
-            *copy_tables([runs], x_NK.device),
+            table,
             R,
             K,
             len(runs),

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
 from penstock.core.env import RANKS_STORE
-from penstock.core.process import rendezvous
+from penstock.core.process import rendezvous_endpoint
 from penstock.engine.launch.rendezvous import create_handler
 from tests.sockets import Payload, attack, listening
 
@@ -102,5 +102,5 @@ def test_it_listens_at_the_address_that_is_named_where_that_is_its_own(
 ):
     family = socket.AF_INET6 if ":" in stands_for else socket.AF_INET
     found = [(family, socket.SOCK_STREAM, 6, "", (stands_for, 0))]
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: found)
-    assert rendezvous.listening_address(host) == address
+    monkeypatch.setattr(rendezvous_endpoint.socket, "getaddrinfo", lambda *_, **__: found)
+    assert rendezvous_endpoint.listening_address(host) == address
