@@ -15,7 +15,9 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,38 +34,65 @@ from tests.bench.gpu.results import (
 from tests.bench.pages import PAGES
 
 
-def run_step(
-    step: Step, folder: Path, seconds: float, *, dry: bool
-) -> tuple[int | None, list[str]]:
-    """Its status, None if it was killed after `seconds`, and the last lines of what it printed."""
-    (folder / FILE).unlink(missing_ok=True)
+@dataclass
+class StartedStep:
+    """A step's process, which may wait for `go`."""
+
+    step: Step
+    process: subprocess.Popen[str]
+    go: Path | None
+
+    def kill(self) -> None:
+        """End all of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start_step(step: Step, folder: Path, *, dry: bool, ahead: bool) -> StartedStep:
+    """Start its process; with `ahead` it only imports what it needs."""
     variables = {**os.environ, FOLDER: str(folder), "PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"}
     if dry:
         variables |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    is_late = threading.Event()
-    lines: list[str] = []
-    with subprocess.Popen(
-        step.arguments(dry=dry),
+    go, arguments = None, step.arguments(dry=dry)
+    if ahead:
+        go = folder / f"{step.name.replace(' ', '-')}.go"
+        go.unlink(missing_ok=True)
+        python, _, *rest = arguments
+        arguments = [python, "-m", "tests.bench.gpu.prestart", str(go), *rest]
+    process = subprocess.Popen(
+        arguments,
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-    ) as process:
+    )
+    return StartedStep(step, process, go)
 
-        def end() -> None:
-            is_late.set()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(seconds, end)
-        timer.start()
+def finish_step(started: StartedStep, folder: Path, seconds: float) -> tuple[int | None, list[str]]:
+    """Its status, None if it was killed after `seconds`, and the last lines of what it printed."""
+    (folder / FILE).unlink(missing_ok=True)
+    is_late = threading.Event()
+    lines: list[str] = []
+
+    def end() -> None:
+        is_late.set()
+        started.kill()
+
+    if started.go:
+        started.go.touch()
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    with started.process as process:
         assert process.stdout
         for line in process.stdout:
             print(f"    {line}", end="", flush=True)
             lines.append(line.rstrip())
         status = process.wait()
-        timer.cancel()
+    timer.cancel()
+    if started.go:
+        started.go.unlink(missing_ok=True)
     return (None if is_late.is_set() else status), lines[-KEPT_LINES:]
 
 
@@ -73,27 +102,49 @@ def read_figures(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def steps_without_result(part: Part, results: Results) -> Iterator[Step]:
+    """Those to run; the others' verdicts are printed."""
+    for step in part.steps:
+        earlier = results.steps.get(f"{part.letter} {step.name}")
+        if earlier and earlier.is_done:
+            print(f"  {step.name}: {earlier.verdict} (before)", flush=True)
+        else:
+            yield step
+
+
 def run_part(part: Part, results: Results, until: float, *, dry: bool, again: bool) -> None:
-    """Run the steps that have no result. `until`: when all has to be over."""
+    """Run the steps that have no result, each with its imports done while the one before runs.
+    `until`: when all has to be over."""
     print(f"{part.letter}. {part.title}", flush=True)
     folder = results.file.parent
-    for step in part.steps:
-        name = f"{part.letter} {step.name}"
-        earlier = results.steps.get(name)
-        if earlier and earlier.is_done and not again:
-            print(f"  {step.name}: {earlier.verdict} (before)", flush=True)
-            continue
+    waiting = list(part.steps if again else steps_without_result(part, results))
+    ahead: StartedStep | None = None
+    for number, step in enumerate(waiting):
         left = until - time.monotonic()
         if left < step.seconds / 2:
             print(f"  {step.name}: left for the next run, {left:.0f} s are too few", flush=True)
+            if ahead:
+                ahead.kill()
+            ahead = None
             continue
-        started = time.monotonic()
-        status, output = run_step(step, folder, min(step.seconds, left), dry=dry)
-        seconds = time.monotonic() - started
+        current = ahead or start_step(step, folder, dry=dry, ahead=False)
+        ahead = None
+        if number + 1 < len(waiting) and waiting[number + 1].has_main:
+            ahead = start_step(waiting[number + 1], folder, dry=dry, ahead=True)
+        try:
+            began = time.monotonic()
+            status, output = finish_step(current, folder, min(step.seconds, left))
+        except BaseException:
+            current.kill()
+            if ahead:
+                ahead.kill()
+            raise
+        seconds = time.monotonic() - began
         figures = read_figures(folder / FILE)
         is_cut = status is None and seconds < step.seconds - 1
         verdict = "cut off" if is_cut else judge(status, figures, output)
         command = " ".join(step.arguments(dry=dry)[1:])
+        name = f"{part.letter} {step.name}"
         results.add(name, StepResult(verdict, seconds, commit(), command, figures, output))
         print(f"  {step.name}: {verdict} ({seconds:.0f} s)", flush=True)
 

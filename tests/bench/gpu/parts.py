@@ -19,6 +19,11 @@ class Step:
     dry: tuple[str, ...] | None = None
     """The same on a CPU, at sizes that say nothing of speed; None: `command` with `--dry`."""
 
+    @property
+    def has_main(self) -> bool:
+        """Whether it is a benchmark's module, whose `main` may be called."""
+        return self.command[0] == "-m" and self.command[1].startswith("tests.")
+
     def arguments(self, *, dry: bool) -> list[str]:
         """The command line."""
         if not dry:

@@ -20,7 +20,8 @@ from tests.ranks import RankError, on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-STEPS = 10
+STEPS = 20
+"""More than pass before a save behind training is killed, four times, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,8 @@ def test_a_run_that_is_interrupted_everywhere_ends_as_one_that_is_not(way, folde
     assert [one["step"] for one in told(its) if "loss" in one] == list(range(1, STEPS + 1))
     # A checkpoint says what was owed when it was written, which is of the interruption.
     tensors = {name for name in final if not name[1].endswith(".json")}
-    assert {folder for folder, _ in tensors} == {f"global_step_{step}" for step in range(2, 11, 2)}
+    assert {folder for folder, _ in tensors} == {
+        f"global_step_{step}" for step in range(2, STEPS + 1, 2)
+    }
     assert {name: now[name] for name in tensors} == {name: final[name] for name in tensors}
     assert "no route to host" in (its.output_dir / "logs" / "mlflow.log").read_text()
