@@ -14,9 +14,9 @@ LAYOUTS = ["one device", "fsdp", "tp", "1f1b", "ep"]
 PATHS = {
     "evaluate": [*LAYOUTS, "ring", "zbv"],
     "score_completions": ["fsdp, dpo", "tp, orpo", "1f1b, dpo, lora"],
-    "generate": [*LAYOUTS, "fsdp, lora", "one device, qlora"],
+    "generate": ["tp", "1f1b", "ep", "fsdp, lora", "one device, qlora"],
     "save": ["one device", "one device, lora"],
-    "server_step": ["one device, lora", "fsdp, lora", "tp", "1f1b", "ep, lora"],
+    "server_step": ["one device, lora", "tp", "1f1b", "ep, lora"],
     "stage_checkpoint": ["one device", "fsdp", "fsdp, optimizer on the host", "ep"],
 }
 

@@ -15,6 +15,10 @@ from penstock.costs.device_speed import NETWORK_BANDWIDTH
 ACHIEVED_FLOPS = 0.65
 """Share of a data sheet's FLOP/s that large matmuls reach."""
 
+ACHIEVED_GROUPED_FLOPS = 0.3
+"""The same of grouped matmuls of experts: what steps of Qwen3-30B-A3B and gpt-oss-20B on an H200
+leave for them (docs/benchmarks/dry.md)."""
+
 ACHIEVED_BANDWIDTH = 0.8
 """Share of a data sheet's memory bandwidth that elementwise kernels reach."""
 
@@ -52,17 +56,23 @@ class Roofline:
     def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
         """Seconds of an operator on the device."""
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        return self.seconds(tensors, self._flops(func, args, kwargs, out))
+        is_grouped = getattr(func, "_overloadpacket", None) in _GROUPED_MATMULS
+        achieved = ACHIEVED_GROUPED_FLOPS if is_grouped else ACHIEVED_FLOPS
+        return self.seconds(tensors, self._flops(func, args, kwargs, out), achieved)
 
     def attention(self, name: str, tensors: Sequence[torch.Tensor]) -> float:
         """Seconds of an attention kernel, of whose tensors the query is the first."""
         return self.seconds(tensors, self._attention_flops(name, tensors[0]))
 
-    def seconds(self, tensors: Sequence[torch.Tensor], flops: float) -> float:
-        """Seconds of a kernel that moves these tensors and computes so much."""
+    def seconds(
+        self, tensors: Sequence[torch.Tensor], flops: float, achieved: float = ACHIEVED_FLOPS
+    ) -> float:
+        """Seconds of a kernel that moves these tensors and computes so much, at this share of a
+        data sheet's FLOP/s."""
         self.flops += flops
         moved = self.moving(sum(map(_traffic, tensors)))
-        return max(KERNEL_SECONDS, moved, flops / self._speed(tensors) if flops else 0.0)
+        computed = flops / (self._peak(tensors) * achieved) if flops else 0.0
+        return max(KERNEL_SECONDS, moved, computed)
 
     def moving(self, num_bytes: float) -> float:
         """Seconds to read or write these bytes in device memory."""
@@ -110,10 +120,10 @@ class Roofline:
         backward = 2.5 if "backward" in name else 1.0
         return 4 * query.numel() * self.pairs_per_token * backward
 
-    def _speed(self, tensors: Sequence[torch.Tensor]) -> float:
+    def _peak(self, tensors: Sequence[torch.Tensor]) -> float:
         width = min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
         peak = {1: self.device.fp8, 2: self.device.bf16 or self.device.fp16}.get(width)
-        return (peak or self.device.fp32) * ACHIEVED_FLOPS
+        return peak or self.device.fp32
 
 
 def _traffic(tensor: torch.Tensor) -> int:

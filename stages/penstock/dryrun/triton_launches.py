@@ -8,7 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import jit
 
 from penstock.dryrun.fake_cuda import current_stream
-from penstock.dryrun.roofline import HOST_SECONDS, Roofline
+from penstock.dryrun.roofline import (
+    ACHIEVED_FLOPS,
+    ACHIEVED_GROUPED_FLOPS,
+    HOST_SECONDS,
+    Roofline,
+)
 from penstock.dryrun.trace import Launch, Trace, place
 
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
@@ -22,6 +27,9 @@ MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 }
 """FLOPs of the kernels that multiply matrices, by what they are given."""
 
+GROUPED = ("_by_rows", "_of_groups")
+"""Those of them that multiply rows of experts."""
+
 
 def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable[[], bool]) -> None:
     """Replace `JITFunction.run` for the rest of this process."""
@@ -34,7 +42,8 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         _check(trace, name, values, grid)
         tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
         flops = MATMULS[name](values) if name in MATMULS else 0.0
-        seconds = roofline.seconds(tensors, flops)
+        achieved = ACHIEVED_GROUPED_FLOPS if name in GROUPED else ACHIEVED_FLOPS
+        seconds = roofline.seconds(tensors, flops, achieved)
         trace.add(
             Launch(
                 current_stream().number,
