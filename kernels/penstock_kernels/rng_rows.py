@@ -80,8 +80,8 @@ def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) 
 
 
 def copy_tables(each: Sequence[Sequence[RowKeys]], device: torch.device) -> list[torch.Tensor]:
-    """For kernels, int64 [3, runs] of each: the end of each run's rows, its key, and the offset of
-    its rows in their tensor; all in one copy to the device.
+    """Tables of the runs for kernels, each int64 [3, runs]: the end of a run's rows, its key, and
+    the offset of its rows in their tensor. One copy to the device for all.
     """
     numbers = [number for runs in each for row in _table(runs) for number in row]
     copied = to_device(torch.tensor(numbers), device)

@@ -51,8 +51,8 @@ from penstock_kernels.flash_packages import PACKAGES
 
 CONFIG_ALONE = ("config.json",)
 
-SPLITS_BACKWARD = Version("2.12")
-"""The first PyTorch that runs the schedules of SPLIT_BACKWARD."""
+MIN_TORCH_FOR_SPLIT_BACKWARD = Version("2.12")
+"""The first PyTorch version that runs the schedules in SPLIT_BACKWARD."""
 
 QUACK = "quack-kernels"
 """The distribution name: other packages can also be imported as `quack`."""
@@ -126,17 +126,17 @@ def check_machine(run: RunConfig) -> None:
 
 
 def check_schedule(train: TrainConfig) -> None:
-    """Refuse schedules that this PyTorch cannot run: before 2.12 a backward pass in two halves
-    takes every input of a stage for a tensor."""
+    """Refuse schedules that this PyTorch cannot run: before 2.12 its split backward
+    pass requires every input of a stage to be a tensor."""
     schedule, installed = train.pipeline_parallel_schedule, version("torch")
     if (
         train.pipeline_parallel_size > 1
         and schedule in SPLIT_BACKWARD
-        and Version(installed) < SPLITS_BACKWARD
+        and Version(installed) < MIN_TORCH_FOR_SPLIT_BACKWARD
     ):
         raise CapabilityError(
             f"train.pipeline_parallel_schedule is {schedule}, which needs PyTorch "
-            f"{SPLITS_BACKWARD}, and {installed} is installed.\n"
+            f"{MIN_TORCH_FOR_SPLIT_BACKWARD}, and {installed} is installed.\n"
             "  Write Interleaved1F1B or 1F1B, or install a newer PyTorch."
         )
 

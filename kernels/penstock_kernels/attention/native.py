@@ -14,8 +14,8 @@ from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
-GROUPED: Mapping[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
-"""Before PyTorch 2.12 varlen_attn takes grouped heads without being told."""
+ENABLE_GQA: Mapping[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
+"""Before PyTorch 2.12 varlen_attn has no such argument and accepts grouped heads as is."""
 
 _BLOCK = Block(block.block, block.block_backward)
 
@@ -70,7 +70,7 @@ def native(
         scale=scale,
         # The window to the left, or all of it; nothing to the right.
         window_size=(-1 if window is None else window - 1, 0),
-        **GROUPED,
+        **ENABLE_GQA,
     )
     assert isinstance(y_TNH, torch.Tensor)
     return y_TNH

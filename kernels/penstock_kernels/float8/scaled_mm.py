@@ -1,5 +1,5 @@
-"""FP8 matmuls of PyTorch, on tensor cores: one scale for each matrix, or for each of its rows; on
-Hopper also one for 128 columns, or for 128 columns of 128 rows.
+"""FP8 matmuls of PyTorch, on tensor cores: tensorwise and rowwise scaling; on Hopper also 1x128 and
+128x128 block scaling.
 
 M and N rows of two matrices, K columns (the contracted dimension).
 """
@@ -15,7 +15,8 @@ MULTIPLE = 16
 """CUDA takes only so many columns at a time."""
 
 BLOCKS_ALIGNED = 4
-"""cuBLAS pads the scales of tiles to a multiple of so many along columns; we take no others."""
+"""cuBLAS pads scales of 128x128 blocks to a multiple of 4 along columns; other sizes are not
+supported here."""
 
 
 def multiply(
@@ -61,34 +62,34 @@ def unsupported_reason(
 
 
 def _multiply_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """cuBLAS reads scales of groups column by column, and of tiles row by row."""
+    """cuBLAS takes 1x128 scales in column-major order, and 128x128 scales in row-major order."""
     groups, tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     of_tiles = b_NK.sharing == "tiles"
     return F.scaled_mm(
         a_MK.codes,
         b_NK.codes.t(),
-        _by_columns(a_MK.scales),
+        _column_major(a_MK.scales),
         groups,
-        b_NK.scales.t() if of_tiles else _by_columns(b_NK.scales),
+        b_NK.scales.t() if of_tiles else _column_major(b_NK.scales),
         tiles if of_tiles else groups,
         output_dtype=dtype,
     )
 
 
-def _by_columns(scales: torch.Tensor) -> torch.Tensor:
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
     return scales.t().contiguous().t()
 
 
 def _unsupported_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype) -> str | None:
-    if not (a_MK.codes.is_cuda and _has_blocks(a_MK.codes.device)):
-        return "only on Hopper it has scales of 128 columns"
+    if not (a_MK.codes.is_cuda and _supports_block_scaling(a_MK.codes.device)):
+        return "block scaling needs a Hopper GPU and CUDA 12.9 or newer"
     if dtype != torch.bfloat16:
-        return f"with scales of 128 columns it gives bfloat16, not {dtype}"
+        return f"with block scaling it gives bfloat16, not {dtype}"
     if not a_MK.codes.dtype == b_NK.codes.dtype == torch.float8_e4m3fn:
-        return "with scales of 128 columns both matrices are e4m3"
+        return "block scaling takes e4m3 matrices only"
     (M, K), N = a_MK.codes.shape, len(b_NK.codes)
     if b_NK.sharing == "tiles" and N <= BLOCK:
-        return "the second matrix has rows of one tile alone"
+        return f"the second matrix has {N} rows, and 128x128 scaling takes more than {BLOCK}"
     columns = BLOCK * (BLOCKS_ALIGNED if b_NK.sharing == "tiles" else 1)
     if not (M and N and K) or M % MULTIPLE or N % MULTIPLE or K % columns:
         return f"rows are no multiple of {MULTIPLE}, or columns none of {columns}: {M}, {N}, {K}"
@@ -96,8 +97,8 @@ def _unsupported_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dty
 
 
 @cache
-def _has_blocks(device: torch.device) -> bool:
-    """cuBLAS has them from CUDA 12.9 on, for this architecture alone."""
+def _supports_block_scaling(device: torch.device) -> bool:
+    """cuBLAS supports it on compute capability 9.0 only, from CUDA 12.9 on."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 

@@ -181,7 +181,8 @@ _transposed_of = operator("float8_transpose", _transposed, fake=_transposed_fake
 
 
 def transpose(codes_RC: torch.Tensor) -> torch.Tensor:
-    """The same numbers, column by column: PyTorch's copy takes ten times as long for bytes."""
+    """The transpose, contiguous. PyTorch's copy of one-byte elements is slow: it took 2.2 ms of the
+    6.6 ms of a layer's forward and backward on an H200."""
     return _transposed_of(codes_RC.view(torch.uint8)).view(codes_RC.dtype)
 
 

@@ -1,8 +1,7 @@
-"""The addition of low-rank products to columns of a matrix, in place: `y += s h B^T`.
+"""Adds low-rank products to columns of a matrix in place: `y += s h B^T`.
 
-The sum is the product's own epilogue. Apart, the product is written and read again, and the parts
-of a fused projection are copied together, which for LoRA on all layers of a model of 8 billion
-parameters is a tenth of a step's time on an H200.
+The addition is the GEMM's epilogue (`addmm_`). Separate additions, and the `cat` of the parts of a
+fused projection, took a tenth of the kernel time of a LoRA step of Qwen3-8B on an H200.
 
 T tokens, N features of a part, r the rank.
 """
@@ -36,7 +35,7 @@ class AddLowRank(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, scale: float, columns: Columns, *factors: torch.Tensor
     ) -> torch.Tensor:
-        """Changes y."""
+        """y, modified in place."""
         ctx.mark_dirty(y)
         ctx.scale, ctx.columns = scale, columns
         ctx.save_for_backward(*factors)

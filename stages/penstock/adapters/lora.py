@@ -119,10 +119,11 @@ class LoraLinear(nn.Linear, LinearTerms):
         """A dropout(x) [T, r] and B [out, r] of each adapted part, in one dtype under autocast."""
         dropped = {part: self.lora_dropout[part](x) for part in self.lora_A}
         if len(dropped) > 1 and all(one is x for one in dropped.values()):
-            # One product for all parts, and one gradient of x: adding them takes as long.
+            # One matmul for all parts: each would have a gradient of x, and autograd add them.
             stacked = torch.cat([*self.lora_A.values()])
-            ranks = [len(a) for a in self.lora_A.values()]
-            downs = dict(zip(dropped, self._down(x, stacked).split(ranks, dim=-1), strict=True))
+            downs = dict(
+                zip(dropped, self._down(x, stacked).chunk(len(dropped), dim=-1), strict=True)
+            )
         else:
             downs = {part: self._down(dropped[part], a) for part, a in self.lora_A.items()}
         return {part: (down, self.lora_B[part].to(down.dtype)) for part, down in downs.items()}

@@ -16,8 +16,8 @@ ACHIEVED_FLOPS = 0.65
 """Share of a data sheet's FLOP/s that large matmuls reach."""
 
 ACHIEVED_GROUPED_FLOPS = 0.3
-"""The same of grouped matmuls of experts: what steps of Qwen3-30B-A3B and gpt-oss-20B on an H200
-leave for them (docs/benchmarks/dry.md)."""
+"""The same for grouped GEMMs of experts, fitted to measured steps of Qwen3-30B-A3B and gpt-oss-20B
+on an H200 (docs/benchmarks/dry.md)."""
 
 ACHIEVED_BANDWIDTH = 0.8
 """Share of a data sheet's memory bandwidth that elementwise kernels reach."""

@@ -28,7 +28,7 @@ MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 """FLOPs of the kernels that multiply matrices, by what they are given."""
 
 GROUPED = ("_by_rows", "_of_groups")
-"""Those of them that multiply rows of experts."""
+"""Grouped GEMM kernels."""
 
 
 def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable[[], bool]) -> None:

@@ -113,11 +113,12 @@ def init_process_group(
 
 
 def _set_cuda_backends() -> None:
-    """Of PyTorch's own choices on CUDA, those that are wrong for us."""
-    # On Hopper it prefers cuDNN's attention, which plans anew for every shape, in 70 ms on an H200:
-    # documents have other lengths in every row, and a KV cache at every token.
+    """Override PyTorch's defaults for CUDA."""
+    # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds an execution
+    # plan for each new input shape (70 ms on an H200): for each new document length of packed rows,
+    # and in decoding for each length of the KV cache.
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    # By default partial sums of a product are rounded to 16 bits before they are added.
+    # By default cuBLAS may reduce the partial sums of split-K matmuls in bf16 or fp16.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 

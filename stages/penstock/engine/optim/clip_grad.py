@@ -37,8 +37,8 @@ def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Ten
 @torch.no_grad()
 def scale_gradients(params: Iterable[LocalParam], norm: float, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`; 0 or less disables clipping."""
-    # In fp32, as a device would compute it. A number of the host, unlike a tensor, lets PyTorch
-    # scale all gradients in a few launches.
+    # In fp32, as on the device. With a Python scalar _foreach_mul_ takes its fused path; with a
+    # tensor it launches a kernel for each gradient.
     factor = (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item()
     if max_norm <= 0 or factor >= 1:
         return
