@@ -214,7 +214,7 @@ def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
 
     require_float8(capability)
     config = resolve_hf_config(run)
-    family = get_family(config)
+    family = get_family(config, run.model.backend)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     float8_layers(run.train, names, family.roles)
 
@@ -228,7 +228,7 @@ def check_adapted_layers(run: RunConfig) -> None:
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
-    family = get_family(config)
+    family = get_family(config, run.model.backend)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     require_layers(targets, names)
 
@@ -258,11 +258,12 @@ def check_model(run: RunConfig) -> None:
     not those its config.json implies: what only the ranks would find out otherwise."""
     from penstock.adapters.match_targets import require_adaptable
     from penstock.engine.hf.weight_files import require_weights
+    from penstock.models.automodel.family import AutoFamily
     from penstock.models.quantization_config import parse_quantization_config
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
-    family = get_family(config)
+    family = get_family(config, run.model.backend)
     shape = family.read(config)
     widest = max(shape.hidden_size, shape.intermediate_size)
     if run.lora.enable_lora and run.lora.lora_rank > widest:
@@ -279,7 +280,8 @@ def check_model(run: RunConfig) -> None:
         return
     folder = Path(path).expanduser()
     is_quantized = parse_quantization_config(config) or (folder / "hf_quant_config.json").is_file()
-    shapes = None if is_quantized else family.weight_map(shape).hf_shapes()
+    is_converted = is_quantized or isinstance(family, AutoFamily)
+    shapes = None if is_converted else family.weight_map(shape).hf_shapes()
     spare = config.get("num_nextn_predict_layers") or 0
     require_weights(folder, shapes, shape.num_hidden_layers + spare)
 

@@ -74,6 +74,7 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         model_path=model.model_path,
         tokenizer=pin_tokenizer(model.tokenizer_source),
         tokenizer_path=model.tokenizer_source,
+        backend=model.backend,
         foundation=model.foundation,
         seed=run.train.seed,
         adapting=adapting if lora.enable_lora else None,

@@ -20,6 +20,7 @@ from penstock.adapters.targets import (
     targetable_layers,
 )
 from penstock.core.errors import ConfigError
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
 from penstock.models.layers.dropout import Dropout
@@ -62,7 +63,7 @@ class LoraSpec:
 
 
 def inject(
-    model: Decoder, spec: LoraSpec, *, default_targets: Sequence[str] = LINEAR_PARTS
+    model: CausalLM, spec: LoraSpec, *, default_targets: Sequence[str] = LINEAR_PARTS
 ) -> tuple[str, ...]:
     """Add LoRA to the targeted layers in place, freeze the rest, and return the layers' checkpoint
     names.
@@ -77,8 +78,7 @@ def inject(
     """
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
-    with torch.device("meta"):
-        whole = Decoder(model.config, merge_qkv=model.merge_qkv)
+    whole = whole_model(model)
     chosen = select_layers(whole, default_targets if spec.targets is None else spec.targets)
     _check_experts(chosen, spec, model)
     _check_biases(chosen, spec, whole)
@@ -106,8 +106,16 @@ def inject(
     return tuple(chosen)
 
 
+def whole_model(model: CausalLM) -> CausalLM:
+    """The model of which this one may be a pipeline stage, on the meta device."""
+    if not isinstance(model, Decoder):
+        return model
+    with torch.device("meta"):
+        return Decoder(model.config, merge_qkv=model.merge_qkv)
+
+
 def _wrap_with_lora(
-    model: Decoder, native: str, chosen: Sequence[str], spec: LoraSpec
+    model: CausalLM, native: str, chosen: Sequence[str], spec: LoraSpec
 ) -> nn.Module:
     """The module with LoRA added."""
     base = model.get_submodule(native)
@@ -127,12 +135,12 @@ def _wrap_with_lora(
     )
 
 
-def _moe_layers(model: Decoder) -> list[tuple[str, MoE]]:
+def _moe_layers(model: CausalLM) -> list[tuple[str, MoE]]:
     named = model.named_modules()
     return [(name, module) for name, module in named if isinstance(module, MoE)]
 
 
-def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> None:
+def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: CausalLM) -> None:
     """Raise ConfigError for options that adapters of experts do not support."""
     is_expert = [name for name in chosen if is_expert_layer(name)]
     for field, value, neutral in (
@@ -154,7 +162,7 @@ def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: Decoder) -> Non
         )
 
 
-def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: Decoder) -> None:
+def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: CausalLM) -> None:
     """Raise ConfigError for trained biases that the PEFT format cannot store."""
     if spec.bias == "none":
         return

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.decoder_config import DecoderConfig, TensorNames
 from penstock.models.names import EMBEDDING_WEIGHT
 from penstock.models.weights import LAYERS, WeightMap
@@ -94,7 +95,7 @@ def select_layer_names(
     return chosen
 
 
-def require_layers(targets: Iterable[str], names: WeightMap) -> None:
+def require_layers(targets: Iterable[str], names: WeightMap | AutoWeightMap) -> None:
     """Raise ConfigError for targets that select no layer of this model."""
     layers = {layer.name: layer.native for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
@@ -112,8 +113,12 @@ def require_adaptable(config: DecoderConfig) -> None:
         )
 
 
-def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
+def linear_layers(names: WeightMap | AutoWeightMap) -> Iterator[TargetLayer]:
     """The layers that can have an adapter, in the model's order: all except routers."""
+    if isinstance(names, AutoWeightMap):
+        for name, (outputs, inputs) in names.config.outline.linear.items():
+            yield TargetLayer(name, name, outputs, inputs, of=f"{name}.weight")
+        return
     shapes = names.hf_shapes()
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")

@@ -6,14 +6,14 @@ from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
 from penstock.adapters.match_targets import select_layer_names
-from penstock.adapters.names import EACH
-from penstock.models.decoder import Decoder
+from penstock.adapters.names import EACH, EMBEDDING
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.weights import QKV_PROJ
 
 
-def targetable_layers(model: Decoder) -> dict[str, str]:
+def targetable_layers(model: CausalLM) -> dict[str, str]:
     """Maps the checkpoint names of all layers that can have an adapter to native module names.
 
     The same layer of all experts of a MoE layer is one entry; its native name is the module's name
@@ -25,15 +25,15 @@ def targetable_layers(model: Decoder) -> dict[str, str]:
             found |= dict.fromkeys(checkpoint_layers(model, native), native)
         elif isinstance(module, Experts):
             found |= expert_layers(model, native, module)
-        elif isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Embedding) and native == EMBEDDING:
             found[native] = native
     return found
 
 
-def checkpoint_layers(model: Decoder, native: str) -> dict[str, int]:
+def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
-    if last == QKV_PROJ:
+    if last == QKV_PROJ and model.merge_qkv:
         return {f"{parent}.{part}": rows for part, rows in model.config.qkv_features.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))
@@ -45,7 +45,7 @@ def is_expert_layer(name: str) -> bool:
     return name.rpartition(".")[0].endswith((".experts", f".{EACH}"))
 
 
-def select_layers(whole: Decoder, targets: Iterable[str]) -> list[str]:
+def select_layers(whole: CausalLM, targets: Iterable[str]) -> list[str]:
     """The checkpoint names of the layers that any target selects, in the model's order.
 
     Targets are matched by `match_targets.matches` against checkpoint names and native names.

@@ -55,7 +55,7 @@ USABLE_MEMORY = 0.92
 
 def build_cost_model(run: RunConfig, hf_config: HfConfig) -> UnshardedModel:
     """Build the unsharded model. Raises CapabilityError for an unsupported model."""
-    family = get_family(hf_config)
+    family = get_family(hf_config, run.model.backend)
     published = parse_quantization_config(hf_config) if run.model.model_path else None
     return UnshardedModel.from_run(run, family, family.read(hf_config), published)
 

@@ -19,7 +19,7 @@ import torch
 from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.lora_experts import ExpertSharing
-from penstock.adapters.match_targets import require_adaptable
+from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.targets import select_layers
 from penstock.config.schema.lora import LoraConfig
@@ -91,10 +91,13 @@ from penstock.engine.precision.param_dtype import (
     rounded_to,
 )
 from penstock.engine.quantization.noise import add_noise
-from penstock.engine.quantization.quantized_reader import RandomInitTensors
 from penstock.engine.train_step import TrainStep
 from penstock.engine.trainable import trainable_params
 from penstock.engine.validate_model import validate_model
+from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.automodel.family import AutoFamily
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
@@ -172,7 +175,7 @@ def assemble(
         experts="strided" if train.ep_outside else "adjacent",
     )
     context = ContextParallel(mesh)
-    family = get_family(hf_config)
+    family = get_family(hf_config, run.model.backend)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
     attend = context.attention_fn(choose_attention(run, config, ranks.device, notify))
@@ -311,16 +314,20 @@ def assemble(
 
 def build_empty(
     run: RunConfig,
-    family: Family,
+    family: Family | AutoFamily,
     base: BaseModelWeights,
     part: PipelineStageModules,
     attend: AttentionFn,
     experts: ExpertOperations,
-) -> Decoder:
+) -> CausalLM:
     """Build the model with its adapters on the meta device: shapes without storage."""
+    config = base.names.config
+    if isinstance(config, AutoModelConfig):
+        model = AutoCausalLM(base.hf_config, config, attend=attend)
+        return _prepare_empty(run, family, base, model)
     with torch.device("meta"):
         model = Decoder(
-            base.names.config,
+            config,
             merge_qkv=run.model.merge_qkv,
             attention=attend,
             experts=experts,
@@ -332,6 +339,14 @@ def build_empty(
         if run.model.freeze_router:
             for router in model.routers().values():
                 router.requires_grad_(False)
+    return _prepare_empty(run, family, base, model)
+
+
+def _prepare_empty(
+    run: RunConfig, family: Family | AutoFamily, base: BaseModelWeights, model: CausalLM
+) -> CausalLM:
+    """The meta model with quantized layers, adapters and parameter dtypes."""
+    with torch.device("meta"):
         base.quantize(model)
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
@@ -373,7 +388,7 @@ def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContex
     return partial(torch.autocast, device.type, dtype=getattr(torch, dtype))
 
 
-def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
+def lora_spec(run: RunConfig, family: Family | AutoFamily) -> LoraSpec:
     """Convert the `lora` config section to a LoraSpec."""
     lora, targets = run.lora, run.lora.lora_target_modules
     targets = (targets,) if isinstance(targets, str) else targets
@@ -390,11 +405,17 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
     )
 
 
-def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
+def lora_target_layers(
+    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
+) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
+    targets = lora_spec(run, family).targets or ()
+    if isinstance(config, AutoModelConfig):
+        layers = linear_layers(family.weight_map(config))
+        return [layer.name for layer in match_targets(targets, layers)]
     with torch.device("meta"):
         whole = Decoder(config, merge_qkv=run.model.merge_qkv)
-    return select_layers(whole, lora_spec(run, family).targets or ())
+    return select_layers(whole, targets)
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:
@@ -428,7 +449,7 @@ def load_params(
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"
     to_reader = partial(base.quantized_reader, device=ranks.device)
-    random_init = to_reader(RandomInitTensors(base.names, seed))
+    random_init = to_reader(base.random_init(seed))
     norms: dict[str, torch.Tensor] = {}
     if run.lora.use_dora and not adapter_init:
         norms = norms_for(

@@ -61,6 +61,8 @@ class ModelSource:
     """Folder or hub id of the base model, as typed; adapters name it as their base."""
     tokenizer: Source
     tokenizer_path: str
+    backend: Literal["auto", "native", "transformers"] = "auto"
+    """`model.backend`."""
     foundation: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of the config.json."""
     seed: int = 42

@@ -3,12 +3,15 @@
 from penstock.adapters.match_targets import HEAD, TargetLayer, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
 from penstock.config.schema.run import RunConfig
+from penstock.models.automodel.family import AutoFamily
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import FULL_FINETUNING, TrainableParams
 
 
-def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> TrainableParams:
+def trainable_params(
+    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
+) -> TrainableParams:
     """The number of trainable parameters, for FLOP counts."""
     if not run.lora.enable_lora:
         return FULL_FINETUNING
@@ -24,7 +27,9 @@ def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> T
     return TrainableParams("frozen", factors, head)
 
 
-def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[TargetLayer]:
+def adapted(
+    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
+) -> list[TargetLayer]:
     """The layers with adapters."""
     written = run.lora.lora_target_modules
     targets = (written,) if isinstance(written, str) else written

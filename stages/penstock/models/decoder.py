@@ -145,6 +145,16 @@ class Decoder(nn.Module):
             self.register_state_dict_post_hook(_drop_tied_head)
             self.register_load_state_dict_pre_hook(_add_tied_head)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers of this stage, in order."""
+        return list(self.model.layers.values())
+
+    @property
+    def edges(self) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
+        """The embedding, the final norm and the head, as far as they are in this stage."""
+        return self.model.embed_tokens, self.model.norm, self.lm_head
+
     def routers(self) -> dict[int, Router]:
         """The routers of this stage's MoE layers, by layer index."""
         return {
@@ -152,6 +162,10 @@ class Decoder(nn.Module):
             for number, layer in self.model.layers.items()
             if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
         }
+
+    def fp32_modules(self) -> list[nn.Module]:
+        """The modules whose parameters are never cast: routers that compute in fp32."""
+        return [router for router in self.routers().values() if router.is_exact]
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig
 
 Part = Literal["attention", "network", "head"]
@@ -147,6 +148,8 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
     width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
     if part == "head":
         return width * config.vocab_size
+    if isinstance(config, AutoModelConfig):
+        return config.outline.matmul_params() if part == "network" else 0
     if part == "attention":
         return config.num_hidden_layers * width * (sum(config.qkv_features.values()) + inner)
     networks = 0

@@ -1,8 +1,10 @@
 """Maps `model_type` in Hugging Face's config.json to a model family."""
 
 from difflib import get_close_matches
+from typing import Literal
 
 from penstock.core.errors import CapabilityError
+from penstock.models.automodel.family import AutoFamily, auto_family
 from penstock.models.families.arcee import ARCEE
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
@@ -41,18 +43,27 @@ FAMILIES = {
 }
 
 
-def get_family(hf_config: HfConfig) -> Family:
+Backend = Literal["auto", "native", "transformers"]
+"""Whose model code is trained: our decoder's, or that of transformers; `auto`: ours where the
+family has it."""
+
+
+def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family | AutoFamily:
     """The model family of this config.json.
 
     Raises:
-        CapabilityError: for an unsupported model_type.
+        CapabilityError: for a model_type that is not native, with the native backend; for a model
+            that transformers cannot build, or that cannot be trained, with the other one.
     """
     model_type = hf_config.get("model_type")
-    if model_type in FAMILIES:
+    if backend != "transformers" and model_type in FAMILIES:
         return FAMILIES[model_type]
+    if backend != "native":
+        return auto_family(hf_config)
     near = get_close_matches(str(model_type), FAMILIES, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise CapabilityError(
-        f"the model's config.json says model_type {model_type!r}; "
-        f"{', '.join(FAMILIES)} are supported.{hint} Use a model of one of these families."
+        f"model.backend is native, and the model's config.json says model_type {model_type!r}; "
+        f"{', '.join(FAMILIES)} are native.{hint}\n"
+        "  Write model.backend: auto, or use a model of one of these families."
     )

@@ -27,6 +27,11 @@ class ModelConfig(ConfigSection):
     """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
     `config_path`."""
 
+    backend: KeyedUnlessDefault[Literal["auto", "native", "transformers"]] = "auto"
+    """Whose model code is trained: `native` (fused kernels and all kinds of parallelism, for the
+    families that `penstock models` lists), `transformers` (any causal language model of the
+    installed transformers; FSDP2, HSDP or DDP), or `auto`: native where the family is."""
+
     attn_implementation: Unkeyed[Attention | None] = None
     """Attention backend: `eager` (matmuls and softmax), `sdpa` (PyTorch's scaled dot-product
     attention), `native` (PyTorch's variable-length and flex attention; CUDA), or one of the

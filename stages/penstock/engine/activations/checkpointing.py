@@ -13,6 +13,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
 from penstock.engine.activations.recompute_once import checkpoint_once
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import CALL_HOOKS
@@ -48,7 +49,7 @@ def checkpoint_moe_settings(train: TrainConfig) -> MoERecompute:
 
 
 def apply_activation_checkpointing(
-    model: Decoder,
+    model: CausalLM,
     modules: Sequence[str] | None,
     kind: Kind,
     *,
@@ -61,9 +62,9 @@ def apply_activation_checkpointing(
     second time in the backward pass, with the same dropout masks.
     """
     recompute = partial(_with_recomputation, IMPLEMENTATIONS[kind])
-    layers = list(model.model.layers.values())
+    layers = model.blocks
     moe_layers: dict[nn.Module, MoE] = {}
-    if moe_recompute == "gates":
+    if moe_recompute == "gates" and isinstance(model, Decoder):
         networks = ((layer, layer.get_submodule("mlp")) for layer in layers)
         moe_layers = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:

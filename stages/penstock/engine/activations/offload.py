@@ -280,7 +280,7 @@ def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
     layer inputs. All parts on a rank, and all their micro-batches, share a store.
     """
     for part in parts:
-        first = next(iter(part.model.layers.values()), None)
+        first = next(iter(part.blocks), None)
         part.run_layer = partial(_run_offloaded, store, first, part.run_layer)
 
 

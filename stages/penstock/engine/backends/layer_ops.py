@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.train import DropoutConfig
-from penstock.models.decoder import Decoder
+from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
@@ -20,9 +21,10 @@ def dropout_config(written: DropoutConfig) -> DropoutRates:
     return DropoutRates(*rates, warmup_steps=written.warmup_steps, depth=depth)
 
 
-def has_dropout(part: Decoder) -> bool:
+def has_dropout(part: CausalLM) -> bool:
     """Whether the model part has any dropout, adapters included."""
-    return any(isinstance(module, Dropout) and module.is_enabled for module in part.modules())
+    own = isinstance(part, AutoCausalLM) and part.config.outline.dropout
+    return own or any(isinstance(one, Dropout) and one.is_enabled for one in part.modules())
 
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:

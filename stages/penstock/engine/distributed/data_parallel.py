@@ -25,6 +25,7 @@ from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.expert_parallel import moe_layers
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, make_local_param
 from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
@@ -187,7 +188,7 @@ def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def shard_parts(
-    parts: Iterable[Decoder], mesh: Mesh, train: TrainConfig, basic_modules: list[str]
+    parts: Iterable[CausalLM], mesh: Mesh, train: TrainConfig, basic_modules: list[str]
 ) -> None:
     """Shard each part under `fsdp2`; do nothing in the other modes.
 
@@ -197,7 +198,7 @@ def shard_parts(
         return
     for part in parts:
         units = shard_units(part, basic_modules)
-        exact = [router for router in part.routers().values() if router.is_exact]
+        exact = part.fp32_modules()
         embedding, head = edge_units(part, units)
         shard(
             part,
@@ -213,9 +214,9 @@ def shard_parts(
         )
 
 
-def separately_sharded_experts(part: Decoder, mesh: Mesh) -> list[nn.Module]:
+def separately_sharded_experts(part: CausalLM, mesh: Mesh) -> list[nn.Module]:
     """The experts of a part's layers if expert parallelism shards them over another mesh."""
-    if not mesh.shards_experts_separately:
+    if not mesh.shards_experts_separately or not isinstance(part, Decoder):
         return []
     return [mixture.experts for mixture in moe_layers(part)]
 
@@ -233,7 +234,7 @@ def sharding(train: TrainConfig) -> FSDPPolicy:
 
 
 def gradient_sync(
-    train: TrainConfig, mesh: Mesh, parts: Sequence[Decoder], params: Sequence[LocalParam]
+    train: TrainConfig, mesh: Mesh, parts: Sequence[CausalLM], params: Sequence[LocalParam]
 ) -> GradSync:
     """Return the gradient sync over the ranks that compute other tokens."""
     if train.data_parallel_mode == "fsdp2":
@@ -259,7 +260,7 @@ def gradient_sync(
     )
 
 
-def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
+def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
     """The FSDP units: modules that `basic_modules` names inside layers, then the layers.
 
     A name is the last part of a module's name (`mlp`) or its class (`FeedForward`). Raises
@@ -268,30 +269,32 @@ def shard_units(model: Decoder, basic_modules: list[str]) -> list[nn.Module]:
     units: list[nn.Module] = []
     for wanted in basic_modules:
         found = _called(wanted, model)
-        if not found and not _called(wanted, _outline(model.config)):
+        if not found and not (
+            isinstance(model, Decoder) and _called(wanted, _outline(model.config))
+        ):
             raise CapabilityError(
                 f"model.basic_modules names {wanted}, and no module is called so."
             )
         units += found
-    return [*units, *(layer for layer in model.model.layers.values() if layer not in units)]
+    return [*units, *(layer for layer in model.blocks if layer not in units)]
 
 
 def edge_units(
-    model: Decoder, units: Sequence[nn.Module]
+    model: CausalLM, units: Sequence[nn.Module]
 ) -> tuple[nn.Module | None, list[nn.Module]]:
     """The embedding, and the final norm with the head: FSDP units beside `units`, if not tied.
 
     A loss that computes logits in chunks reads the head's weight without calling the head, for
     which its unit needs PyTorch 2.13: in an earlier version both stay in the root unit.
     """
-    embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
+    embedding, norm, head = model.edges
     edges = [module for module in (embedding, norm, head) if module is not None]
     if model.is_tied or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED or {*edges} & {*units}:
         return None, []
     return embedding, [module for module in (norm, head) if module is not None]
 
 
-def _called(wanted: str, model: Decoder) -> list[nn.Module]:
+def _called(wanted: str, model: CausalLM) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
@@ -307,7 +310,7 @@ def _outline(config: DecoderConfig) -> Decoder:
 
 
 def local_params(
-    parts: Sequence[Decoder],
+    parts: Sequence[CausalLM],
     pieces: Sequence[Mapping[str, tuple[TensorShard, ...]]],
     mesh: Mesh,
     train: TrainConfig,

@@ -10,12 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from penstock.adapters.names import LoraParamName, native_name, parse_lora_name
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import GradReduceAxis, TensorShard, full_shard
+from penstock.models.automodel.weight_map import AutoWeightMap
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS
 from penstock.models.layers.quantized_linear import QuantizedMatrix
@@ -274,19 +277,31 @@ def tp_plan(
 
 
 def param_shards(
-    model: Decoder,
-    names: WeightMap,
+    model: CausalLM,
+    names: WeightMap | AutoWeightMap,
     mesh: Mesh,
     *,
     roles: Roles = DECODER_ROLES,
     residual: Residual = "whole",
 ) -> Mapping[str, tuple[TensorShard, ...]]:
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
+    if isinstance(names, AutoWeightMap):
+        return unsplit_shards(model)
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
         name: plan.shards(name, tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     }
+
+
+def unsplit_shards(model: nn.Module) -> Mapping[str, tuple[TensorShard, ...]]:
+    """The shards of a model of the transformers backend: its parameters, whole."""
+    found: dict[str, tuple[TensorShard, ...]] = {}
+    for name, parameter in model.named_parameters():
+        factor = parse_lora_name(name)
+        tensor = native_name(factor.hf_module, factor.side) if factor else name
+        found[name] = (full_shard(tensor, parameter.shape),)
+    return found
 
 
 def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorShard:

@@ -335,7 +335,7 @@ def build_generator(
     """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.dims
     heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
-    layers = sum(len(part.model.layers) for part in layout.parts)
+    layers = sum(len(part.blocks) for part in layout.parts)
     numbers = 2 * layers * heads * config.head_dim
     generator = Generator(
         layout,

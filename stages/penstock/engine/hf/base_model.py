@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 
+from penstock.engine.hf.converted_weights import ConvertedWeights, InitializedWeights
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.prequantized import PrequantizedFormat, published_in
-from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, RandomInitTensors
+from penstock.engine.quantization.quantized_reader import (
+    QuantizeOnLoad,
+    RandomInitTensors,
+    TensorReader,
+)
 from penstock.engine.quantization.select_layers import (
     Formats,
     quant_formats_by_param,
     select_formats,
 )
-from penstock.models.decoder import Decoder
+from penstock.models.automodel.weight_map import AutoWeightMap
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.quantized_linear import keep_quantized
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
@@ -29,7 +35,7 @@ _CPU = torch.device("cpu")
 class BaseModelWeights:
     """One base model's weights, independent of the parallel layout."""
 
-    names: WeightMap
+    names: WeightMap | AutoWeightMap
     quantizing: QuantizationArgs | None
     """None if weights are used as stored."""
     hf_config: Mapping[str, Any]
@@ -47,7 +53,7 @@ class BaseModelWeights:
         """The format of a pre-quantized checkpoint."""
         return published_in(self.hf_config, self.folder) if self.folder else None
 
-    def quantize(self, model: Decoder) -> None:
+    def quantize(self, model: CausalLM) -> None:
         """Replace the layers of a meta-device model, or of a part of one, by quantized ones, in
         place.
         """
@@ -56,10 +62,20 @@ class BaseModelWeights:
             if native in here:
                 keep_quantized(model, native, format)
 
+    def random_init(self, seed: int) -> RandomInitTensors | InitializedWeights:
+        """A reader of random weights from a seed."""
+        if isinstance(self.names, AutoWeightMap):
+            return InitializedWeights(self.hf_config, self.names, seed)
+        return RandomInitTensors(self.names, seed)
+
     def quantized_reader(
-        self, inner: SafetensorsFolder | RandomInitTensors, device: torch.device = _CPU
-    ) -> SafetensorsFolder | RandomInitTensors | QuantizeOnLoad:
+        self,
+        inner: SafetensorsFolder | RandomInitTensors | InitializedWeights,
+        device: torch.device = _CPU,
+    ) -> TensorReader:
         """A reader that returns the weights in these formats; rows are quantized on `device`."""
+        if isinstance(self.names, AutoWeightMap) and isinstance(inner, SafetensorsFolder):
+            inner = ConvertedWeights(inner, self.hf_config, self.names)
         if not self.formats and self.published is None:
             return inner
         return QuantizeOnLoad(inner, self.formats, self.published, device)

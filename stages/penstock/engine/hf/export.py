@@ -6,6 +6,7 @@ If adapters were merged during training (ReLoRA), the adapters alone are not the
 only `hf/`.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from penstock.core.sources.hub import local_folder
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
+from penstock.engine.hf.converted_weights import as_published
 from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import (
@@ -30,8 +32,9 @@ from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
-from penstock.engine.quantization.quantized_reader import RandomInitTensors
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.registry import get_family
+from penstock.models.weights import WeightMap
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -50,8 +53,8 @@ def write_folders(
     """
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
-    family = get_family(hf_config)
-    names = family.weight_map(family.read(hf_config))
+    family = get_family(hf_config, origin.backend)
+    names = _weight_map(origin, hf_config)
     folder = _folder(origin) if origin.quantizing else None
     weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
@@ -109,6 +112,11 @@ def _with_adapters(
     return found
 
 
+def _weight_map(origin: ModelSource, hf_config: Mapping[str, Any]) -> WeightMap | AutoWeightMap:
+    family = get_family(hf_config, origin.backend)
+    return family.weight_map(family.read(hf_config))
+
+
 def _model(
     form: ExportFormat,
     origin: ModelSource,
@@ -117,6 +125,9 @@ def _model(
     extras: HFFolderMeta,
     quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
+    names = _weight_map(origin, extras.hf_config)
+    if isinstance(names, AutoWeightMap):
+        weights = as_published(weights, extras.hf_config, names)
     return write_hf_folder(
         weights,
         out,
@@ -143,9 +154,7 @@ def _base(
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
     if (found := _folder(origin)) is None:
-        return in_source(
-            base.quantized_reader(RandomInitTensors(base.names, origin.seed)), base.names
-        )
+        return in_source(base.quantized_reader(base.random_init(origin.seed)), base.names)
     folder = opened.enter_context(SafetensorsFolder(found))
     return in_source(base.quantized_reader(folder), base.names)
 

@@ -65,7 +65,7 @@ class SharedBase:
     @property
     def family(self) -> Family:
         """The model family."""
-        return get_family(dict(self.hf_config))
+        return get_family(dict(self.hf_config), self.run.model.backend)
 
     @property
     def names(self) -> WeightMap:
@@ -168,7 +168,7 @@ def build_shared_base(
                 f"  Leave {name} out."
             )
     if lora.enable_lora and lora.lora_target_modules is None:
-        family = get_family(hf_config)
+        family = get_family(hf_config, run.model.backend)
         is_tied = family.read(hf_config).tie_word_embeddings
         targets = [*family.lora_targets, *([] if is_tied else [HEAD])]
         lora = lora.model_copy(update={"lora_target_modules": targets})

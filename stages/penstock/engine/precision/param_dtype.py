@@ -6,35 +6,34 @@ import torch
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.weights import WeightMap
 
 
-def cast_frozen_params(dtype: torch.dtype, model: Decoder) -> None:
+def cast_frozen_params(dtype: torch.dtype, model: CausalLM) -> None:
     """Cast frozen matrices to the compute dtype, in place.
 
     Except routers that compute in fp32. Vectors are not cast: they are small, and norms are
     computed in fp32.
     """
-    exact = of_exact_routers(model)
+    exact = of_fp32_modules(model)
     for parameter in model.parameters():
         is_matrix = parameter.is_floating_point() and parameter.dim() > 1
         if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
             parameter.data = parameter.data.to(dtype)
 
 
-def cast_params(dtype: torch.dtype, model: Decoder) -> None:
+def cast_params(dtype: torch.dtype, model: CausalLM) -> None:
     """Cast every weight to `dtype`, in place, except routers that compute in fp32."""
-    exact = of_exact_routers(model)
+    exact = of_fp32_modules(model)
     for parameter in model.parameters():
         if parameter.is_floating_point() and id(parameter) not in exact:
             parameter.data = parameter.data.to(dtype)
 
 
-def of_exact_routers(model: Decoder) -> set[int]:
-    """The ids of the parameters of routers that compute in fp32."""
-    exact = [router for router in model.routers().values() if router.is_exact]
-    return {id(parameter) for router in exact for parameter in router.parameters()}
+def of_fp32_modules(model: CausalLM) -> set[int]:
+    """The ids of the parameters of modules that compute in fp32."""
+    return {id(p) for module in model.fp32_modules() for p in module.parameters()}
 
 
 def rounded_to(train: TrainConfig) -> torch.dtype | None:
@@ -45,10 +44,10 @@ def rounded_to(train: TrainConfig) -> torch.dtype | None:
 
 
 def fp32_params(
-    parts: Sequence[Decoder], params: Sequence[LocalParam], names: WeightMap
+    parts: Sequence[CausalLM], params: Sequence[LocalParam], names: WeightMap
 ) -> frozenset[int]:
     """The ids of parameters that layers always use in fp32."""
-    exact = {one for part in parts for one in of_exact_routers(part)}
+    exact = {one for part in parts for one in of_fp32_modules(part)}
     exact |= {
         id(one.parameter)
         for one in params

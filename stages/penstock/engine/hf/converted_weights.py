@@ -1,0 +1,252 @@
+"""Checkpoint files of models of the transformers backend, under the model's own names.
+
+Files of published weights may name or divide tensors otherwise than the model's state dict, for
+example one tensor for each expert. transformers knows how for each model type; its own operations
+are applied here, to one group of tensors at a time.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.hf.state_dict import HFStateDict
+from penstock.models.automodel.build import build_config, build_meta
+from penstock.models.automodel.weight_map import AutoWeightMap
+
+
+@dataclass
+class _Group:
+    """Tensors that one operation converts together, in order."""
+
+    transform: Any
+    name: str
+    """The first name of the result, by which the operation completes the others."""
+    sources: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Name of each source, and the pattern that it matched."""
+
+    def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        """The results of these sources, by name."""
+        transform = deepcopy(self.transform)
+        for source, pattern in self.sources:
+            transform.add_tensor(self.name, source, pattern, tensors[source])
+        found = transform.convert(self.name, model=model, config=model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in found.items()
+        }
+
+
+class ConvertedWeights:
+    """A folder's tensors, converted to those of the model; a `TensorReader`.
+
+    Tensors that are only renamed are read in boxes. Others are read and converted a group at a
+    time, of which the last is kept.
+    """
+
+    def __init__(
+        self, folder: SafetensorsFolder, hf_config: Mapping[str, Any], names: AutoWeightMap
+    ) -> None:
+        self._folder, self._names = folder, names
+        self._hf_config = hf_config
+        self._shapes = names.hf_shapes()
+        self._last: tuple[int, dict[str, torch.Tensor]] | None = None
+
+    def stored(self, name: str) -> Stored:
+        """Shape and dtype."""
+        group = self._groups.get(name)
+        if isinstance(group, str):
+            return self._folder.stored(group)
+        if group is None:
+            return self._folder.stored(name)
+        first = self._folder.stored(group.sources[0][0])
+        return Stored(self._shapes[name], first.dtype, first.start)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor."""
+        group = self._groups[name]
+        if isinstance(group, str):
+            return self._folder.box(group, offsets, sizes)
+        if self._last is None or self._last[0] != id(group):
+            sources = {source: self._folder[source] for source, _ in group.sources}
+            self._last = id(group), group.convert(sources, self._model)
+        found = self._last[1][name]
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found.narrow(dim, offset, size)
+        return found
+
+    def order(self, name: str) -> tuple[str, int]:
+        """A sort key: the order of the sources in the files."""
+        group = self._groups.get(name, name)
+        return self._folder.order(group if isinstance(group, str) else group.sources[0][0])
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CapabilityError unless every name is a result of the folder's tensors."""
+        self._folder.require(())
+        if missing := sorted(name for name in names if name not in self._groups):
+            raise CapabilityError(
+                f"the weights have no tensor for {missing[0]}"
+                + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
+                + f" of {type(self._model).__name__}.\n"
+                "  Name a folder with the complete weights of this model in model.model_path."
+            )
+
+    @cached_property
+    def _model(self) -> Any:
+        return _meta_model(self._hf_config)
+
+    @cached_property
+    def _groups(self) -> dict[str, _Group | str]:
+        """The group of each of the model's tensors, or the name of the file's tensor."""
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+        from transformers.core_model_loading import (  # noqa: PLC0415
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        model = self._model
+        transforms = get_model_conversion_mapping(model)
+        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        known = {**dict.fromkeys(self._shapes, True), **self._names.config.outline.tied}
+        found: dict[str, _Group | str] = {}
+        grouped: dict[str, _Group] = {}
+        for source in sorted(self._folder.names(), key=_natural):
+            name, pattern = rename_source_key(
+                source, renamings, converters, model.base_model_prefix, known
+            )
+            if pattern is None:
+                name = self._names.config.outline.tied.get(name, name)
+                if name in self._shapes:
+                    found.setdefault(name, source)
+                continue
+            group = grouped.setdefault(name, _Group(by_pattern[pattern], name))
+            group.sources.append((source, pattern))
+        for name, group in grouped.items():
+            meta = {
+                source: torch.empty(self._folder.stored(source).shape, device="meta")
+                for source, _ in group.sources
+            }
+            found |= dict.fromkeys(group.convert(meta, model), group)
+        return found
+
+
+class InitializedWeights:
+    """The random weights of a model without published ones, as its class initializes them from a
+    seed; a `TensorReader`. The whole model is in memory."""
+
+    def __init__(self, hf_config: Mapping[str, Any], names: AutoWeightMap, seed: int) -> None:
+        self._hf_config, self._names, self._seed = hf_config, names, seed
+
+    @cached_property
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        from penstock.models.automodel.build import build_model  # noqa: PLC0415
+
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            model = build_model(build_config(self._hf_config), _attention(self._names))
+        return {name: value.detach() for name, value in model.state_dict().items()}
+
+    def stored(self, name: str) -> Stored:
+        """Shape and dtype."""
+        return Stored(self._names.native_shape(name), torch.float32, 0)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor."""
+        found = self._tensors[name].float()
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found.narrow(dim, offset, size)
+        return found
+
+    def order(self, name: str) -> tuple[str, int]:
+        """Sort by name."""
+        return name, 0
+
+    def require(self, names: Iterable[str]) -> None:
+        """Every tensor of the model exists."""
+        assert set(names) <= set(self._names.hf_shapes())
+
+
+def as_published(
+    weights: HFStateDict, hf_config: Mapping[str, Any], names: AutoWeightMap
+) -> HFStateDict:
+    """The tensors under the names, and in the form, in which transformers saves the model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import (  # noqa: PLC0415
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+    )
+
+    model = _meta_model(hf_config)
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    # Whether a prefix was removed on loading is not known; none is added.
+    kept = [one for one in transforms if not isinstance(one, PrefixChange)]
+    reverse = [one.reverse_transform() for one in kept[::-1]]
+    renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
+    converters = [one for one in reverse if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    groups: dict[str, _Group] = {}
+    for name in sorted(weights.shapes, key=_natural):
+        renamed, pattern = apply_converters(name, converters)
+        if pattern is None:
+            renamed = apply_renamings(name, renamings)
+            transform, pattern = WeightRenaming(name, renamed), name
+        else:
+            transform = by_pattern[pattern]
+        group = groups.setdefault(renamed, _Group(transform, renamed))
+        group.sources.append((name, pattern))
+    shapes: dict[str, tuple[int, ...]] = {}
+    owner: dict[str, _Group] = {}
+    final: dict[int, dict[str, str]] = {}
+    exact: set[str] = set()
+    for group in groups.values():
+        meta = {name: torch.empty(weights.shapes[name], device="meta") for name, _ in group.sources}
+        own = final[id(group)] = {}
+        for name, value in group.convert(meta, model).items():
+            is_converter = isinstance(group.transform, WeightConverter)
+            published = apply_renamings(name, renamings) if is_converter else name
+            shapes[published], owner[published] = tuple(value.shape), group
+            own[name] = published
+            if any(source in weights.exact for source, _ in group.sources):
+                exact.add(published)
+    last: dict[int, dict[str, torch.Tensor]] = {}
+
+    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name in wanted:
+            group = owner[name]
+            if id(group) not in last:
+                sources = weights.read([source for source, _ in group.sources])
+                last.clear()
+                last[id(group)] = {
+                    final[id(group)][made]: value
+                    for made, value in group.convert(sources, model).items()
+                }
+            found[name] = last[id(group)][name].contiguous()
+        return found
+
+    return HFStateDict(shapes, read, frozenset(exact))
+
+
+def _meta_model(hf_config: Mapping[str, Any]) -> Any:
+    return build_meta(build_config(hf_config), "eager")
+
+
+def _attention(names: AutoWeightMap) -> Any:
+    return names.config.outline.traits.attention
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """A sort key: numbers in names in numeric order."""
+    from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
+
+    return dot_natural_key(name)

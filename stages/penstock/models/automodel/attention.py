@@ -1,0 +1,111 @@
+"""Our attention over packed documents, for transformers models that select attention by name.
+
+B sequences of L tokens (one packed sequence in training), N query heads, K key heads, H head
+dimension.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.models.layers.attention import AttentionFn
+from penstock_kernels.attention import VarlenMetadata, attention
+from penstock_kernels.attention.reference import eager
+
+NAME = "penstock_varlen"
+
+_DOCUMENTS: ContextVar[tuple[VarlenMetadata, AttentionFn] | None] = ContextVar(
+    "documents", default=None
+)
+
+
+def register() -> None:
+    """Register the attention under `NAME`. It has no mask function, so models build no masks."""
+    from transformers import AttentionInterface  # noqa: PLC0415 - half a second
+
+    AttentionInterface.register(NAME, varlen_attention)
+
+
+@contextmanager
+def attention_over(segments: VarlenMetadata, attend: AttentionFn = attention) -> Iterator[None]:
+    """Context manager: the documents of the tokens that the model is called with."""
+    before = _DOCUMENTS.set((segments, attend))
+    try:
+        yield
+    finally:
+        _DOCUMENTS.reset(before)
+
+
+def keep_documents(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `run` so that later calls, such as recomputation, have the documents of now."""
+    current = _DOCUMENTS.get()
+
+    def run_with_documents(*args: Any, **kwargs: Any) -> Any:
+        before = _DOCUMENTS.set(current)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _DOCUMENTS.reset(before)
+
+    return run_with_documents
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document, with transformers' interface.
+
+    `query` [B, N, L, H], `key` and `value` [B, K, L, H] in, [B, L, N, H] out. Values may be
+    narrower or wider than keys.
+
+    Raises NotImplementedError for attention that is not causal, or with a mask or a score function
+    of the model's own; the model is then run with transformers' attention.
+    """
+    if attention_mask is not None:
+        raise NotImplementedError("attention with a mask of the model's own")
+    if others.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise NotImplementedError("attention that is not causal")
+    if unknown := [
+        name for name in ("position_bias", "indexer_mask") if others.get(name) is not None
+    ]:
+        raise NotImplementedError(f"attention with {unknown[0]}")
+    current = _DOCUMENTS.get()
+    batch, _, length, width = query.shape
+    if key.shape[2] != length:
+        raise NotImplementedError("keys of other tokens than the queries'")
+    # The documents of one packed sequence, or each sequence of a batch.
+    segments, attend = current or (None, attention)
+    if segments is None or batch > 1:
+        segments = VarlenMetadata.of([length] * batch, query.device)
+    scale = width**-0.5 if scaling is None else scaling
+    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    value_width = v_TKH.shape[-1]
+    if value_width != width:
+        widest = max(width, value_width)
+        q_TNH, k_TKH, v_TKH = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_TNH, k_TKH, v_TKH))
+    args = (q_TNH, k_TKH, v_TKH, segments, scale, sliding_window, s_aux)
+    if dropout:
+        drop = partial(F.dropout, p=dropout)
+        y_TNH = eager(*args, softcap, drop=lambda weights, _first: drop(weights))
+    elif softcap is not None:
+        y_TNH = attention(*args, softcap)
+    else:
+        y_TNH = attend(*args)
+    y_TNH = y_TNH[..., :value_width]
+    return y_TNH.unflatten(0, (batch, length)), None

@@ -1,0 +1,90 @@
+"""Builds transformers models on the meta device, and computes their non-persistent buffers."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.attention import NAME, register
+from penstock.models.automodel.outline import AttentionImpl
+
+
+def build_config(hf_config: Mapping[str, Any]) -> Any:
+    """The transformers config of a config.json; of a multimodal model, that of its language model.
+
+    Raises CapabilityError for a model type that the installed transformers does not know, or values
+    that its config class refuses.
+    """
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - planning native models avoids it
+
+    values = dict(hf_config)
+    kind = values.pop("model_type", None)
+    if kind not in CONFIG_MAPPING:
+        raise CapabilityError(
+            f"the model's config.json says model_type {kind!r}, which is not trained natively, and "
+            "the installed transformers does not know it.\n"
+            "  Install a newer transformers, or use another model."
+        )
+    try:
+        return language_config(CONFIG_MAPPING[kind].from_dict(values))
+    except (ValueError, TypeError, KeyError) as error:
+        raise CapabilityError(
+            f"transformers refuses the model's config.json: {error}\n"
+            "  Correct it, or overwrite the value with model.foundation."
+        ) from error
+
+
+def language_config(config: Any) -> Any:
+    """The config of the language model in a multimodal config; another config itself."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
+
+    text = config.get_text_config(decoder=True)
+    return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+
+
+def build_meta(config: Any, attention: AttentionImpl) -> Any:
+    """The causal language model of a config, on the meta device in fp32, in training mode."""
+    with torch.device("meta"):
+        return build_model(config, attention)
+
+
+def build_model(config: Any, attention: AttentionImpl) -> Any:
+    """The causal language model of a config in fp32, in training mode.
+
+    Raises CapabilityError if transformers has no causal language model of this type, or it cannot
+    be built.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    register()
+    implementation = NAME if attention == "varlen" else attention
+    try:
+        model = AutoModelForCausalLM.from_config(
+            deepcopy(config), attn_implementation=implementation, dtype=torch.float32
+        )
+    except Exception as error:  # What a model's constructor may raise is not known.
+        raise CapabilityError(
+            f"transformers cannot build a causal language model of type {config.model_type}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return model.train()
+
+
+def computed_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """The values of a meta model's buffers, on the CPU: what its initialization computes, such as
+    rotary frequencies. The model's parameters stay on the meta device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
+    return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """The names of buffers that are part of checkpoints."""
+    saved = model.state_dict(keep_vars=True)
+    return [name for name, _ in model.named_buffers() if name in saved]

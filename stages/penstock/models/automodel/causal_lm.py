@@ -1,0 +1,231 @@
+"""A transformers causal language model with the interface of `decoder.Decoder`.
+
+T packed tokens, D model width, V vocabulary; B documents of a padded batch, of L tokens.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.automodel.attention import attention_over, keep_documents
+from penstock.models.automodel.build import (
+    build_config,
+    build_meta,
+    computed_buffers,
+    persistent_buffers,
+)
+from penstock.models.automodel.outline import AutoModelConfig, Head
+from penstock.models.decoder import OutputFn
+from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.autocast import as_autocast
+from penstock.models.layers.call_hook import CallHook, call
+from penstock.models.layers.dropout import current_dropout_rng
+from penstock.models.layers.router import Router
+from penstock_kernels.attention import VarlenMetadata, attention
+
+
+class ScaledHead(nn.Module):
+    """A head whose logits are scaled, then soft-capped: `cap * tanh(scale * head(x) / cap)`."""
+
+    def __init__(self, head: nn.Module, form: Head) -> None:
+        super().__init__()
+        # In a list, so that the head's parameters are not listed a second time.
+        self._head, self.form = [head], form
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Logits [T, V]."""
+        logits_TV = self._head[0](x_TD) * self.form.scale
+        cap = self.form.soft_cap
+        return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
+
+
+class AutoCausalLM(nn.Module):
+    """Maps packed token ids to logits, or to what `output_fn` returns.
+
+    Its submodules and parameters are those of the transformers model, under the same names. Tied
+    parameters stay tied through `to` and `to_empty`. `run_layer` is a call hook around every
+    repeated layer.
+    """
+
+    merge_qkv = False
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        config: AutoModelConfig,
+        *,
+        attend: AttentionFn = attention,
+    ) -> None:
+        """Build the model of a config.json on the meta device."""
+        super().__init__()
+        model = build_meta(build_config(hf_config), config.outline.traits.attention)
+        # In a list, so that the model is not a submodule of itself.
+        self._hf = [model]
+        self.config, self.attend = config, attend
+        self.buffer_values = computed_buffers(model)
+        _store_buffers_as_params(model, persistent_buffers(model))
+        for name, module in model.named_children():
+            self.add_module(name, module)
+        for name, parameter in model.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in model.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=False)
+        self._base = [model.base_model]
+        self._takes = accepted(model.base_model if config.outline.traits.head else model)
+        self.run_layer: CallHook = call
+        self.blocks = [self.get_submodule(name) for name in config.outline.layers]
+        for number, layer in enumerate(self.blocks):
+            layer.forward = partial(self._call_layer, number, layer.forward)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether parameters have several names."""
+        return bool(self.config.outline.tied)
+
+    @property
+    def edges(self) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
+        """The embedding, the final norm and the head; none if the norm is not known: the loss may
+        read the head's weight without calling it, and the norm is then called for both."""
+        outline = self.config.outline
+        if not outline.norm or not outline.traits.head:
+            return None, None, None
+        return self.get_submodule(outline.embedding), self.get_submodule(outline.norm), self.head
+
+    @property
+    def head(self) -> nn.Module:
+        """The head."""
+        return self.get_submodule(self.config.outline.head)
+
+    def routers(self) -> dict[int, Router]:
+        """None: routers are the model's own."""
+        return {}
+
+    def fp32_modules(self) -> list[nn.Module]:
+        """The modules with parameters that the model keeps in fp32."""
+        names = {name.rpartition(".")[0] for name in self.config.outline.fp32}
+        return [self.get_submodule(name) for name in sorted(names)]
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        segments: VarlenMetadata,
+        output_fn: OutputFn | None = None,
+    ) -> torch.Tensor:
+        """Logits [T, V] of token ids [T], or `output_fn(hidden_TD, head)`."""
+        traits = self.config.outline.traits
+        with attention_over(segments, self.attend), self._dropout("model"):
+            if traits.packing:
+                y_TD = self._packed(inputs, position_ids_T, segments)
+            else:
+                y_TD = self._padded(inputs, segments)
+        if traits.head is None:
+            return y_TD if output_fn is None else output_fn(y_TD, nn.Identity())
+        y_TD = as_autocast(y_TD)
+        head = self.head if traits.head == Head() else ScaledHead(self.head, traits.head)
+        return head(y_TD) if output_fn is None else output_fn(y_TD, head)
+
+    def _packed(
+        self, ids_T: torch.Tensor, position_ids_T: torch.Tensor, segments: VarlenMetadata
+    ) -> torch.Tensor:
+        """Hidden states [T, D], or logits, of documents as one sequence."""
+        longest = segments.max_length
+        known = {
+            "position_ids": position_ids_T[None],
+            "cu_seq_lens_q": segments.cu_seqlens,
+            "cu_seq_lens_k": segments.cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        return self._run(ids_T[None], known)[0]
+
+    def _padded(self, ids_T: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
+        """The same of documents as a padded batch."""
+        lengths = torch.tensor(segments.lengths)
+        longest = int(lengths.max())
+        here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)
+        ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
+        return self._run(ids_BL, {})[here_BL]
+
+    def _run(self, ids_BL: torch.Tensor, known: Mapping[str, Any]) -> torch.Tensor:
+        inputs = {name: value for name, value in known.items() if self._takes(name)}
+        if self._takes("use_cache"):
+            inputs["use_cache"] = False
+        model = self._base[0] if self.config.outline.traits.head else self._hf[0]
+        found = model(input_ids=ids_BL, return_dict=True, **inputs)
+        return found[0]
+
+    def _call_layer(
+        self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a layer through the hook, whose first argument is the hidden states."""
+        if not args:
+            first = next(iter(inspect.signature(forward).parameters))
+            args = (kwargs.pop(first),)
+        run = keep_documents(self._with_dropout(f"layer.{number}", partial(forward, **kwargs)))
+        return self.run_layer(run, *args)
+
+    def _with_dropout(self, site: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_with_seed(*args: Any) -> Any:
+            with self._dropout(site):
+                return run(*args)
+
+        return run_with_seed
+
+    def _dropout(self, site: str) -> AbstractContextManager[object]:
+        """Seed torch's generators, of which the model's dropout draws: a recomputed layer and a
+        resumed run draw the same masks."""
+        rng = current_dropout_rng()
+        if not (self.training and self.config.outline.dropout and rng):
+            return nullcontext()
+        torch.manual_seed(rng.key(f"{site}.{int(rng.token_indices_T[0])}") >> 1)
+        return nullcontext()
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
+        """Allocate the parameters, and copy the computed buffers to the device."""
+        super().to_empty(device=device, recurse=recurse)
+        for name, value in self.buffer_values.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.get_submodule(owner)
+            if leaf in module._buffers:
+                module._buffers[leaf] = value.to(device)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "AutoCausalLM":
+        """Move or convert parameters, then tie them again, as `Decoder` does."""
+        super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            self._hf[0]._parameters[name] = parameter
+        for alias, name in self.config.outline.tied.items():
+            owner, _, leaf = alias.rpartition(".")
+            setattr(self.get_submodule(owner), leaf, self.get_parameter(name))
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A replaced child is replaced in the transformers model too."""
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and "_hf" in self.__dict__:
+            setattr(self._hf[0], name, value)
+
+
+def _store_buffers_as_params(model: nn.Module, names: list[str]) -> None:
+    """Replace persistent buffers by parameters without gradients, so that they are loaded, sharded
+    and saved as these are."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        value = module._buffers.pop(leaf)
+        assert value is not None
+        module.register_parameter(leaf, nn.Parameter(value.to("meta"), requires_grad=False))
+
+
+def accepted(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a model's forward takes an argument of this name."""
+    params = inspect.signature(model.forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in params.values())
+    return lambda name: takes_any or name in params

@@ -1,0 +1,131 @@
+"""Computes the outline of a transformers model from its meta-device model."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.build import build_config, build_meta, persistent_buffers
+from penstock.models.automodel.outline import ModelOutline, Shape
+from penstock.models.automodel.traits import find_traits, with_real_head
+
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+)
+
+
+def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
+    """The outline of the model of a config.json. Builds it on the meta device, and runs a tiny one.
+
+    Raises CapabilityError for a model that cannot be trained, with the reason.
+    """
+    traits = with_real_head(find_traits(hf_config), hf_config)
+    config = build_config(hf_config)
+    model = build_meta(config, traits.attention)
+    buffers = persistent_buffers(model)
+    params: dict[str, Shape] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    named = dict(model.named_buffers())
+    params |= {name: tuple(named[name].shape) for name in buffers}
+    if scalars := [name for name, shape in params.items() if not shape]:
+        raise CapabilityError(
+            f"models of type {config.model_type} have scalar parameters ({scalars[0]}), which FSDP2 "
+            "cannot shard."
+        )
+    modules = {id(module): name for name, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    return ModelOutline(
+        architecture=type(model).__name__,
+        params=params,
+        buffers=tuple(buffers),
+        tied=_tied(model),
+        layers=tuple(repeated_layers(model)),
+        linear={
+            name: (module.weight.shape[0], module.weight.shape[1])
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear
+        },
+        fp32=tuple(_kept_in_fp32(model, params)),
+        embedding=modules[id(model.get_input_embeddings())],
+        head="" if head is None else modules[id(head)],
+        norm=_final_norm(model, modules),
+        experts_per_token=_first(config, EXPERTS_PER_TOKEN),
+        num_experts=_first(config, EXPERTS),
+        dropout=_has_dropout(config),
+        traits=traits,
+    )
+
+
+def repeated_layers(model: Any) -> Iterator[str]:
+    """The names of the model's repeated layers, in order: the outermost modules of the classes in
+    its `_no_split_modules`, or else the longest module list. Layers that share a parameter with
+    another module are left out: FSDP shards it with the root."""
+    wanted = set(model._no_split_modules or ())
+    found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
+    if not found:
+        lists = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+        ]
+        name, longest = max(lists, key=lambda one: len(one[1]), default=("", ()))
+        found = [f"{name}.{number}" for number in range(len(longest))]
+    uses = Counter(
+        id(parameter)
+        for module in model.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    outer = ""
+    for name in found:
+        layer = model.get_submodule(name)
+        if outer and name.startswith(f"{outer}."):
+            continue
+        if (
+            name
+            and all(uses[id(one)] == 1 for one in layer.parameters())
+            and layer is not model.base_model
+        ):
+            outer = name
+            yield name
+
+
+def _final_norm(model: Any, modules: Mapping[int, str]) -> str:
+    """The only norm beside the layers."""
+    children = model.base_model.children()
+    found = [one for one in children if "norm" in type(one).__name__.lower()]
+    return modules[id(found[0])] if len(found) == 1 else ""
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter, and its first one."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            tied[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return tied
+
+
+def _kept_in_fp32(model: Any, params: Mapping[str, Shape]) -> Iterator[str]:
+    """The parameters of the modules that the model keeps in fp32 in any dtype."""
+    parts = set(model._keep_in_fp32_modules_strict or ())
+    return (name for name in params if parts & {*name.split(".")})
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def _has_dropout(config: Any) -> bool:
+    rates = (v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -1,0 +1,114 @@
+"""The family of every model that transformers can build: sizes and names come from its outline."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from penstock.core.env import cache_home
+from penstock.core.files import read_json
+from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
+from penstock.models.automodel.weight_map import AutoWeightMap
+from penstock.models.hf_config import HfConfig
+from penstock.models.tp_roles import Roles
+
+REVISION = 2
+"""Raised when `describe` finds something else for the same config."""
+
+NO_EFFECT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""Fields of config.json that do not change the outline."""
+
+
+@dataclass(frozen=True)
+class AutoFamily:
+    """A model type that transformers builds, with the interface of `family.Family`."""
+
+    model_type: str
+    outline: ModelOutline
+    roles: Roles
+
+    @property
+    def architecture(self) -> str:
+        """The transformers class."""
+        return self.outline.architecture
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Default LoRA targets: every linear layer but the head."""
+        found = (name for name in self.outline.linear if name != self.outline.head)
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
+
+    def read(self, hf: HfConfig) -> AutoModelConfig:
+        """The sizes in a config.json, as far as they have names that models share."""
+        text = {**hf, **(hf.get("text_config") or {})}
+        outline = self.outline
+        vocab, width = outline.params[f"{outline.embedding}.weight"]
+        heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
+        return AutoModelConfig(
+            vocab_size=outline.linear[outline.head][0] if outline.head in outline.linear else vocab,
+            hidden_size=width,
+            intermediate_size=_size(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * width,
+            num_hidden_layers=max(1, len(outline.layers)),
+            num_attention_heads=heads,
+            num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+            head_dim=_size(text, "head_dim", "v_head_dim") or max(1, width // heads),
+            max_position_embeddings=_size(
+                text, "max_position_embeddings", "n_positions", "max_seq_len", "context_length"
+            )
+            or 1 << 20,
+            tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
+            outline=outline,
+        )
+
+    def weight_map(self, config: AutoModelConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
+        """The names and shapes of the model's tensors; projections are as the model has them."""
+        del merge_qkv
+        return AutoWeightMap(config)
+
+
+def auto_family(hf_config: HfConfig) -> AutoFamily:
+    """The family of a config.json for the transformers backend.
+
+    The outline is computed once for a config and these versions of transformers and PyTorch, which
+    takes seconds, and then read from the cache folder.
+
+    Raises CapabilityError for a model that cannot be trained, with the reason.
+    """
+    return _family(json.dumps(hf_config, sort_keys=True))
+
+
+@cache
+def _family(text: str) -> AutoFamily:
+    hf_config: Mapping[str, Any] = json.loads(text)
+    known = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
+    versions = [REVISION, version("transformers"), version("torch")]
+    digest = hashlib.sha256(json.dumps([known, versions], sort_keys=True).encode()).hexdigest()
+    file = cache_home() / "models" / f"{digest[:32]}.json"
+    outline = None
+    if file.is_file():
+        outline = ModelOutline.from_json(read_json(file))
+    if outline is None:
+        from penstock.models.automodel.describe import describe  # noqa: PLC0415 - torch
+
+        outline = describe(hf_config)
+        _write(file, json.dumps(outline.to_json()))
+    return AutoFamily(str(hf_config.get("model_type")), outline, {})
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file of the cache atomically. Each rank may write it, so parts have names of their
+    own."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+        part.write(text)
+    Path(part.name).replace(file)
+
+
+def _size(hf: HfConfig, *names: str) -> int | None:
+    found = (hf.get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)

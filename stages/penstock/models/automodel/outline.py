@@ -1,0 +1,116 @@
+"""What is known of a transformers model without building it: a record that is computed once from
+the model on the meta device, and cached. No torch: planning reads it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from penstock.models.decoder_config import DecoderConfig
+
+Shape = tuple[int, ...]
+
+AttentionImpl = Literal["varlen", "sdpa", "eager"]
+"""`varlen`: our attention over packed documents; the others are transformers' own."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How logits follow from the last hidden states: `soft_cap(scale * head(hidden))`."""
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What was found by running a tiny model of the same class."""
+
+    attention: AttentionImpl
+    packing: bool
+    """Whether packed documents give the outputs and gradients of separate ones. If not, a
+    micro-batch is computed as a padded batch of documents."""
+    head: Head | None
+    """None: the head cannot be called apart from the base model, so all logits are computed."""
+    why: str = ""
+    """Why documents are not packed, or the head is not apart."""
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A transformers model: its parameters, and the modules that the engine handles."""
+
+    architecture: str
+    """The model's class."""
+    params: Mapping[str, Shape]
+    """Parameter shapes by state-dict name, without tied copies; persistent buffers included."""
+    buffers: tuple[str, ...]
+    """Those of them that are persistent buffers: saved, but not trained."""
+    tied: Mapping[str, str]
+    """Other names of parameters, and the name in `params`."""
+    layers: tuple[str, ...]
+    """The repeated layers, in order: FSDP units, and units of activation checkpointing."""
+    linear: Mapping[str, tuple[int, int]]
+    """Output and input features of every linear layer."""
+    fp32: tuple[str, ...]
+    """Parameters that the model keeps in fp32."""
+    embedding: str
+    head: str
+    norm: str
+    """The final norm; empty if it is not known."""
+    experts_per_token: int
+    num_experts: int
+    """0: no experts."""
+    dropout: bool
+    """Whether the config has a dropout rate above 0."""
+    traits: Traits
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "ModelOutline":
+        """Read what `to_json` wrote."""
+        traits = dict(found["traits"])
+        head = traits.pop("head")
+        return cls(
+            **{
+                **found,
+                "params": {name: tuple(shape) for name, shape in found["params"].items()},
+                "linear": {name: (out, into) for name, (out, into) in found["linear"].items()},
+                "layers": tuple(found["layers"]),
+                "buffers": tuple(found["buffers"]),
+                "fp32": tuple(found["fp32"]),
+                "traits": Traits(**traits, head=head and Head(**head)),
+            }
+        )
+
+    def matmul_params(self) -> int:
+        """Matmul parameters that each token uses, without the embedding and the head: linear
+        layers, and the chosen share of stacked expert matrices."""
+        total = 0
+        for name, shape in self.params.items():
+            module = name.removesuffix(".weight")
+            if module in (self.embedding, self.head) or len(shape) < 2:
+                continue
+            size = 1
+            for length in shape:
+                size *= length
+            if ".experts." in name and self.num_experts:
+                total += size * self.experts_per_token // self.num_experts
+            elif module in self.linear:
+                total += size
+        return total
+
+
+@dataclass(frozen=True)
+class AutoModelConfig(DecoderConfig):
+    """The sizes of a transformers model, and its outline.
+
+    Sizes that its config does not name are derived or 0; they serve estimates only.
+    """
+
+    outline: ModelOutline = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Not checked as a native decoder's: the model's class has checked its config."""

@@ -1,0 +1,262 @@
+"""A tiny config of the same architecture: every kind of layer once, every size small.
+
+What a model class computes does not depend on its sizes, so a property that is checked on the tiny
+model (documents packed or apart, the head, names in checkpoints) holds for the model itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_LAYERS = 6
+"""Layers of a tiny model, if more kinds of layers are not needed."""
+
+MAX_POSITIONS = 256
+
+SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "dim"), 64),
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "d_inner",
+            "n_inner",
+            "dff",
+            "dim_ff",
+            "ffn_hidden_size",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "feed_forward_size",
+            "emb_dim",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "prefix_dense_intermediate_size",
+        ),
+        96,
+    ),
+    **dict.fromkeys(
+        (
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_experts_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "expert_ffn_hidden_size",
+            "moe_latent_size",
+        ),
+        32,
+    ),
+    **dict.fromkeys(
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+            "num_encoder_attention_heads",
+            "num_decoder_attention_heads",
+            "attention_heads",
+            "swa_num_attention_heads",
+            "linear_num_value_heads",
+            "linear_num_heads",
+            "mamba_n_heads",
+            "num_query_groups",
+        ),
+        4,
+    ),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(
+        (
+            "head_dim",
+            "swa_head_dim",
+            "global_head_dim",
+            "kv_channels",
+            "dim_head",
+            "d_head",
+            "attention_head_size",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_head_dim",
+            "index_head_dim",
+            "query_pre_attn_scalar",
+        ),
+        16,
+    ),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("kv_lora_rank", "o_lora_rank", "hc_lowrank"), 16),
+    **dict.fromkeys(("q_lora_rank",), 24),
+    **dict.fromkeys(
+        (
+            "num_experts",
+            "n_routed_experts",
+            "num_local_experts",
+            "moe_num_experts",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "moe_k",
+            "moe_topk",
+            "moe_top_k",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "sliding_window",
+            "window_size",
+            "local_attention",
+            "attention_window_size",
+            "sliding_window_size",
+            "attention_chunk_size",
+            "keep_window_size",
+        ),
+        4,
+    ),
+    **dict.fromkeys(
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "max_seq_len",
+            "context_length",
+            "max_target_positions",
+            "model_max_length",
+        ),
+        MAX_POSITIONS,
+    ),
+    "vocab_size": 320,
+    "unpadded_vocab_size": 320,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "n_groups": 2,
+    "mamba_ngroups": 1,
+    "index_n_heads": 4,
+    "index_topk": 64,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "mamba_d_state": 16,
+    "mamba_d_head": 32,
+    "mamba_expand": 2,
+    "state_size": 16,
+    "ssm_state_size": 16,
+    "lru_width": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+    "time_step_rank": 8,
+    "mamba_dt_rank": 8,
+    "mamba_d_ssm": 128,
+    "embedding_size": 64,
+    "word_embed_proj_dim": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Sizes by their names in transformers' configs. Windows are shorter than the documents of a
+check."""
+
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
+KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
+EQUAL = (
+    ("num_key_value_heads", "num_attention_heads"),
+    ("head_dim", "qk_rope_head_dim"),
+    ("head_dim", "qk_head_dim"),
+)
+"""Pairs of sizes of which the first stays equal to the second."""
+
+SHARING = "num_kv_shared_layers"
+"""The number of last layers that use keys and values of earlier ones."""
+
+PER_LAYER_CONFIG = "per_layer_config"
+"""Values of single layers, by layer index."""
+
+DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Number of dense layers before the first one with experts."""
+
+
+def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config (`to_dict`) with small sizes, and one layer of each kind."""
+    small = {key: value for key, value in values.items() if key not in ("id2label", "label2id")}
+    count = next((values[name] for name in LAYER_COUNTS if _is_size(values.get(name))), 0)
+    layers = _kinds_of_layers(values, count)
+    for name, value in values.items():
+        if name in LAYER_COUNTS and _is_size(value):
+            small[name] = len(layers) if value == count else min(value, MAX_LAYERS)
+        elif name in KEY_VALUE_HEADS and _is_size(value):
+            small[name] = 1 if value == 1 else 2
+        elif name in DENSE_FIRST and _is_size(value):
+            small[name] = 1
+        elif name in SIZES and _is_size(value):
+            small[name] = min(value, SIZES[name])
+        elif _is_per_layer(value, count):
+            small[name] = [value[layer] for layer in layers]
+        elif name == PER_LAYER_CONFIG and isinstance(value, Mapping):
+            own = {int(layer): its for layer, its in value.items()}
+            small[name] = {
+                str(at): shrink(own[layer]) for at, layer in enumerate(layers) if layer in own
+            }
+        elif name == SHARING and value:
+            small[name] = len(layers) // 2
+        elif isinstance(value, Mapping) and name.endswith("_config"):
+            small[name] = shrink(value)
+    _keep_relations(values, small)
+    return small
+
+
+def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Make sizes agree where the model's do."""
+
+    def have(*names: str) -> bool:
+        return all(_is_size(values.get(name)) for name in names)
+
+    for name, other in EQUAL:
+        if have(name, other) and values[name] == values[other]:
+            small[name] = small[other]
+    if have("qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    if have("mamba_d_ssm", "mamba_n_heads", "mamba_d_head"):
+        small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
+    if have("expand", "num_heads", "head_dim"):
+        small["head_dim"] = small["hidden_size"] * values["expand"] // small["num_heads"]
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_per_layer(value: Any, count: int) -> bool:
+    return isinstance(value, list | tuple) and count > 1 and len(value) == count
+
+
+def _kinds_of_layers(values: Mapping[str, Any], count: int) -> Sequence[int]:
+    """The first layer of each kind, by the per-layer lists of the config; at least two layers."""
+    per_layer = [value for value in values.values() if _is_per_layer(value, count)]
+    first: dict[str, int] = {}
+    for layer in range(count):
+        first.setdefault(repr([value[layer] for value in per_layer]), layer)
+    chosen = [*first.values()][:MAX_LAYERS]
+    others = (layer for layer in range(count) if layer not in chosen)
+    while len(chosen) < min(2, count):
+        chosen.append(next(others))
+    if values.get(SHARING):
+        # Every kind once before the layers that share, and once among them.
+        return [*sorted(chosen), *sorted(chosen)]
+    return sorted(chosen)

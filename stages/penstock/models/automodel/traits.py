@@ -1,0 +1,245 @@
+"""Finds out how a model class must be called, by running a tiny model of it on the CPU.
+
+Documents that are packed into one sequence must not see each other. Whether they do is not
+declared anywhere: it depends on position ids, the mask that the model makes of them, and kernels of
+layers with state. So two short documents are run packed and apart, forward and backward.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.attention import attention_over
+from penstock.models.automodel.build import build_config, build_model
+from penstock.models.automodel.outline import AttentionImpl, Head, Traits
+from penstock.models.automodel.tiny_config import shrink
+from penstock_kernels.attention import VarlenMetadata
+
+LENGTHS = (11, 7)
+"""Tokens of the two documents: more than the tiny model's windows."""
+TOLERANCE = 2e-4
+"""Relative difference up to which values are equal but for rounding (fp32)."""
+
+SCALES = (
+    ("logit_scale", 1),
+    ("logits_scaling", -1),
+    ("lm_head_multiplier", 1),
+    ("output_scale", 1),
+)
+"""Factors of logits by their names in configs, and the exponent with which they apply."""
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def find_traits(hf_config: Mapping[str, Any]) -> Traits:
+    """How the model of a config.json is called.
+
+    Raises CapabilityError if it cannot be trained as a causal language model, with the reason.
+    """
+    config = build_config(hf_config)
+    tiny = type(config).from_dict(shrink(config.to_dict()))
+    implementations: list[AttentionImpl] = ["varlen", "sdpa", "eager"]
+    if set(getattr(config, "layer_types", None) or ()) & {"chunked_attention"}:
+        # Chunks are longer than the documents of this check.
+        implementations.remove("varlen")
+    expected = _Run(tiny, "eager")
+    require_causal(expected.model, tiny.model_type)
+    found: Traits | None = None
+    for name in implementations:
+        try:
+            run = _Run(tiny, name, like=expected.model)
+            apart = run.apart()
+        except (NotImplementedError, ValueError, CapabilityError):
+            continue
+        if _difference(apart, expected.apart()):
+            continue
+        difference = _difference_of(run.packed, apart)
+        head, why = find_head(run)
+        traits = Traits(name, packing=not difference, head=head, why=difference or why)
+        if traits.packing:
+            return traits
+        found = found or traits
+    if found is None:
+        raise CapabilityError(
+            f"models of type {tiny.model_type} do not repeat their own results on the same tokens; "
+            "they cannot be trained."
+        )
+    return found
+
+
+def require_causal(model: Any, model_type: str) -> None:
+    """Raise CapabilityError for a model whose tokens see later ones."""
+    ids = _ids(model, LENGTHS[0])
+    other = ids.clone()
+    other[-1] = other[-1] - 1
+    with torch.no_grad():
+        first, second = (_logits(model, one[None])[0, :-1] for one in (ids, other))
+    if _is_different(first, second):
+        raise CapabilityError(
+            f"in a model of type {model_type} with this config.json, tokens see the tokens after "
+            "them: it is not a causal language model.\n"
+            "  If it is a decoder of an encoder's type, write model.foundation: {is_decoder: true}."
+        )
+
+
+def find_head(run: "_Run") -> tuple[Head | None, str]:
+    """How logits follow from the base model's hidden states and the head, or None and the reason if
+    they do not."""
+    model = run.model
+    head = model.get_output_embeddings()
+    base = model.base_model
+    if head is None or base is model:
+        return None, "it has no head of its own; all logits are computed"
+    ids_1L = run.ids[0][None]
+    with torch.no_grad():
+        # Large logits, which a soft cap changes.
+        for parameter in head.parameters():
+            parameter.mul_(500.0)
+    with torch.no_grad(), attention_over(VarlenMetadata.of([ids_1L.shape[1]], ids_1L.device)):
+        wanted = _logits(model, ids_1L)
+        hidden = base(input_ids=ids_1L, **_options(base))[0]
+        for form in _forms(model.config):
+            try:
+                logits = head(hidden) * form.scale
+            except (RuntimeError, TypeError):
+                break
+            if form.soft_cap:
+                logits = (logits / form.soft_cap).tanh() * form.soft_cap
+            if logits.shape == wanted.shape and not _is_different(logits, wanted):
+                return form, ""
+    return None, "its logits are not those of its head alone; all logits are computed"
+
+
+def _forms(config: Any) -> Iterator[Head]:
+    """Heads to try, from what the config names."""
+    config = config.get_text_config(decoder=True)
+    scales = [1.0]
+    for name, exponent in SCALES:
+        value = getattr(config, name, None)
+        if isinstance(value, int | float) and value:
+            scales.append(float(value) ** exponent)
+    width, base = getattr(config, "hidden_size", None), getattr(config, "dim_model_base", None)
+    if width and base:
+        scales.append(base / width)
+    caps = [getattr(config, name, None) for name in SOFT_CAPS]
+    for scale in scales:
+        for cap in [None, *(cap for cap in caps if cap)]:
+            yield Head(scale, cap)
+
+
+class _Run:
+    """A tiny model with one attention implementation, and two documents."""
+
+    def __init__(self, config: Any, name: AttentionImpl, like: Any = None) -> None:
+        with _seed(0):
+            self.model = build_model(config, name).eval()
+        if like is not None:
+            self.model.load_state_dict(like.state_dict())
+        self.ids = [_ids(self.model, length) for length in LENGTHS]
+
+    def apart(self) -> list[torch.Tensor]:
+        """Logits of each document and gradients, from one pass for each document."""
+        found = []
+        for ids in self.ids:
+            with attention_over(VarlenMetadata.of([len(ids)], ids.device)):
+                found.append(_logits(self.model, ids[None])[0])
+        return self._with_gradients(found)
+
+    def packed(self) -> list[torch.Tensor]:
+        """The same, of both documents in one sequence."""
+        segments = VarlenMetadata.of(list(LENGTHS), self.ids[0].device)
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])
+        known = {
+            "position_ids": positions[None],
+            "cu_seq_lens_q": segments.cu_seqlens,
+            "cu_seq_lens_k": segments.cu_seqlens,
+            "max_length_q": segments.max_length,
+            "max_length_k": segments.max_length,
+        }
+        with attention_over(segments):
+            logits = _logits(self.model, torch.cat(self.ids)[None], known)[0]
+        return self._with_gradients(list(logits.split(list(LENGTHS))))
+
+    def _with_gradients(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        weights = torch.linspace(-1, 1, logits[0].shape[-1])
+        loss = sum((one.float() * weights).square().sum() for one in logits)
+        assert isinstance(loss, torch.Tensor)
+        params = [one for one in self.model.parameters() if one.requires_grad]
+        gradients = torch.autograd.grad(loss, params, allow_unused=True)
+        return [*(one.detach() for one in logits), *(one for one in gradients if one is not None)]
+
+
+def _logits(
+    model: Any, ids_BL: torch.Tensor, known: Mapping[str, Any] | None = None
+) -> torch.Tensor:
+    return model(input_ids=ids_BL, **_options(model, known or {})).logits
+
+
+def _options(model: nn.Module, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    from penstock.models.automodel.causal_lm import accepted  # noqa: PLC0415 - it imports decoders
+
+    takes = accepted(model)
+    wanted = {"use_cache": False, "return_dict": True, **(known or {})}
+    return {name: value for name, value in wanted.items() if takes(name)}
+
+
+def _ids(model: Any, length: int) -> torch.Tensor:
+    """Distinct token ids, none of them special."""
+    size = model.get_input_embeddings().weight.shape[0]
+    with _seed(length):
+        return (
+            torch.randperm(size - 8)[:length] + 8
+            if size > length + 16
+            else torch.randint(3, size, (length,))
+        )
+
+
+def _difference_of(run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> str:
+    try:
+        return _difference(run(), expected)
+    except Exception as error:  # Whatever a model raises for a packed sequence.
+        return f"packed documents raise {type(error).__name__}: {str(error).splitlines()[:1]}"
+
+
+def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    """Why two runs are not the same; empty if they are."""
+    count = len(LENGTHS)
+    if len(found) != len(expected):
+        return "packed documents reach other weights"
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if _is_different(one, other):
+            what = "outputs" if number < count else "gradients"
+            return f"the {what} of packed documents differ from those of separate ones"
+    return ""
+
+
+def _is_different(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.double(), other.double()
+    return not bool((one - other).norm() <= TOLERANCE * other.norm() + 1e-12)
+
+
+@contextmanager
+def _seed(seed: int) -> Iterator[None]:
+    """Draw from torch's generator at `seed`, and restore it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def with_real_head(traits: Traits, hf_config: Mapping[str, Any]) -> Traits:
+    """The traits with the factor and the soft cap of the model itself: a tiny model's may differ,
+    where they follow from its width."""
+    if traits.head is None:
+        return traits
+    config = build_config(hf_config)
+    tiny = type(config).from_dict(shrink(config.to_dict()))
+    forms = dict(zip(map(_key, _forms(tiny)), _forms(config), strict=True))
+    return replace(traits, head=forms[_key(traits.head)])
+
+
+def _key(form: Head) -> tuple[float, float | None]:
+    return form.scale, form.soft_cap

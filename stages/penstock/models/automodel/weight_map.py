@@ -1,0 +1,43 @@
+"""Names and shapes of a transformers model's tensors, with the interface of `weights.WeightMap`.
+
+Training checkpoints have the model's own state-dict names. Where files of published weights differ
+(`engine/hf/converted_weights.py`), they are converted when they are read and written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.models.automodel.outline import AutoModelConfig, Shape
+
+
+@dataclass(frozen=True)
+class AutoWeightMap:
+    """Every native tensor is a tensor of the same name."""
+
+    config: AutoModelConfig
+    merge_qkv: bool = False
+
+    def native_names(self) -> tuple[str, ...]:
+        """The model's parameters, without tied copies."""
+        return tuple(self.config.outline.params)
+
+    def native_shape(self, native_name: str) -> Shape:
+        """The shape of a parameter."""
+        return self.config.outline.params[native_name]
+
+    def hf_names(self, native_name: str) -> tuple[str, ...]:
+        """The name itself."""
+        return (native_name,)
+
+    def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
+        """None: experts have no adapters of their own."""
+        del matrix, layer
+        return ()
+
+    def hf_shapes(self) -> Mapping[str, Shape]:
+        """The shape of every parameter."""
+        return self.config.outline.params
+
+    def is_exact(self, hf_name: str) -> bool:
+        """Whether the model keeps this tensor in fp32."""
+        return hf_name in self.config.outline.fp32

@@ -1,0 +1,81 @@
+"""A tiny model of every causal language model type of transformers, from its own config class."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from penstock.models.automodel.build import language_config
+from penstock.models.automodel.tiny_config import shrink
+
+MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""As the installed transformers lists them."""
+
+_DECODER = {"is_decoder": True}
+OVERRIDES: Mapping[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+        ),
+        _DECODER,
+    ),
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "xlm": {"causal": True},
+}
+"""What the default config of a type lacks to be a decoder, or to be built at all."""
+
+NO_DROPOUT = ("dropout", "pdrop", "layerdrop")
+
+
+def tiny_config(model_type: str) -> Any:
+    """The default config of this type, made small and without dropout."""
+    own = OVERRIDES.get(model_type, {})
+    config = language_config(transformers.CONFIG_MAPPING[model_type](**own))
+    values = shrink(config.to_dict())
+    return type(config).from_dict(_without_dropout(values))
+
+
+def _without_dropout(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_dropout(value)
+        if isinstance(value, Mapping)
+        else 0.0
+        if isinstance(value, float) and any(part in name for part in NO_DROPOUT)
+        else value
+        for name, value in values.items()
+    }
+
+
+def write_model(folder: Path, model_type: str, *, seed: int = 0, noise: float = 0.02) -> Any:
+    """Save a tiny model with random weights, of which no tensor is ones or zeros."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        tiny_config(model_type), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
