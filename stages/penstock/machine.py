@@ -36,6 +36,7 @@ from penstock.engine.distributed.validate_layout import (
 from penstock.engine.model_source import quantization_args
 from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
 from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
+from penstock.engine.validate_backend import require_backend
 from penstock.engine.validate_model import (
     require_dense_networks,
     require_prompts_apart,
@@ -272,6 +273,7 @@ def check_model(run: RunConfig) -> None:
             "wide: an adapter of that rank is larger than the layer itself.\n"
             "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
+    require_backend(run, family)
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
         require_adaptable(shape)

@@ -93,6 +93,7 @@ from penstock.engine.precision.param_dtype import (
 from penstock.engine.quantization.noise import add_noise
 from penstock.engine.train_step import TrainStep
 from penstock.engine.trainable import trainable_params
+from penstock.engine.validate_backend import describe_backend, require_backend
 from penstock.engine.validate_model import validate_model
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.family import AutoFamily
@@ -167,7 +168,7 @@ def assemble(
     `load_params` by default.
     """
     train = run.train
-    validate_model(run, hf_config)
+    family = checked_family(run, hf_config, notify)
     mesh = Mesh(
         build_parallel_dims(train, ranks.world_size),
         ranks.rank,
@@ -175,7 +176,6 @@ def assemble(
         experts="strided" if train.ep_outside else "adjacent",
     )
     context = ContextParallel(mesh)
-    family = get_family(hf_config, run.model.backend)
     config = family.read(hf_config)
     names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
     attend = context.attention_fn(choose_attention(run, config, ranks.device, notify))
@@ -310,6 +310,20 @@ def assemble(
         pairs_per_token=pairs_per_token(config),
         quantized=tuple(sorted({format.name for format in base.formats.values()})),
     )
+
+
+def checked_family(
+    run: RunConfig, hf_config: dict[str, Any], notify: Notify
+) -> Family | AutoFamily:
+    """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
+    honour."""
+    family = get_family(hf_config, run.model.backend)
+    if isinstance(family, AutoFamily):
+        require_backend(run, family)
+        notify(describe_backend(family))
+    else:
+        validate_model(run, hf_config)
+    return family
 
 
 def build_empty(

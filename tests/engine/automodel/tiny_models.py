@@ -41,6 +41,13 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [16, 16],
+        "axial_pos_embds_dim": [32, 32],
+    },
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "nemotron": {"num_key_value_heads": 2},
     "xlm": {"causal": True},
 }

@@ -7,7 +7,7 @@ are applied here, to one group of tensors at a time.
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -60,7 +60,9 @@ class ConvertedWeights:
         """Shape and dtype."""
         group = self._groups.get(name)
         if isinstance(group, str):
-            return self._folder.stored(group)
+            found = self._folder.stored(group)
+            is_scalar = name in self._names.config.outline.scalars
+            return replace(found, shape=(1,)) if is_scalar else found
         if group is None:
             return self._folder.stored(name)
         first = self._folder.stored(group.sources[0][0])
@@ -69,6 +71,8 @@ class ConvertedWeights:
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
         group = self._groups[name]
+        if isinstance(group, str) and name in self._names.config.outline.scalars:
+            return self._folder[group].reshape(1)
         if isinstance(group, str):
             return self._folder.box(group, offsets, sizes)
         if self._last is None or self._last[0] != id(group):
@@ -128,7 +132,7 @@ class ConvertedWeights:
                 continue
             group = grouped.setdefault(name, _Group(by_pattern[pattern], name))
             group.sources.append((source, pattern))
-        for name, group in grouped.items():
+        for group in grouped.values():
             meta = {
                 source: torch.empty(self._folder.stored(source).shape, device="meta")
                 for source, _ in group.sources
@@ -159,7 +163,7 @@ class InitializedWeights:
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
-        found = self._tensors[name].float()
+        found = self._tensors[name].float().reshape(self._names.native_shape(name))
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             found = found.narrow(dim, offset, size)
         return found
@@ -187,6 +191,7 @@ def as_published(
     )
 
     model = _meta_model(hf_config)
+    scalars = names.config.outline.scalars
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # Whether a prefix was removed on loading is not known; none is added.
     kept = [one for one in transforms if not isinstance(one, PrefixChange)]
@@ -209,7 +214,10 @@ def as_published(
     final: dict[int, dict[str, str]] = {}
     exact: set[str] = set()
     for group in groups.values():
-        meta = {name: torch.empty(weights.shapes[name], device="meta") for name, _ in group.sources}
+        meta = {
+            name: torch.empty(() if name in scalars else weights.shapes[name], device="meta")
+            for name, _ in group.sources
+        }
         own = final[id(group)] = {}
         for name, value in group.convert(meta, model).items():
             is_converter = isinstance(group.transform, WeightConverter)
@@ -226,6 +234,10 @@ def as_published(
             group = owner[name]
             if id(group) not in last:
                 sources = weights.read([source for source, _ in group.sources])
+                sources = {
+                    name: value.reshape(()) if name in scalars else value
+                    for name, value in sources.items()
+                }
                 last.clear()
                 last[id(group)] = {
                     final[id(group)][made]: value

@@ -164,6 +164,7 @@ def _pieces(
     name: str, tensor: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Blocks of a tensor: its name, the first row, and the rows in the requested dtype."""
+    tensor = tensor if tensor.dim() else tensor.reshape(1)
     row_bytes = tensor_num_bytes((tuple(tensor.shape[1:]), dtype))
     rows = max(STRETCH // max(row_bytes, 1), 1)
     for first in range(0, len(tensor), rows):

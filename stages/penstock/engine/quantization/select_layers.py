@@ -12,6 +12,7 @@ from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.exclude_modules import fused, require_known
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, get_format
@@ -27,7 +28,7 @@ QUANTIZED = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS
 def select_formats(
     quantizing: QuantizationArgs | None,
     published: PrequantizedFormat | None,
-    names: WeightMap,
+    names: WeightMap | AutoWeightMap,
     roles: Roles,
 ) -> Formats:
     """The format of every quantized matrix; empty without `quantizing`.
@@ -70,7 +71,7 @@ def select_formats(
     return found
 
 
-def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Format]:
+def quant_formats_by_param(formats: Formats, names: WeightMap | AutoWeightMap) -> dict[str, Format]:
     """The same formats by model parameter name."""
     firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
     return {native: formats[first] for native, first in firsts.items() if first in formats}
@@ -89,8 +90,13 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
         raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
 
 
-def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
+def matrices(names: WeightMap | AutoWeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
     """The model's parameters that may be quantized, with their parallel styles."""
+    if isinstance(names, AutoWeightMap):
+        outline = names.config.outline
+        layers = (f"{name}.weight" for name in outline.linear if name != outline.head)
+        yield from ((name, ParallelStyle.COLWISE) for name in layers)
+        return
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
         role = find_parallel_style(module, roles)

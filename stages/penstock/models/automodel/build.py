@@ -18,9 +18,13 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
     Raises CapabilityError for a model type that the installed transformers does not know, or values
     that its config class refuses.
     """
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - planning native models avoids it
+    from transformers import (  # noqa: PLC0415 - planning native models avoids it
+        CONFIG_MAPPING,
+        PreTrainedConfig,
+    )
 
-    values = dict(hf_config)
+    # As from a file: JSON has no infinity.
+    values = PreTrainedConfig._decode_special_floats(dict(hf_config))
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         raise CapabilityError(
@@ -42,7 +46,9 @@ def language_config(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
 
     text = config.get_text_config(decoder=True)
-    return text if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+    # Of a flat encoder-decoder config it would be a copy without the decoder's own names.
+    is_part = type(text) is not type(config) and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return text if is_part else config
 
 
 def build_meta(config: Any, attention: AttentionImpl) -> Any:

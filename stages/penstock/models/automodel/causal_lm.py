@@ -4,7 +4,7 @@ T packed tokens, D model width, V vocabulary; B documents of a padded batch, of 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -69,6 +69,7 @@ class AutoCausalLM(nn.Module):
         self.config, self.attend = config, attend
         self.buffer_values = computed_buffers(model)
         _store_buffers_as_params(model, persistent_buffers(model))
+        _make_vectors_of(model, config.outline.scalars)
         for name, module in model.named_children():
             self.add_module(name, module)
         for name, parameter in model.named_parameters(recurse=False):
@@ -222,6 +223,15 @@ def _store_buffers_as_params(model: nn.Module, names: list[str]) -> None:
         value = module._buffers.pop(leaf)
         assert value is not None
         module.register_parameter(leaf, nn.Parameter(value.to("meta"), requires_grad=False))
+
+
+def _make_vectors_of(model: nn.Module, names: Sequence[str]) -> None:
+    """Replace scalar parameters by vectors of one element."""
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        scalar = model.get_parameter(name)
+        vector = nn.Parameter(scalar.detach().reshape(1), requires_grad=scalar.requires_grad)
+        setattr(model.get_submodule(owner), leaf, vector)
 
 
 def accepted(model: nn.Module) -> Callable[[str], bool]:

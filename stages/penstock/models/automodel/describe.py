@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import build_config, build_meta, persistent_buffers
 from penstock.models.automodel.outline import ModelOutline, Shape
 from penstock.models.automodel.traits import find_traits, with_real_head
@@ -33,17 +32,16 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     params: dict[str, Shape] = {name: tuple(p.shape) for name, p in model.named_parameters()}
     named = dict(model.named_buffers())
     params |= {name: tuple(named[name].shape) for name in buffers}
-    if scalars := [name for name, shape in params.items() if not shape]:
-        raise CapabilityError(
-            f"models of type {config.model_type} have scalar parameters ({scalars[0]}), which FSDP2 "
-            "cannot shard."
-        )
+    scalars = tuple(name for name, shape in params.items() if not shape)
+    # FSDP2 shards rows, so a scalar is a vector of one.
+    params |= dict.fromkeys(scalars, (1,))
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     return ModelOutline(
         architecture=type(model).__name__,
         params=params,
         buffers=tuple(buffers),
+        scalars=scalars,
         tied=_tied(model),
         layers=tuple(repeated_layers(model)),
         linear={

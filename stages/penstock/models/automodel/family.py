@@ -14,11 +14,16 @@ from penstock.core.env import cache_home
 from penstock.core.files import read_json
 from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
 from penstock.models.automodel.weight_map import AutoWeightMap
+from penstock.models.decoder_config import LearnedPositions
 from penstock.models.hf_config import HfConfig
 from penstock.models.tp_roles import Roles
 
-REVISION = 2
+REVISION = 4
 """Raised when `describe` finds something else for the same config."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+UNLIMITED = 1 << 20
+"""The longest document of a model whose config names no number of positions."""
 
 NO_EFFECT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """Fields of config.json that do not change the outline."""
@@ -48,6 +53,7 @@ class AutoFamily:
         text = {**hf, **(hf.get("text_config") or {})}
         outline = self.outline
         vocab, width = outline.params[f"{outline.embedding}.weight"]
+        positions = _size(text, *POSITIONS) or UNLIMITED
         heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
         return AutoModelConfig(
             vocab_size=outline.linear[outline.head][0] if outline.head in outline.linear else vocab,
@@ -57,11 +63,11 @@ class AutoFamily:
             num_attention_heads=heads,
             num_key_value_heads=_size(text, "num_key_value_heads") or heads,
             head_dim=_size(text, "head_dim", "v_head_dim") or max(1, width // heads),
-            max_position_embeddings=_size(
-                text, "max_position_embeddings", "n_positions", "max_seq_len", "context_length"
-            )
-            or 1 << 20,
+            max_position_embeddings=positions,
             tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
+            learned_positions=LearnedPositions(positions, 0)
+            if outline.traits.positions_end
+            else None,
             outline=outline,
         )
 

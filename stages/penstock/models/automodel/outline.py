@@ -29,6 +29,8 @@ class Traits:
     packing: bool
     """Whether packed documents give the outputs and gradients of separate ones. If not, a
     micro-batch is computed as a padded batch of documents."""
+    positions_end: bool
+    """Whether documents cannot be longer than the model's number of positions."""
     head: Head | None
     """None: the head cannot be called apart from the base model, so all logits are computed."""
     why: str = ""
@@ -45,6 +47,8 @@ class ModelOutline:
     """Parameter shapes by state-dict name, without tied copies; persistent buffers included."""
     buffers: tuple[str, ...]
     """Those of them that are persistent buffers: saved, but not trained."""
+    scalars: tuple[str, ...]
+    """Those that are scalars in files."""
     tied: Mapping[str, str]
     """Other names of parameters, and the name in `params`."""
     layers: tuple[str, ...]
@@ -80,6 +84,7 @@ class ModelOutline:
                 "linear": {name: (out, into) for name, (out, into) in found["linear"].items()},
                 "layers": tuple(found["layers"]),
                 "buffers": tuple(found["buffers"]),
+                "scalars": tuple(found["scalars"]),
                 "fp32": tuple(found["fp32"]),
                 "traits": Traits(**traits, head=head and Head(**head)),
             }

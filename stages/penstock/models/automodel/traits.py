@@ -17,7 +17,7 @@ from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model
 from penstock.models.automodel.outline import AttentionImpl, Head, Traits
-from penstock.models.automodel.tiny_config import shrink
+from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
 
 LENGTHS = (11, 7)
@@ -53,13 +53,19 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
         try:
             run = _Run(tiny, name, like=expected.model)
             apart = run.apart()
-        except (NotImplementedError, ValueError, CapabilityError):
+        except Exception:  # noqa: BLE001 - the model does not run with this implementation
             continue
         if _difference(apart, expected.apart()):
             continue
         difference = _difference_of(run.packed, apart)
         head, why = find_head(run)
-        traits = Traits(name, packing=not difference, head=head, why=difference or why)
+        traits = Traits(
+            name,
+            packing=not difference,
+            positions_end=_positions_end(expected.model),
+            head=head,
+            why=difference or why,
+        )
         if traits.packing:
             return traits
         found = found or traits
@@ -69,6 +75,17 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
             "they cannot be trained."
         )
     return found
+
+
+def _positions_end(model: Any) -> bool:
+    """Whether a document of more tokens than the model has positions is an error."""
+    ids = torch.full((1, MAX_POSITIONS + 2), 5)
+    try:
+        with torch.no_grad():
+            _logits(model, ids)
+    except (IndexError, RuntimeError):
+        return True
+    return False
 
 
 def require_causal(model: Any, model_type: str) -> None:
@@ -201,7 +218,7 @@ def _ids(model: Any, length: int) -> torch.Tensor:
 def _difference_of(run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> str:
     try:
         return _difference(run(), expected)
-    except Exception as error:  # Whatever a model raises for a packed sequence.
+    except Exception as error:  # noqa: BLE001 - whatever a model raises for a packed sequence
         return f"packed documents raise {type(error).__name__}: {str(error).splitlines()[:1]}"
 
 

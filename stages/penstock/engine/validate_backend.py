@@ -1,0 +1,109 @@
+"""Settings that the transformers backend cannot honour, refused before any process starts.
+
+The model's own code computes: it is sharded over data-parallel ranks, but not split. No torch.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.family import AutoFamily
+
+SPLIT = "the model's own code runs whole on every rank"
+OWN_LAYERS = "layers are computed by the model's own code"
+OWN_EXPERTS = "experts and routers are the model's own"
+
+SHARD = "data_parallel_shard_size, which shards the weights instead"
+
+UNSUPPORTED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        (
+            "train.tensor_parallel_size",
+            "train.sequence_parallel",
+            "train.pipeline_parallel_size",
+            "train.ringattn_parallel_size",
+            "train.ulysses_parallel_size",
+            "train.expert_parallel_size",
+            "train.ep_outside",
+        ),
+        (SPLIT, SHARD),
+    ),
+    "train.enable_fp8_training": (OWN_LAYERS, "train.precision: bfloat16"),
+    "train.enable_compile": (OWN_LAYERS, ""),
+    "train.enable_activation_offload": (OWN_LAYERS, "enable_gradient_checkpointing: true"),
+    "train.enable_reentrant": ("layers have keyword arguments, which it does not pass", ""),
+    "train.recompute_modules": ("whole layers are recomputed", ""),
+    "train.dropout": ("the rates are those of the model's config.json", "them in model.foundation"),
+    "train.moe_checkpoint_method": (OWN_EXPERTS, ""),
+    "train.moe_aux_loss_coef": (OWN_EXPERTS, ""),
+    "train.moe_z_loss_coef": (OWN_EXPERTS, ""),
+    "train.moe_bias_update_rate": (OWN_EXPERTS, ""),
+    "train.moe_global_load_balancing": (OWN_EXPERTS, ""),
+    "train.log_router_stats": (OWN_EXPERTS, ""),
+    "model.moe_implementation": (OWN_EXPERTS, ""),
+    "model.router_fp32": (OWN_EXPERTS, ""),
+    "model.freeze_router": (OWN_EXPERTS, ""),
+    "model.ep_dispatch": (OWN_EXPERTS, ""),
+    "model.rmsnorm_native": (OWN_LAYERS, ""),
+    "model.activation_native": (OWN_LAYERS, ""),
+    "model.rope_native": (OWN_LAYERS, ""),
+    "model.merge_qkv": (OWN_LAYERS, ""),
+    "lora.moe_shared_lora": ("experts have no adapters here", ""),
+    "lora.moe_hybrid_shared_lora": ("experts have no adapters here", ""),
+    "export.quantise": ("only native models are quantized on export", ""),
+}
+"""Settings by field: why, and what to write instead if not the default."""
+
+
+def require_backend(run: RunConfig, family: object) -> None:
+    """Raise CapabilityError for every setting that the transformers backend cannot honour; nothing
+    for a native family."""
+    if not isinstance(family, AutoFamily):
+        return
+    if faults := [*_faults(run, family)]:
+        reason = (
+            "it is what model.backend says"
+            if run.model.backend == "transformers"
+            else f"no native family is called {family.model_type}"
+        )
+        lines = "\n  ".join(faults)
+        raise CapabilityError(
+            f"{family.architecture} is trained through transformers' own code ({reason}), which "
+            f"cannot have:\n  {lines}"
+        )
+
+
+def describe_backend(family: AutoFamily) -> str:
+    """How a model of the transformers backend is run, in one line."""
+    traits = family.outline.traits
+    packing = "documents packed"
+    if not traits.packing:
+        packing = f"one document a row of a padded batch ({traits.why})"
+    head = "" if traits.head else "; logits of all tokens at once: its head is not apart"
+    attention = "" if traits.attention == "varlen" else f" with its {traits.attention} attention"
+    return f"model: {family.architecture} of transformers{attention}, {packing}{head}"
+
+
+def _faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
+    for field, (why, instead) in UNSUPPORTED.items():
+        section, name = field.split(".")
+        settings: ConfigSection = getattr(run, section)
+        if name in type(settings).model_fields and settings.is_non_default(name):
+            yield (
+                f"{field}: {_shown(getattr(settings, name))} ({why}); "
+                + (f"write {instead}" if instead else "leave it out")
+            )
+    traits = family.outline.traits
+    for name in ("attn_implementation", "attention_cast_bf16"):
+        if traits.attention != "varlen" and run.model.is_non_default(name):
+            yield (
+                f"model.{name}: {_shown(getattr(run.model, name))} (this model needs transformers' "
+                f"{traits.attention} attention); leave it out"
+            )
+    if run.data.shares_prompts:
+        yield "data.share_prompts: true (documents are causal); write share_prompts: false"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
