@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.moe import MoE
 from penstock_kernels.group_gemm import group_gemm
@@ -99,7 +99,7 @@ class ExpertAdapter(ExpertLoraParams):
         return f"scale={self.scale}"
 
 
-def expert_layers(model: Decoder, name: str, experts: Experts) -> dict[str, str]:
+def expert_layers(model: CausalLM, name: str, experts: Experts) -> dict[str, str]:
     """Maps checkpoint names of the linear layers of the experts called `name`, with `*` for the
     expert's number, to native names."""
     config = model.config.experts

@@ -95,7 +95,7 @@ def select_layer_names(
     return chosen
 
 
-def require_layers(targets: Iterable[str], names: WeightMap | AutoWeightMap) -> None:
+def require_layers(targets: Iterable[str], names: WeightMap) -> None:
     """Raise ConfigError for targets that select no layer of this model."""
     layers = {layer.name: layer.native for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
@@ -113,7 +113,7 @@ def require_adaptable(config: DecoderConfig) -> None:
         )
 
 
-def linear_layers(names: WeightMap | AutoWeightMap) -> Iterator[TargetLayer]:
+def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     """The layers that can have an adapter, in the model's order: all except routers."""
     if isinstance(names, AutoWeightMap):
         for name, (outputs, inputs) in names.config.outline.linear.items():

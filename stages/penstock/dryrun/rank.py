@@ -104,7 +104,7 @@ def _take_steps(job: DryRunJob, trace: Trace, rank: BuiltRank) -> RankResult:
         records=trace.as_json(),
         flops=rank.mode.roofline.flops,
         notes=rank.notes,
-        num_layers=sum(len(part.model.layers) for part in built.engine.model.parts),
+        num_layers=sum(len(part.blocks) for part in built.engine.model.parts),
         micro_batches=job.micro_batches,
         tokens=sum(batch.num_tokens for batch in batches),
     )

@@ -312,9 +312,7 @@ def assemble(
     )
 
 
-def checked_family(
-    run: RunConfig, hf_config: dict[str, Any], notify: Notify
-) -> Family | AutoFamily:
+def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) -> Family:
     """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
     honour."""
     family = get_family(hf_config, run.model.backend)
@@ -328,7 +326,7 @@ def checked_family(
 
 def build_empty(
     run: RunConfig,
-    family: Family | AutoFamily,
+    family: Family,
     base: BaseModelWeights,
     part: PipelineStageModules,
     attend: AttentionFn,
@@ -357,7 +355,7 @@ def build_empty(
 
 
 def _prepare_empty(
-    run: RunConfig, family: Family | AutoFamily, base: BaseModelWeights, model: CausalLM
+    run: RunConfig, family: Family, base: BaseModelWeights, model: CausalLM
 ) -> CausalLM:
     """The meta model with quantized layers, adapters and parameter dtypes."""
     with torch.device("meta"):
@@ -373,7 +371,7 @@ def _prepare_empty(
 
 
 def build_pipeline(
-    parts: Sequence[Decoder],
+    parts: Sequence[CausalLM],
     mesh: Mesh,
     train: TrainConfig,
     ranks: ProcessInfo,
@@ -402,7 +400,7 @@ def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContex
     return partial(torch.autocast, device.type, dtype=getattr(torch, dtype))
 
 
-def lora_spec(run: RunConfig, family: Family | AutoFamily) -> LoraSpec:
+def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
     """Convert the `lora` config section to a LoraSpec."""
     lora, targets = run.lora, run.lora.lora_target_modules
     targets = (targets,) if isinstance(targets, str) else targets
@@ -419,9 +417,7 @@ def lora_spec(run: RunConfig, family: Family | AutoFamily) -> LoraSpec:
     )
 
 
-def lora_target_layers(
-    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
-) -> list[str]:
+def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
     targets = lora_spec(run, family).targets or ()
     if isinstance(config, AutoModelConfig):

@@ -3,15 +3,12 @@
 from penstock.adapters.match_targets import HEAD, TargetLayer, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
 from penstock.config.schema.run import RunConfig
-from penstock.models.automodel.family import AutoFamily
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import FULL_FINETUNING, TrainableParams
 
 
-def trainable_params(
-    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
-) -> TrainableParams:
+def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> TrainableParams:
     """The number of trainable parameters, for FLOP counts."""
     if not run.lora.enable_lora:
         return FULL_FINETUNING
@@ -27,9 +24,7 @@ def trainable_params(
     return TrainableParams("frozen", factors, head)
 
 
-def adapted(
-    run: RunConfig, family: Family | AutoFamily, config: DecoderConfig
-) -> list[TargetLayer]:
+def adapted(run: RunConfig, family: Family, config: DecoderConfig) -> list[TargetLayer]:
     """The layers with adapters."""
     written = run.lora.lora_target_modules
     targets = (written,) if isinstance(written, str) else written

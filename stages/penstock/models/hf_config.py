@@ -287,5 +287,6 @@ def check_supported(
         lines = "\n  ".join(unsupported)
         raise CapabilityError(
             f"the model's config.json has unsupported settings:\n  {lines}\n"
-            "Change these fields in a copy that model.config_path names, or use another model."
+            "Change these fields in a copy that model.config_path names, or write model.backend: "
+            "transformers."
         )

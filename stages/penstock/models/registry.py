@@ -4,7 +4,7 @@ from difflib import get_close_matches
 from typing import Literal
 
 from penstock.core.errors import CapabilityError
-from penstock.models.automodel.family import AutoFamily, auto_family
+from penstock.models.automodel.family import auto_family
 from penstock.models.families.arcee import ARCEE
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
@@ -48,7 +48,7 @@ Backend = Literal["auto", "native", "transformers"]
 family has it."""
 
 
-def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family | AutoFamily:
+def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
     """The model family of this config.json.
 
     Raises:

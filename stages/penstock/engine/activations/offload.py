@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.activations.saved_tensors import SavedTensor, saved_tensors_to
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.call_hook import CallHook
 
 
@@ -273,7 +273,7 @@ def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffload
     return ActivationOffloader(device, copies, capacity=int(gigabytes * 1e9))
 
 
-def offload(parts: Iterable[Decoder], store: ActivationOffloader) -> None:
+def offload(parts: Iterable[CausalLM], store: ActivationOffloader) -> None:
     """Offload the saved tensors of every layer of the model parts to `store`; in place.
 
     Hooks registered on `run_layer` before run inside: activation checkpointing then offloads the

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.core.errors import CapabilityError
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.block import Block
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.experts import call_experts
@@ -43,7 +43,7 @@ def require_compiler(device: torch.device, setting: str, instead: str) -> None:
     )
 
 
-def compile_layers(model: Decoder, device: torch.device) -> None:
+def compile_layers(model: CausalLM, device: torch.device) -> None:
     """Compile the layers of a model, or of a part of one; in place.
 
     A transformer block is one graph if no hooks are registered between its parts and no part is
@@ -55,7 +55,7 @@ def compile_layers(model: Decoder, device: torch.device) -> None:
         CapabilityError: nothing compiles for the device here.
     """
     require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
-    for layer in model.model.layers.values():
+    for layer in model.blocks:
         assert isinstance(layer, Block)
         for module in layer.modules():
             if isinstance(module, OpModule):

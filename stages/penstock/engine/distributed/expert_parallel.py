@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.read_sizes import read_sizes
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert, unpermute
@@ -25,13 +25,13 @@ RegisterDispatcher = Callable[[MoE, dist.ProcessGroup, int], None]
 """Registers a token dispatcher on an MoE layer, given its group and total number of experts."""
 
 
-def moe_layers(model: Decoder) -> list[MoE]:
+def moe_layers(model: CausalLM) -> list[MoE]:
     """The MoE layers of a model, in layer order."""
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
 def parallelize_experts(
-    model: Decoder, mesh: Mesh, register_dispatcher: RegisterDispatcher
+    model: CausalLM, mesh: Mesh, register_dispatcher: RegisterDispatcher
 ) -> None:
     """Keep this rank's experts of every layer, and register token dispatchers with
     `register_dispatcher`; in place.

@@ -16,7 +16,8 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.engine.distributed.tensor_parallel import reduce_partial_grads
-from penstock.models.decoder import Decoder, OutputFn, PipelineStageModules
+from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder import OutputFn, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.dropout import DropoutRNG, dropout_rng
 from penstock.models.layers.router_observer import RouterObserver, observe_routers
@@ -54,7 +55,7 @@ class ParallelModel:
     """This rank's parts of the model, and the ranks it communicates with."""
 
     mesh: Mesh
-    parts: Sequence[Decoder]
+    parts: Sequence[CausalLM]
     """One part, or one for each pipeline stage of this rank."""
     params: Sequence[LocalParam]
     """Every parameter of the parts."""

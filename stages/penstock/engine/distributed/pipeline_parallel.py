@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -24,7 +25,7 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.parallel_model import AutocastContext, ModelInputs
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.distributed.pipeline_stages import stages_of_rank, virtual_stages
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.dropout import dropout_rng
 from penstock.models.layers.router_observer import observe_routers
 
@@ -39,7 +40,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[Decoder],
+        parts: Sequence[CausalLM],
         mesh: Mesh,
         train: TrainConfig,
         *,
@@ -129,8 +130,8 @@ class Pipeline:
         copies = [
             module.weight
             for part in self._parts
-            for module in (part.model.embed_tokens, part.lm_head)
-            if module is not None
+            for module in (part.edges[0], part.edges[2])
+            if isinstance(module, nn.Embedding | nn.Linear)
         ]
         gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
         if len(gradients) == 2:

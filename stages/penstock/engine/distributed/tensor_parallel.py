@@ -29,6 +29,7 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.tensor_sharding import TensorParallelPlan, tp_plan
 from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, lookup_local_rows
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
@@ -50,7 +51,7 @@ REDUCE_DTYPES: Mapping[str | None, ReduceDtype] = {
 
 
 def parallelize_tensor(
-    model: Decoder,
+    model: CausalLM,
     mesh: Mesh,
     roles: Roles,
     *,
@@ -68,6 +69,7 @@ def parallelize_tensor(
     group = mesh.group("tensor")
     if group is None:
         return
+    assert isinstance(model, Decoder)
     names = WeightMap(model.config, model.merge_qkv)
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Created now because all ranks must create groups, and a part may have no key projection.

@@ -17,7 +17,6 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import GradReduceAxis, TensorShard, full_shard
-from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS
@@ -278,14 +277,14 @@ def tp_plan(
 
 def param_shards(
     model: CausalLM,
-    names: WeightMap | AutoWeightMap,
+    names: WeightMap,
     mesh: Mesh,
     *,
     roles: Roles = DECODER_ROLES,
     residual: Residual = "whole",
 ) -> Mapping[str, tuple[TensorShard, ...]]:
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
-    if isinstance(names, AutoWeightMap):
+    if not isinstance(model, Decoder):
         return unsplit_shards(model)
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {

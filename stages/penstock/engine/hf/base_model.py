@@ -28,6 +28,8 @@ from penstock.models.layers.quantized_linear import keep_quantized
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
+InitialWeights = RandomInitTensors | InitializedWeights
+
 _CPU = torch.device("cpu")
 
 
@@ -35,7 +37,7 @@ _CPU = torch.device("cpu")
 class BaseModelWeights:
     """One base model's weights, independent of the parallel layout."""
 
-    names: WeightMap | AutoWeightMap
+    names: WeightMap
     quantizing: QuantizationArgs | None
     """None if weights are used as stored."""
     hf_config: Mapping[str, Any]
@@ -62,7 +64,7 @@ class BaseModelWeights:
             if native in here:
                 keep_quantized(model, native, format)
 
-    def random_init(self, seed: int) -> RandomInitTensors | InitializedWeights:
+    def random_init(self, seed: int) -> InitialWeights:
         """A reader of random weights from a seed."""
         if isinstance(self.names, AutoWeightMap):
             return InitializedWeights(self.hf_config, self.names, seed)
@@ -70,12 +72,13 @@ class BaseModelWeights:
 
     def quantized_reader(
         self,
-        inner: SafetensorsFolder | RandomInitTensors | InitializedWeights,
+        inner: SafetensorsFolder | InitialWeights,
         device: torch.device = _CPU,
     ) -> TensorReader:
         """A reader that returns the weights in these formats; rows are quantized on `device`."""
+        reader: TensorReader = inner
         if isinstance(self.names, AutoWeightMap) and isinstance(inner, SafetensorsFolder):
-            inner = ConvertedWeights(inner, self.hf_config, self.names)
+            reader = ConvertedWeights(inner, self.hf_config, self.names)
         if not self.formats and self.published is None:
-            return inner
-        return QuantizeOnLoad(inner, self.formats, self.published, device)
+            return reader
+        return QuantizeOnLoad(reader, self.formats, self.published, device)

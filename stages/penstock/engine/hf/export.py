@@ -112,7 +112,7 @@ def _with_adapters(
     return found
 
 
-def _weight_map(origin: ModelSource, hf_config: Mapping[str, Any]) -> WeightMap | AutoWeightMap:
+def _weight_map(origin: ModelSource, hf_config: Mapping[str, Any]) -> WeightMap:
     family = get_family(hf_config, origin.backend)
     return family.weight_map(family.read(hf_config))
 

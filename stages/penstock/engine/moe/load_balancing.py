@@ -28,7 +28,7 @@ from penstock.losses.load_balancing import (
     update_expert_bias,
     z_loss,
 )
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
 from penstock.models.names import SELECTION_BIAS
@@ -45,7 +45,7 @@ Observe = Callable[[Sequence[ModelInputs]], None]
 def build_routers(
     train: TrainConfig,
     config: DecoderConfig,
-    parts: Sequence[Decoder],
+    parts: Sequence[CausalLM],
     params: Sequence[LocalParam],
     mesh: Mesh,
     ranks: ProcessInfo,
@@ -67,7 +67,7 @@ class Routers:
         self,
         balance: LoadBalancingConfig,
         config: ExpertsConfig,
-        parts: Sequence[Decoder],
+        parts: Sequence[CausalLM],
         params: Sequence[LocalParam],
         mesh: Mesh,
         ranks: ProcessInfo,

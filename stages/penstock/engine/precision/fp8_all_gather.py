@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.precision.fp8_convert import largest_over, products_in
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.float8 import Float8Matmul
 from penstock_kernels.float8 import (
     BLOCK,
@@ -115,7 +115,7 @@ class Float8ShardedWeight(torch.Tensor):
 
 
 def enable_fp8_all_gather(
-    parts: Sequence[Decoder], train: TrainConfig, notify: Callable[[str], None]
+    parts: Sequence[CausalLM], train: TrainConfig, notify: Callable[[str], None]
 ) -> None:
     """Enable FP8 all-gather on the FP8 layers if the settings ask for it; in place.
 

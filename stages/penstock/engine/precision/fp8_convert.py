@@ -17,7 +17,7 @@ from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.device_mesh import Axis, Mesh
 from penstock.engine.precision.fp8_layers import Float8Layers, float8_layers, is_shared
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.float8 import Float8Linear, Float8Matmul
 from penstock.models.tp_roles import ParallelStyle, Roles
 from penstock.models.weights import WeightMap
@@ -39,7 +39,7 @@ def build_recipe(fp8: Fp8Config) -> Float8Recipe:
 
 
 def convert_to_float8_training(
-    parts: Sequence[Decoder],
+    parts: Sequence[CausalLM],
     train: TrainConfig,
     names: WeightMap,
     roles: Roles,
@@ -59,7 +59,7 @@ def convert_to_float8_training(
     return layers
 
 
-def _put(model: Decoder, layers: Float8Layers, scheme: Float8Recipe) -> None:
+def _put(model: CausalLM, layers: Float8Layers, scheme: Float8Recipe) -> None:
     here = dict(model.named_modules())
     for native in layers.chosen:
         module = here.get(native)
@@ -69,7 +69,7 @@ def _put(model: Decoder, layers: Float8Layers, scheme: Float8Recipe) -> None:
             model.set_submodule(native, Float8Linear(module, Float8Matmul(scheme)))
 
 
-def products_in(model: Decoder) -> Mapping[str, Float8Matmul]:
+def products_in(model: CausalLM) -> Mapping[str, Float8Matmul]:
     """The FP8 matmuls of a model's layers, by module name."""
     return {
         name: module.affine
@@ -78,7 +78,7 @@ def products_in(model: Decoder) -> Mapping[str, Float8Matmul]:
     }
 
 
-def set_amax_reduce_groups(parts: Sequence[Decoder], layers: Float8Layers, mesh: Mesh) -> None:
+def set_amax_reduce_groups(parts: Sequence[CausalLM], layers: Float8Layers, mesh: Mesh) -> None:
     """Set the groups for amax reduction on FP8 layers; in place.
 
     The layers are those that `convert_to_float8_training` has converted. Call it on every rank.

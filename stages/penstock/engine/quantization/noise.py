@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.engine.distributed.param_shards import TensorShard
-from penstock.models.decoder import Decoder
+from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.dropout import current_dropout_rng
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.noise import RowKeys, add_noise_
@@ -40,7 +40,7 @@ class QuantNoise:
         return lambda weight: add_noise_(weight, value, self.alpha, runs, self.first_column)
 
 
-def add_noise(model: Decoder, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
+def add_noise(model: CausalLM, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
     """Register noise on every quantized matrix of a model, or of a part of one; in place.
 
     `pieces` are the shards of its parameters on this rank, before FSDP.

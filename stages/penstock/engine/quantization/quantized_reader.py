@@ -108,7 +108,7 @@ class QuantizeOnLoad:
 
     def __init__(
         self,
-        inner: SafetensorsFolder | RandomInitTensors,
+        inner: TensorReader,
         formats: Formats,
         published: PrequantizedFormat | None,
         device: torch.device,

@@ -28,7 +28,7 @@ QUANTIZED = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS
 def select_formats(
     quantizing: QuantizationArgs | None,
     published: PrequantizedFormat | None,
-    names: WeightMap | AutoWeightMap,
+    names: WeightMap,
     roles: Roles,
 ) -> Formats:
     """The format of every quantized matrix; empty without `quantizing`.
@@ -71,7 +71,7 @@ def select_formats(
     return found
 
 
-def quant_formats_by_param(formats: Formats, names: WeightMap | AutoWeightMap) -> dict[str, Format]:
+def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Format]:
     """The same formats by model parameter name."""
     firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
     return {native: formats[first] for native, first in firsts.items() if first in formats}
@@ -90,7 +90,7 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
         raise ConfigError(f"lora.quant_group_size: {error}.\n  Leave it out.") from error
 
 
-def matrices(names: WeightMap | AutoWeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
+def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
     """The model's parameters that may be quantized, with their parallel styles."""
     if isinstance(names, AutoWeightMap):
         outline = names.config.outline

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
     values = PreTrainedConfig._decode_special_floats(dict(hf_config))
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
+        near = get_close_matches(str(kind), CONFIG_MAPPING, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
         raise CapabilityError(
-            f"the model's config.json says model_type {kind!r}, which is not trained natively, and "
-            "the installed transformers does not know it.\n"
+            f"the model's config.json says model_type {kind!r}, which neither is native nor known "
+            f"to the installed transformers.{hint}\n"
             "  Install a newer transformers, or use another model."
         )
     try:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -14,9 +14,9 @@ from penstock.core.env import cache_home
 from penstock.core.files import read_json
 from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
 from penstock.models.automodel.weight_map import AutoWeightMap
-from penstock.models.decoder_config import LearnedPositions
+from penstock.models.decoder_config import DecoderConfig, LearnedPositions
+from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
-from penstock.models.tp_roles import Roles
 
 REVISION = 4
 """Raised when `describe` finds something else for the same config."""
@@ -29,52 +29,44 @@ NO_EFFECT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transfor
 """Fields of config.json that do not change the outline."""
 
 
-@dataclass(frozen=True)
-class AutoFamily:
-    """A model type that transformers builds, with the interface of `family.Family`."""
+@dataclass(frozen=True, kw_only=True)
+class AutoFamily(Family):
+    """A model that transformers builds."""
 
-    model_type: str
     outline: ModelOutline
-    roles: Roles
 
-    @property
-    def architecture(self) -> str:
-        """The transformers class."""
-        return self.outline.architecture
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """Default LoRA targets: every linear layer but the head."""
-        found = (name for name in self.outline.linear if name != self.outline.head)
-        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
-
-    def read(self, hf: HfConfig) -> AutoModelConfig:
-        """The sizes in a config.json, as far as they have names that models share."""
-        text = {**hf, **(hf.get("text_config") or {})}
-        outline = self.outline
-        vocab, width = outline.params[f"{outline.embedding}.weight"]
-        positions = _size(text, *POSITIONS) or UNLIMITED
-        heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
-        return AutoModelConfig(
-            vocab_size=outline.linear[outline.head][0] if outline.head in outline.linear else vocab,
-            hidden_size=width,
-            intermediate_size=_size(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * width,
-            num_hidden_layers=max(1, len(outline.layers)),
-            num_attention_heads=heads,
-            num_key_value_heads=_size(text, "num_key_value_heads") or heads,
-            head_dim=_size(text, "head_dim", "v_head_dim") or max(1, width // heads),
-            max_position_embeddings=positions,
-            tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
-            learned_positions=LearnedPositions(positions, 0)
-            if outline.traits.positions_end
-            else None,
-            outline=outline,
-        )
-
-    def weight_map(self, config: AutoModelConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
+    def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
         """The names and shapes of the model's tensors; projections are as the model has them."""
         del merge_qkv
+        assert isinstance(config, AutoModelConfig)
         return AutoWeightMap(config)
+
+
+def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
+    """The sizes in a config.json, as far as they have names that models share."""
+    text = {**hf, **(hf.get("text_config") or {})}
+    vocab, width = outline.params[f"{outline.embedding}.weight"]
+    positions = _size(text, *POSITIONS) or UNLIMITED
+    heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
+    return AutoModelConfig(
+        vocab_size=outline.linear[outline.head][0] if outline.head in outline.linear else vocab,
+        hidden_size=width,
+        intermediate_size=_size(text, "intermediate_size", "ffn_dim", "n_inner") or 4 * width,
+        num_hidden_layers=max(1, len(outline.layers)),
+        num_attention_heads=heads,
+        num_key_value_heads=_size(text, "num_key_value_heads") or heads,
+        head_dim=_size(text, "head_dim", "v_head_dim") or max(1, width // heads),
+        max_position_embeddings=positions,
+        tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
+        learned_positions=LearnedPositions(positions, 0) if outline.traits.positions_end else None,
+        outline=outline,
+    )
+
+
+def default_lora_targets(outline: ModelOutline) -> tuple[str, ...]:
+    """Every linear layer but the head."""
+    found = (name for name in outline.linear if name != outline.head)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
 
 
 def auto_family(hf_config: HfConfig) -> AutoFamily:
@@ -103,7 +95,14 @@ def _family(text: str) -> AutoFamily:
 
         outline = describe(hf_config)
         _write(file, json.dumps(outline.to_json()))
-    return AutoFamily(str(hf_config.get("model_type")), outline, {})
+    return AutoFamily(
+        str(hf_config.get("model_type")),
+        outline.architecture,
+        partial(read_sizes, outline),
+        roles={},
+        lora_targets=default_lora_targets(outline),
+        outline=outline,
+    )
 
 
 def _write(file: Path, text: str) -> None:

@@ -7,15 +7,15 @@ Training checkpoints have the model's own state-dict names. Where files of publi
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.models.automodel.outline import AutoModelConfig, Shape
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.weights import Shape, WeightMap
 
 
 @dataclass(frozen=True)
-class AutoWeightMap:
+class AutoWeightMap(WeightMap):
     """Every native tensor is a tensor of the same name."""
 
     config: AutoModelConfig
-    merge_qkv: bool = False
 
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, without tied copies."""

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 
 class CallHook(Protocol):
     """Calls a module, either directly or with activation checkpointing (recomputed in the backward
     pass)."""
 
-    def __call__(self, module: nn.Module, /, *args: Any) -> torch.Tensor: ...
+    def __call__(self, module: Callable[..., Any], /, *args: Any) -> torch.Tensor: ...
 
 
 def call(module: Callable[..., torch.Tensor], /, *args: Any) -> torch.Tensor:
