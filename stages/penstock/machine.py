@@ -273,7 +273,7 @@ def check_model(run: RunConfig) -> None:
             "wide: an adapter of that rank is larger than the layer itself.\n"
             "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
-    require_backend(run, family)
+    require_backend(run, family, shape)
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
         require_adaptable(shape)

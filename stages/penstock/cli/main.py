@@ -21,6 +21,7 @@ from penstock.cli.console import Console, run
 from penstock.cli.data.commands import commands as data_commands
 from penstock.cli.flow.commands import deploy, flow
 from penstock.cli.inspect_commands import check, doctor, plan, schema, translate
+from penstock.cli.models import commands as model_commands
 from penstock.cli.options import Config, add_command, overrides, run_request
 from penstock.cli.releases import commands as release_commands
 from penstock.cli.result_commands import evaluate, merge, report
@@ -319,6 +320,7 @@ add_command(app, init)
 app.add_typer(artifact_commands, name="artifacts")
 app.add_typer(release_commands, name="releases")
 app.add_typer(data_commands, name="data")
+app.add_typer(model_commands, name="models")
 
 
 if __name__ == "__main__":

@@ -317,7 +317,7 @@ def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) ->
     honour."""
     family = get_family(hf_config, run.model.backend)
     if isinstance(family, AutoFamily):
-        require_backend(run, family)
+        require_backend(run, family, family.read(hf_config))
         notify(describe_backend(family))
     else:
         validate_model(run, hf_config)

@@ -9,6 +9,9 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.family import AutoFamily
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.family import Family
 
 SPLIT = "the model's own code runs whole on every rank"
 OWN_LAYERS = "layers are computed by the model's own code"
@@ -56,12 +59,12 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
 """Settings by field: why, and what to write instead if not the default."""
 
 
-def require_backend(run: RunConfig, family: object) -> None:
+def require_backend(run: RunConfig, family: Family, config: DecoderConfig) -> None:
     """Raise CapabilityError for every setting that the transformers backend cannot honour; nothing
     for a native family."""
     if not isinstance(family, AutoFamily):
         return
-    if faults := [*_faults(run, family)]:
+    if faults := [*_faults(run, family, config)]:
         reason = (
             "it is what model.backend says"
             if run.model.backend == "transformers"
@@ -85,7 +88,7 @@ def describe_backend(family: AutoFamily) -> str:
     return f"model: {family.architecture} of transformers{attention}, {packing}{head}"
 
 
-def _faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
+def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterator[str]:
     for field, (why, instead) in UNSUPPORTED.items():
         section, name = field.split(".")
         settings: ConfigSection = getattr(run, section)
@@ -101,6 +104,13 @@ def _faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
                 f"model.{name}: {_shown(getattr(run.model, name))} (this model needs transformers' "
                 f"{traits.attention} attention); leave it out"
             )
+    longest = run.data.sample_packing_sequence_len or 0
+    if isinstance(config, AutoModelConfig) and longest > config.rope_limit:
+        yield (
+            f"data.sample_packing_sequence_len: {longest} (beyond {config.rope_limit} tokens its "
+            "rotary embedding depends on the longest document of a batch); write "
+            f"{config.rope_limit} or less"
+        )
     if run.data.shares_prompts:
         yield "data.share_prompts: true (documents are causal); write share_prompts: false"
 

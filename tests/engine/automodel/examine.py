@@ -62,14 +62,14 @@ def write_rows(folder: Path) -> None:
     runs.write_rows(folder / "packed", 4)
 
 
-def job_of(folder: Path, out: str, *, lora: bool = False, **train: Any) -> Job:
-    """A run over the same rows in every step."""
+def job_of(folder: Path, out: str, *, adapters: dict[str, Any] | None = None, **train: Any) -> Job:
+    """A run over the same rows in every step; `adapters` are settings of LoRA, None: without."""
     settings = {
         "max_steps": STEPS,
         "num_train_epochs": STEPS,
         "optimizer": "adamw",
         "lr": 2e-3,
-        "lora": {"enable_lora": lora, "lora_rank": 4},
+        "lora": {"enable_lora": adapters is not None, "lora_rank": 4, **(adapters or {})},
         "model": {"model_path": str(folder), "backend": "transformers"},
         "data": {"pad_to_multiple_of": 1},
         "data_parallel_shard_size": 2,
@@ -110,7 +110,7 @@ def on_rank(folder: Path) -> dict[str, Any] | None:
     found = trained(job_of(folder, "full"))
     adapted = []
     if set(outline.linear) - {outline.head}:
-        adapted = losses_with_lora(job_of(folder, "lora", lora=True))
+        adapted = losses_with_lora(job_of(folder, "lora", adapters={}))
     if found is None:
         return None
     return {"losses": found[0], "weights": found[1], "resumes": found[2], "lora": adapted}

@@ -53,6 +53,17 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
 }
 """What the default config of a type lacks to be a decoder, or to be built at all."""
 
+NOT_BUILT: Mapping[str, str] = {
+    "cohere_compass_text": "it is the text encoder of an embedding model, without causal layers",
+    "cpmant": "tokens see later ones: its prompt is read in both directions",
+    "gemma4_assistant": "it drafts tokens from the hidden states of another model",
+    "gemma4_unified_assistant": "it drafts tokens from the hidden states of another model",
+    "musicgen": "it is a decoder of audio codes, several per step",
+    "musicgen_melody": "it is a decoder of audio codes, several per step",
+    "xlnet": "it is trained on permutations, where tokens see later ones",
+}
+"""Types that are not examined, and why."""
+
 NO_DROPOUT = ("dropout", "pdrop", "layerdrop")
 
 

@@ -127,6 +127,8 @@ class ConvertedWeights:
             )
             if pattern is None:
                 name = self._names.config.outline.tied.get(name, name)
+                # A file may also have the model's own names.
+                name = name if name in self._shapes else source
                 if name in self._shapes:
                     found.setdefault(name, source)
                 continue

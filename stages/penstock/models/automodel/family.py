@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,7 +15,11 @@ from penstock.core.env import cache_home
 from penstock.core.files import read_json
 from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
 from penstock.models.automodel.weight_map import AutoWeightMap
-from penstock.models.decoder_config import DecoderConfig, LearnedPositions
+from penstock.models.decoder_config import (
+    LENGTH_DEPENDENT_ROPE,
+    DecoderConfig,
+    LearnedPositions,
+)
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
@@ -45,7 +50,8 @@ class AutoFamily(Family):
 def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
     """The sizes in a config.json, as far as they have names that models share."""
     text = {**hf, **(hf.get("text_config") or {})}
-    vocab, width = outline.params[f"{outline.embedding}.weight"]
+    table = f"{outline.embedding}.weight"
+    vocab, width = outline.params[outline.tied.get(table, table)]
     positions = _size(text, *POSITIONS) or UNLIMITED
     heads = _size(text, "num_attention_heads", "n_head", "n_heads", "num_heads") or 1
     return AutoModelConfig(
@@ -60,7 +66,19 @@ def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
         tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
         learned_positions=LearnedPositions(positions, 0) if outline.traits.positions_end else None,
         outline=outline,
+        rope_limit=_rope_limit(text, positions),
     )
+
+
+def _rope_limit(text: HfConfig, positions: int) -> float:
+    """The length from which RoPE parameters, of any kind of layer, depend on the length."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    limits = [math.inf]
+    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if one.get("rope_type", one.get("type")) in LENGTH_DEPENDENT_ROPE:
+            own = one.get("original_max_position_embeddings")
+            limits.append(own or text.get("original_max_position_embeddings") or positions)
+    return min(limits)
 
 
 def default_lora_targets(outline: ModelOutline) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What is known of a transformers model without building it: a record that is computed once from
 the model on the meta device, and cached. No torch: planning reads it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -116,6 +117,15 @@ class AutoModelConfig(DecoderConfig):
     """
 
     outline: ModelOutline = field(kw_only=True)
+    rope_limit: float = math.inf
+    """The document length up to which RoPE does not depend on the longest document of a batch."""
+
+    @property
+    def rope_invariant_up_to(self) -> float:
+        """The length up to which a KV cache holds all state of a document: 0 for models with other
+        state than keys and values."""
+        traits = self.outline.traits
+        return self.rope_limit if traits.attention == "varlen" and traits.packing else 0
 
     def __post_init__(self) -> None:
         """Not checked as a native decoder's: the model's class has checked its config."""

@@ -1,0 +1,213 @@
+"""Models that are trained through transformers' own code: what must hold of every one."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.core.errors import CapabilityError
+from penstock.engine.generation.sampling import SamplingParams
+from penstock.engine.generation.sequences import Prompt
+from penstock.engine.validate_backend import UNSUPPORTED, require_backend
+from penstock.models.automodel.family import auto_family
+from penstock.models.automodel.proved import ProvedModels
+from penstock.models.registry import FAMILIES, get_family
+from penstock.rows.reader import PackedRows
+from tests.engine import loops, runs
+from tests.engine.automodel import examine, tiny_models
+from tests.engine.traces import loss_of_transformers
+from tests.ranks import on_ranks
+
+KINDS = (
+    "apertus",  # scalar parameters
+    "bloom",  # ALiBi: masks of its own, one document a row
+    "cohere2",  # scaled logits, sliding windows
+    "deepseek_v3",  # latent attention, experts stored one by one, a router's buffer
+    "gemma3n_text",  # per-layer inputs, shared keys and values, soft-capped logits
+    "gpt2",  # learned positions, transposed matrices
+    "llama4_text",  # chunked attention, all logits
+    "mamba",  # state
+    "modernbert-decoder",  # a head of several layers
+    "phi3",  # fused projections
+    "qwen3_next",  # linear attention and gated attention
+    "zamba2",  # a layer that is used several times
+)
+"""Model types of different kinds; all others are examined by an exhaustive test."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    examine.write_rows(root)
+    return root
+
+
+def _examined(folder: Path, model_type: str) -> list[str]:
+    return examine.examine(folder / model_type, model_type).faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [kind for kind in KINDS if kind != "gemma3n_text"])
+def test_a_model_trains_resumes_and_is_exported(folder, model_type):
+    assert _examined(folder, model_type) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", tiny_models.MODEL_TYPES)
+def test_every_model_type_of_transformers_trains_or_has_its_reason(folder, model_type):
+    reason = ProvedModels.read().models[model_type].reason
+    if model_type in tiny_models.NOT_BUILT:
+        assert reason
+        return
+    try:
+        faults = _examined(folder, model_type)
+    except Exception as error:  # noqa: BLE001 - any error is a reason
+        faults = [str(error)]
+    assert bool(faults) == bool(reason), faults
+
+
+def test_what_was_proved_is_of_every_type_that_the_library_lists():
+    proved = ProvedModels.read()
+    if proved.transformers != transformers.__version__:
+        pytest.skip(f"proved with transformers {proved.transformers}")
+    assert sorted(proved.models) == tiny_models.MODEL_TYPES
+    assert sum(not one.reason for one in proved.models.values()) >= 150
+    assert all(one.packing for name, one in proved.models.items() if name in ("gemma2", "phi3"))
+
+
+LAYOUTS = {
+    "shard 2": {},
+    "two rows at once": {"micro_batch_size": 2},
+    "replicate 2": {"data_parallel_shard_size": 1, "data_parallel_replicate_size": 2},
+    "ddp": {
+        "data_parallel_mode": "ddp",
+        "data_parallel_shard_size": 1,
+        "data_parallel_replicate_size": 2,
+    },
+    "nothing recomputed": {"enable_gradient_checkpointing": False},
+    "each reads": {"load_weights_mode": "all_ranks"},
+}
+
+
+def _layouts(folder: Path) -> dict[str, tuple[float, float, loops.Arrays]]:
+    found = {}
+    for name, changes in LAYOUTS.items():
+        loop = loops.loop_of(examine.job_of(folder, name, max_grad_norm=0.5, **changes))
+        records = [loops.step(loop) for _ in range(2)]
+        found[name] = (records[1]["loss"], records[0]["grad_norm"], loops.parameters_of(loop))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mamba"])
+def test_any_layout_gives_the_same_loss_norm_and_weights(folder, model_type):
+    own = folder / f"laid-{model_type}"
+    tiny_models.write_model(own, model_type)
+    found, _ = on_ranks(2, _layouts, own)
+    loss, norm, weights = found.pop("shard 2")
+    for name, (other_loss, other_norm, others) in found.items():
+        assert other_loss == pytest.approx(loss, rel=1e-5), name
+        assert other_norm == pytest.approx(norm, rel=1e-5), name
+        for tensor, value in weights.items():
+            # Adam divides by the root of a gradient's square, however small it is.
+            error = np.abs(others[tensor] - value).max()
+            assert error <= 2e-4, f"{name}: {tensor} by {error}"
+
+
+def _gradients(folder: Path) -> tuple[float, loops.Arrays] | None:
+    loop = loops.loop_of(examine.job_of(folder, "gradients", max_grad_norm=0.0))
+    found = loops.before_each_update(loop, lambda: loops.gradients_of(loop))
+    loss = loops.step(loop)["loss"]
+    return (loss, found[0]) if loop.ranks.is_main_process else None
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "granite", "qwen2_moe"])
+def test_gradients_are_those_of_transformers_on_separate_documents(folder, model_type):
+    own = folder / f"gradients-{model_type}"
+    tiny_models.write_model(own, model_type)
+    loss, gradients = next(one for one in on_ranks(2, _gradients, own) if one)
+    model = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).train()
+    expected = loss_of_transformers(
+        model, PackedRows(folder / "packed" / "data" / "train"), [0, 1, 2, 3]
+    )
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        wanted = parameter.grad.numpy()
+        error = np.linalg.norm(gradients[name] - wanted) / np.linalg.norm(wanted)
+        assert error <= 2e-5, f"{name}: {error}"
+
+
+def _with_nf4(folder: Path) -> tuple[list[float], int]:
+    job = examine.job_of(
+        folder,
+        "nf4",
+        adapters={"enable_qlora": True, "quant_format": "nf4", "lora_alpha": 32},
+    )
+    loop = loops.loop_of(job)
+    losses = [loops.step(loop)["loss"] for _ in range(3)]
+    quantized = [name for name in loops.parameters_of(loop) if name.endswith(".codes")]
+    return losses, len(quantized)
+
+
+def test_a_quantized_base_trains_with_adapters(folder):
+    own = folder / "nf4"
+    tiny_models.write_model(own, "gemma2")
+    (losses, quantized), _ = on_ranks(2, _with_nf4, own)
+    assert losses[-1] < losses[0]
+    assert quantized == 2 * 7
+
+
+def _sampled(folder: Path) -> list[list[int]]:
+    loop = loops.loop_of(examine.job_of(folder, "sampled"))
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    prompts = [Prompt(tuple(range(9, 9 + length)), greedy) for length in (3, 5)]
+    return [list(out.completions[0].tokens) for out in loop.built.generator.generate(prompts)]
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mamba"])
+def test_greedy_samples_are_those_of_transformers(folder, model_type):
+    own = folder / f"sampled-{model_type}"
+    tiny_models.write_model(own, model_type, noise=0.2)
+    found, _ = on_ranks(2, _sampled, own)
+    model = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
+    for length, tokens in zip((3, 5), found, strict=True):
+        ids = torch.arange(9, 9 + length)[None]
+        for token in tokens:
+            assert token == int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax())
+            ids = torch.cat((ids, torch.tensor([[token]])), dim=1)
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_a_setting_that_the_backend_cannot_honour_is_refused(folder, field):
+    own = folder / "refused"
+    if not own.is_dir():
+        tiny_models.write_model(own, "gpt2")
+    section, name = field.split(".")
+    run = runs.run_config(folder / "out", own, model={"backend": "transformers"})
+    settings = getattr(run, section)
+    kind = type(settings).model_fields[name]
+    default = kind.get_default(call_default_factory=True)
+    other = not default if isinstance(default, bool) else "other"
+    changed = run.model_copy(update={section: settings.model_copy(update={name: other})})
+    hf_config = json.loads((own / "config.json").read_text())
+    family = auto_family(hf_config)
+    config = family.read(hf_config)
+    require_backend(run, family, config)
+    with pytest.raises(CapabilityError, match=f"{field}: "):
+        require_backend(changed, family, config)
+
+
+def test_auto_takes_our_decoder_where_there_is_one_and_native_refuses_the_rest():
+    values = runs.TINY
+    assert get_family(values) is FAMILIES["qwen3"]
+    auto = get_family(values, "transformers")
+    assert auto.architecture == "Qwen3ForCausalLM"
+    assert dataclasses.asdict(auto.weight_map(auto.read(values)).config)["vocab_size"] == runs.VOCAB
+    with pytest.raises(CapabilityError, match=r"model.backend is native.*'gpt2'"):
+        get_family({"model_type": "gpt2"}, "native")
