@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.reference import eager
 
@@ -94,6 +95,9 @@ def varlen_attention(
     if segments is None or batch > 1:
         segments = VarlenMetadata.of([length] * batch, query.device)
     scale = width**-0.5 if scaling is None else scaling
+    # Norms and rotary embeddings of some models return fp32, as autocast expects of them.
+    value = as_autocast(value)
+    query, key = query.to(value.dtype), key.to(value.dtype)
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     value_width = v_TKH.shape[-1]
     if value_width != width:
