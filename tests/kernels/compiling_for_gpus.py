@@ -95,6 +95,7 @@ def compile_elementwise() -> None:
         forward |= {"scale_ptr": "*fp32", "eps": "fp32"}
         # Rows side by side, and heads of a fused projection.
         spans = {"SPAN": 0, "SPAN_STRIDE": 0} if width > 128 else {"SPAN": 32, "SPAN_STRIDE": 6144}
+        spans["PLUS_ONE"] = width == 128
         tile = {**rms_norm.tile(width), **spans}
         compiled(rms_norm._forward, forward, **_parted(tile))
         backward = {"x_ptr": data, "weight_ptr": weight, "dy_ptr": data, "dx_ptr": data}

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from penstock_kernels.clamped_swiglu import clamped_gate
@@ -32,8 +33,8 @@ def forward_backward(function, *tensors):
 def test_a_weight_that_does_not_learn_costs_no_gradient():
     x, weight, dy = randoms((7, 33), (33,), (7, 33))
     operator = torch.ops.penstock.rms_norm_gradients.default
-    with_it, dweight = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), True)
-    without, none = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), False)
+    with_it, dweight = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), False, True)
+    without, none = operator(x, weight, dy, None, torch.ones(7, device=DEVICE), False, False)
     assert torch.equal(with_it, without)
     assert (dweight.shape, none.shape) == ((33,), (0,))
     [dx] = forward_backward(lambda x: rms_norm.backend("triton")(x, weight, 1e-6), x, dy)[1:]
@@ -92,17 +93,27 @@ def test_rms_norm_is_torchs_in_fp32():
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_norm_with_1_plus_weight_is_gemmas_to_the_bit(dtype):
+    x, weight = randoms((9, 32), (32,), dtype=dtype)
+    theirs = GemmaRMSNorm(32, 1e-5).to(DEVICE, dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(weight)
+        assert rms_norm.reference(x, weight, 1e-5, True).equal(theirs(x))
+
+
 def test_an_fp32_weight_leaves_a_bf16_stream_in_bf16():
     x, weight = randoms((3, 8), (8,))
     assert rms_norm(x.bfloat16(), weight, 1e-6).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("plus_one", [False, True], ids=["", "1 + weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_norm_is_the_same_to_the_bit_where_no_gradient_is_wanted(dtype):
+def test_a_norm_is_the_same_to_the_bit_where_no_gradient_is_wanted(dtype, plus_one):
     x, weight = randoms((7, 3, 24), (24,))
-    want = rms_norm.backend("lean")(x.to(dtype).requires_grad_(), weight, 1e-6)
+    want = rms_norm.backend("lean")(x.to(dtype).requires_grad_(), weight, 1e-6, plus_one)
     with torch.no_grad():
-        got = rms_norm.backend("lean")(x.to(dtype), weight, 1e-6)
+        got = rms_norm.backend("lean")(x.to(dtype), weight, 1e-6, plus_one)
     assert got.dtype == dtype
     assert got.equal(want)
 

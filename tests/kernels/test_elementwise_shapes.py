@@ -38,12 +38,12 @@ class Case:
     """What else it is called with."""
 
 
-def exact_norm(x, weight, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+def exact_norm(x, weight, eps, plus_one):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + plus_one)
 
 
-def exact_sum_and_norm(x, stream, weight, eps):
-    return x + stream, exact_norm(x + stream, weight, eps)
+def exact_sum_and_norm(x, stream, weight, eps, plus_one):
+    return x + stream, exact_norm(x + stream, weight, eps, plus_one)
 
 
 def exact_swiglu(gate, up):
@@ -114,8 +114,10 @@ def head_shapes(draw):
 
 
 CASES = {
-    "rms_norm": Case(rms_norm, exact_norm, norm_shapes, (EPS,)),
-    "add_rms_norm": Case(add_rms_norm, exact_sum_and_norm, sum_shapes, (EPS,)),
+    "rms_norm": Case(rms_norm, exact_norm, norm_shapes, (EPS, False)),
+    "rms_norm, 1 + weight": Case(rms_norm, exact_norm, norm_shapes, (EPS, True)),
+    "add_rms_norm": Case(add_rms_norm, exact_sum_and_norm, sum_shapes, (EPS, False)),
+    "add_rms_norm, 1 + weight": Case(add_rms_norm, exact_sum_and_norm, sum_shapes, (EPS, True)),
     "swiglu": Case(swiglu, exact_swiglu, gate_shapes),
     "packed_swiglu": Case(
         packed_swiglu, lambda both: exact_swiglu(*both.chunk(2, dim=-1)), both_shapes
@@ -220,8 +222,8 @@ def randoms(*shapes):
 @pytest.mark.parametrize(
     ("operator", "shapes", "learning", "more"),
     [
-        ("rms_norm", ((3, 5), (5,)), 2, (EPS,)),
-        ("add_rms_norm", ((3, 5), (3, 5), (5,)), 3, (EPS,)),
+        ("rms_norm", ((3, 5), (5,)), 2, (EPS, True)),
+        ("add_rms_norm", ((3, 5), (3, 5), (5,)), 3, (EPS, True)),
         ("glu", ((3, 5), (3, 5)), 2, ("gelu_tanh",)),
         ("clamped_gate", ((3, 6),), 1, (ALPHA, LIMIT)),
         ("rope", ((3, 2, 8), (3, 1, 8), (3, 6), (3, 6)), 2, ("neighbours", False)),

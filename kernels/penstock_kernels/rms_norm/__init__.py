@@ -15,7 +15,10 @@ WIDEST = 16384
 """On Triton a row is in one program's registers; wider ones would spill kilobytes of them."""
 
 
-def _misfit(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
+def _misfit(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
+) -> str | None:
+    del plus_one
     if not x_TD.ndim or weight_D.shape != x_TD.shape[-1:]:
         return f"x is {tuple(x_TD.shape)} and its weight is {tuple(weight_D.shape)}"
     if not x_TD.shape[-1]:
@@ -26,8 +29,13 @@ def _misfit(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | Non
 
 
 def _misfit_of_sum(
-    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    stream_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    plus_one: bool = False,
 ) -> str | None:
+    del plus_one
     if x_TD.shape != stream_TD.shape:
         return f"x is {tuple(x_TD.shape)} and the stream is {tuple(stream_TD.shape)}"
     if x_TD.dtype != stream_TD.dtype:
@@ -41,26 +49,28 @@ def _too_wide(x_TD: torch.Tensor) -> str | None:
     return None
 
 
-def _unsupported_reason(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> str | None:
+def _unsupported_reason(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
+) -> str | None:
+    del plus_one
     # The device is checked first, because every norm on a CPU gets here.
     return needs_cuda(x_TD, weight_D) or _misfit(x_TD, weight_D, eps) or _too_wide(x_TD)
 
 
 def _unsupported_add(
-    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    stream_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    plus_one: bool = False,
 ) -> str | None:
+    del plus_one
     misplaced = needs_cuda(x_TD, stream_TD, weight_D)
     return misplaced or _misfit_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
 
 
-_FAST: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {}
-_ADD_FAST: Mapping[
-    str,
-    KernelImpl[
-        [torch.Tensor, torch.Tensor, torch.Tensor, float],
-        tuple[torch.Tensor, torch.Tensor],
-    ],
-] = {}
+_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
+_ADD_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
 if HAS_TRITON:
     from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
     from penstock_kernels.rms_norm.triton import rms_norm as _triton

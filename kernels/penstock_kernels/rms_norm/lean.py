@@ -14,18 +14,21 @@ from torch.autograd.function import once_differentiable
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-        y_TD, scale_T1 = _normed(x_TD, weight_D, eps)
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool
+    ) -> torch.Tensor:
+        y_TD, scale_T1 = _normed(x_TD, weight_D, eps, plus_one)
         ctx.save_for_backward(x_TD, weight_D, scale_T1)
+        ctx.plus_one = plus_one
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, dy_TD: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
-        for_x, for_weight, _ = ctx.needs_input_grad
+        for_x, for_weight, *_ = ctx.needs_input_grad
         dx_TD = dweight_D = None
         slope_TD = dy_TD.float()
         normed_TD = x_TD.to(torch.float32, copy=True).mul_(scale_T1)
@@ -33,37 +36,51 @@ class _RMSNorm(torch.autograd.Function):
         if for_weight:
             dweight_D = product_TD.flatten(0, -2).sum(0).to(weight_D.dtype)
         if for_x:
-            # Rounded to x's dtype, as in the forward pass.
-            factor_D = weight_D.to(x_TD.dtype).float()
+            factor_D = _factor(weight_D, x_TD.dtype, ctx.plus_one)
             mean_T1 = (product_TD @ factor_D).div_(-x_TD.shape[-1]).unsqueeze(-1)
             torch.mul(slope_TD, factor_D, out=product_TD)
             dx_TD = product_TD.addcmul_(normed_TD, mean_T1).mul_(scale_T1).to(x_TD.dtype)
-        return dx_TD, dweight_D, None
+        return dx_TD, dweight_D, None, None
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
+) -> torch.Tensor:
     """Same as the reference, except for the last bits of sums."""
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x_TD, weight_D, eps)
+        return _RMSNorm.apply(x_TD, weight_D, eps, plus_one)
     # Bitwise identical to the forward pass, as recomputation requires.
-    return _normed(x_TD, weight_D, eps)[0]
+    return _normed(x_TD, weight_D, eps, plus_one)[0]
+
+
+def _factor(weight_D: torch.Tensor, dtype: torch.dtype, plus_one: bool) -> torch.Tensor:
+    """The factor of the normalized features in fp32: the weight rounded to x's dtype, or 1 plus
+    the weight as it is."""
+    return weight_D.float() + 1 if plus_one else weight_D.to(dtype).float()
 
 
 def _normed(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the factor of each row, fp32 [T, 1]."""
     wide_TD = x_TD.float()
     scale_T1 = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
     scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
-    if wide_TD is x_TD:
-        return (x_TD * scale_T1).mul_(weight_D.float()), scale_T1
+    if wide_TD is x_TD or plus_one:
+        # In place in a cast copy, and not in x.
+        normed_TD = x_TD * scale_T1 if wide_TD is x_TD else wide_TD.mul_(scale_T1)
+        y_TD = normed_TD.mul_(_factor(weight_D, torch.float32, plus_one))
+        return y_TD.to(x_TD.dtype), scale_T1
     return wide_TD.mul_(scale_T1).to(x_TD.dtype).mul_(weight_D.to(x_TD.dtype)), scale_T1
 
 
 def add_rms_norm(
-    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    stream_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference, except for the last bits of sums."""
     sum_TD = stream_TD + x_TD
-    return sum_TD, rms_norm(sum_TD, weight_D, eps)
+    return sum_TD, rms_norm(sum_TD, weight_D, eps, plus_one)

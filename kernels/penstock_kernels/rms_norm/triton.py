@@ -41,6 +41,17 @@ def _starts(row, D, SPAN: tl.constexpr, SPAN_STRIDE: tl.constexpr):
         return (row // SPAN).to(tl.int64) * SPAN_STRIDE + (row % SPAN) * D
 
 
+@triton.jit
+def _factor(weight_ptr, at, D, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """The factor of normalized features in fp32: the weight rounded to `dtype`, or 1 plus it as it
+    is."""
+    weight = tl.load(weight_ptr + at, mask=at < D, other=0)
+    if PLUS_ONE:
+        return weight.to(tl.float32) + 1
+    else:
+        return weight.to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward(
     x_ptr,
@@ -54,6 +65,7 @@ def _forward(
     eps,
     SPAN: tl.constexpr,
     SPAN_STRIDE: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -72,10 +84,12 @@ def _forward(
     mean = tl.sum(x * x, axis=1) / D + eps
     scale = 1 / tl.sqrt(tl.where(row < num_rows, mean, 1.0))
     tl.store(scale_ptr + row, scale, mask=row < num_rows)
-    # Rounded to y's dtype before the weight, as the reference does.
-    normed = (x * scale[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=at < D, other=0).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + here, normed * weight.to(tl.float32), mask=inside)
+    normed = x * scale[:, None]
+    if not PLUS_ONE:
+        # Rounded to y's dtype before the weight, as the reference does.
+        normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
+    factor = _factor(weight_ptr, at, D, y_ptr.dtype.element_ty, PLUS_ONE)
+    tl.store(y_ptr + here, normed * factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_each"])
@@ -92,13 +106,13 @@ def _backward(
     D,
     SPAN: tl.constexpr,
     SPAN_STRIDE: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     part = tl.program_id(0)
     at = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + at, mask=at < D, other=0).to(dx_ptr.dtype.element_ty)
-    weight = weight.to(tl.float32)
+    weight = _factor(weight_ptr, at, D, dx_ptr.dtype.element_ty, PLUS_ONE)
     dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * rows_each, num_rows)
     for first in range(part * rows_each, end, ROWS):
@@ -155,7 +169,7 @@ def _most_partials(device: torch.device, warps: int) -> int:
 
 
 def _normalized(
-    x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sum (None without a residual stream), its norm, and the factor of each row."""
     D = x.shape[-1]
@@ -175,6 +189,7 @@ def _normalized(
             num_rows,
             D,
             eps,
+            PLUS_ONE=plus_one,
             **_constants(spans, D),
             **how,
         )
@@ -187,6 +202,7 @@ def _gradients(
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     scale: torch.Tensor,
+    plus_one: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of x, plus `dsum`, and that of the weight, or None if it is not needed."""
@@ -211,6 +227,7 @@ def _gradients(
         num_rows,
         rows_each,
         D,
+        PLUS_ONE=plus_one,
         **_constants(spans, D),
         **how,
     )
@@ -232,31 +249,34 @@ def _gradients_fake(
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     scale: torch.Tensor,
+    plus_one: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del dy, dsum, scale
+    del dy, dsum, scale, plus_one
     return x.new_empty(x.shape), weight.new_empty(weight.shape if wants_weight else (0,))
 
 
 _gradients_of = operator("rms_norm_gradients", _gradients, fake=_gradients_fake)
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    _, y, scale = _normalized(x, None, weight, eps)
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, y, scale = _normalized(x, None, weight, eps, plus_one)
     return y, scale
 
 
 def _norm_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del weight, eps
+    del weight, eps, plus_one
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     # Nobody has a gradient of `scale`, and zeros of it would be a launch.
     ctx.set_materialize_grads(False)
-    x, weight, _ = inputs
+    x, weight, _, ctx.plus_one = inputs
     _, scale = output
     ctx.save_for_backward(x, weight, scale)
 
@@ -265,29 +285,29 @@ def _back_norm(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor |
     del dscale
     x, weight, scale = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
-    dx, dweight = _gradients_of(x, weight, dy, None, scale, wanted)
-    return dx, dweight if wanted else None, None
+    dx, dweight = _gradients_of(x, weight, dy, None, scale, ctx.plus_one, wanted)
+    return dx, dweight if wanted else None, None, None
 
 
 _norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backward=_back_norm)
 
 
 def _add_norm(
-    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _normalized(x, stream, weight, eps)
+    return _normalized(x, stream, weight, eps, plus_one)
 
 
 def _add_norm_fake(
-    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     del stream
-    return x.new_empty(x.shape), *_norm_fake(x, weight, eps)
+    return x.new_empty(x.shape), *_norm_fake(x, weight, eps, plus_one)
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
-    _, _, weight, _ = inputs
+    _, _, weight, _, ctx.plus_one = inputs
     total, _, scale = output
     ctx.save_for_backward(total, weight, scale)
 
@@ -298,10 +318,10 @@ def _back_add_norm(
     del dscale
     total, weight, scale = ctx.saved_tensors
     if dy is None:
-        return dsum, dsum, None, None
+        return dsum, dsum, None, None, None
     wanted = ctx.needs_input_grad[2]
-    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, wanted)
-    return dx, dx, dweight if wanted else None, None
+    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, ctx.plus_one, wanted)
+    return dx, dx, dweight if wanted else None, None, None
 
 
 _add_norm_of = operator(
@@ -309,15 +329,21 @@ _add_norm_of = operator(
 )
 
 
-def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / rms(x) * weight over the last dimension, with a fused backward."""
-    y_TD, _ = _norm_of(x_TD, weight_D, eps)
+def rms_norm(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
+) -> torch.Tensor:
+    """Same as the reference, with a fused backward."""
+    y_TD, _ = _norm_of(x_TD, weight_D, eps, plus_one)
     return y_TD
 
 
 def add_rms_norm(
-    x_TD: torch.Tensor, stream_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    stream_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    plus_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference: each input is read once, and each result written once."""
-    sum_TD, y_TD, _ = _add_norm_of(x_TD, stream_TD, weight_D, eps)
+    sum_TD, y_TD, _ = _add_norm_of(x_TD, stream_TD, weight_D, eps, plus_one)
     return sum_TD, y_TD
