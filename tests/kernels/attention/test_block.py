@@ -56,7 +56,7 @@ def across(lengths, cut, window):
     return slice(cut - seen, cut), slice(0, seeing), reach if reach < seeing - 1 else None
 
 
-def in_two_parts(backend, lengths, cut, dtype, device, window):
+def in_two_parts(backend, lengths, cut, dtype, device, window, **more):
     """y, dq, dk, dv of the tokens after the cut, from themselves and from those before it."""
     forward, backward = block.backend(backend), block_backward.backend(backend)
     q, k, v, dy = (part[cut:] for part in tensors(sum(lengths), dtype, device))
@@ -66,35 +66,36 @@ def in_two_parts(backend, lengths, cut, dtype, device, window):
     size = (queries.stop, keys.stop - keys.start)
     [rectangle] = Rectangle.several([size], device, reaches=[reach])
 
-    y, lse = forward(q, k, v, own, SCALE, window)
-    part_y, part_lse = forward(q[queries], earlier_k[keys], earlier_v[keys], rectangle, SCALE)
+    y, lse = forward(q, k, v, own, SCALE, window, **more)
+    seen = earlier_k[keys], earlier_v[keys]
+    part_y, part_lse = forward(q[queries], *seen, rectangle, SCALE, **more)
     joint = lse.clone()
     joint[queries] = torch.logaddexp(lse[queries], part_lse)
     merged = y.double() * (lse - joint).exp().unsqueeze(-1)
     merged[queries] += part_y * (part_lse - joint[queries]).exp().unsqueeze(-1)
     y = merged.to(dtype)
 
-    dq, dk, dv = backward(dy, q, k, v, y, joint, own, SCALE, window)
+    dq, dk, dv = backward(dy, q, k, v, y, joint, own, SCALE, window, **more)
     dk, dv = (torch.cat((torch.zeros_like(e), d)) for e, d in ((earlier_k, dk), (earlier_v, dv)))
     part_dq, dk[keys], dv[keys] = backward(
         dy[queries],
         q[queries],
-        earlier_k[keys],
-        earlier_v[keys],
+        *seen,
         y[queries],
         joint[queries],
         rectangle,
         SCALE,
+        **more,
     )
     dq[queries] += part_dq
     return [part.cpu() for part in (y, dq, dk, dv)]
 
 
-def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu"):
-    got = in_two_parts(backend, lengths, cut, dtype, device, window)
+def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu", **more):
+    got = in_two_parts(backend, lengths, cut, dtype, device, window, **more)
     q, k, v, dy = (part.cpu() for part in tensors(sum(lengths), dtype, device))
     dy[:cut] = 0
-    y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE, window)
+    y, dq, dk, dv = dense_with_gradients(q, k, v, dy, lengths, SCALE, window, **more)
     for part, want in zip(got, (y[cut:], dq[cut:], dk, dv), strict=True):
         assert relative_error(part, want) < TOLERANCE[dtype], (backend, lengths, cut, dtype, window)
 
@@ -105,6 +106,12 @@ def check_parts_make_the_whole(backend, lengths, cut, dtype, window, device="cpu
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_causal_block_and_a_rectangle_make_the_whole(window, backend, dtype, lengths, cut):
     check_parts_make_the_whole(backend, lengths, cut, dtype, window)
+
+
+@pytest.mark.parametrize(("lengths", "cut"), CUTS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_capped_blocks_make_the_whole(window, lengths, cut):
+    check_parts_make_the_whole("eager", lengths, cut, torch.float64, window, soft_cap=1.5)
 
 
 @pytest.mark.parametrize("seeds", HUNDRED)

@@ -13,9 +13,12 @@ def unsupported_reason(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> str | None:
     """bf16 and fp16 on CUDA only, without start rows."""
     del scale, window
+    if soft_cap is not None:
+        return f"scores are capped at {soft_cap}, and its blocks do not cap them"
     if not isinstance(sees, Rectangle) and sees.start_rows is not None:
         return "start rows hide some of a document's past, and it has causal masks and windows"
     return unsupported_tensors(q_QNH, k_SKH, v_SKH) or unsupported_sizes(q_QNH, k_SKH, sees)
@@ -28,8 +31,10 @@ def block(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference, in one call."""
+    assert soft_cap is None, "refused"
     *bounds, causal, left, right = _limits(sees, window)
     y_QNH, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
         q_QNH,
@@ -56,8 +61,10 @@ def block_backward(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same as the reference, in one call."""
+    assert soft_cap is None, "refused"
     *bounds, causal, left, right = _limits(sees, window)
     # Without dropout the RNG state is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)

@@ -19,11 +19,13 @@ def block(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the queries to the unmasked keys of this block only.
 
     Within documents, a query attends to the last `window` tokens up to its own (None: all) whose
-    start row it has not reached. A `Rectangle` defines its own mask.
+    start row it has not reached. A `Rectangle` defines its own mask. Scores are soft-capped at
+    `soft_cap` by a tanh.
 
     Returns the output [Q, N, H], and the log-sum-exp of each query's scores [Q, N], in fp32 or
     wider.
@@ -31,7 +33,7 @@ def block(
     outputs, sums = [], []
     for queries, keys, hidden in _parts(q_QNH, sees, window):
         k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
-        scores_NQS = _scores(q_QNH[queries], k_SNH, hidden, scale)
+        scores_NQS = _masked(_capped(_scores(q_QNH[queries], k_SNH, scale), soft_cap), hidden)
         weights_NQS = scores_NQS.softmax(-1)
         outputs.append(torch.einsum("nqs,snh->qnh", weights_NQS, v_SNH).to(q_QNH.dtype))
         sums.append(scores_NQS.logsumexp(-1).t())
@@ -48,6 +50,7 @@ def block_backward(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This block's part of the gradients of the queries [Q, N, H], keys and values [S, K, H].
 
@@ -57,11 +60,14 @@ def block_backward(
     for queries, keys, hidden in _parts(q_QNH, sees, window):
         k_SNH, v_SNH = (_for_each_query_head(part[keys], q_QNH) for part in (k_SKH, v_SKH))
         q, y, dy = (_wide(part[queries]) for part in (q_QNH, y_QNH, dy_QNH))
-        scores_NQS = _scores(q, k_SNH, hidden, scale)
+        capped_NQS = _capped(_scores(q, k_SNH, scale), soft_cap)
+        scores_NQS = _masked(capped_NQS, hidden)
         weights_NQS = (scores_NQS - lse_QN[queries].t().unsqueeze(-1)).exp()
         delta_NQ1 = (dy * y).sum(-1).t().unsqueeze(-1)
         dweights_NQS = torch.einsum("qnh,snh->nqs", dy, v_SNH)
         dscores_NQS = weights_NQS * (dweights_NQS - delta_NQ1) * scale
+        if soft_cap is not None:
+            dscores_NQS *= 1 - (capped_NQS / soft_cap).square()
         dq_QNH[queries] = torch.einsum("nqs,snh->qnh", dscores_NQS, k_SNH).to(dq_QNH.dtype)
         for whole, dx_SNH in (
             (dk_SKH, torch.einsum("nqs,qnh->snh", dscores_NQS, q)),
@@ -88,10 +94,15 @@ def _parts(
         start += length
 
 
-def _scores(
-    q_QNH: torch.Tensor, k_SNH: torch.Tensor, hidden: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    scores_NQS = torch.einsum("qnh,snh->nqs", _wide(q_QNH), k_SNH) * scale
+def _scores(q_QNH: torch.Tensor, k_SNH: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.einsum("qnh,snh->nqs", _wide(q_QNH), k_SNH) * scale
+
+
+def _capped(scores_NQS: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
+    return scores_NQS if soft_cap is None else (scores_NQS / soft_cap).tanh() * soft_cap
+
+
+def _masked(scores_NQS: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
     return scores_NQS if hidden is None else scores_NQS.masked_fill(hidden, float("-inf"))
 
 

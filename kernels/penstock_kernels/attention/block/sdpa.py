@@ -32,9 +32,12 @@ def unsupported_reason(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> str | None:
     """CPU and CUDA; on CUDA, head widths that the kernel reads as whole vectors."""
     del scale, v_SKH, window
+    if soft_cap is not None:
+        return f"scores are capped at {soft_cap}, and PyTorch's fused kernels do not cap them"
     device, width = q_QNH.device.type, q_QNH.shape[-1]
     if device not in ("cpu", "cuda"):
         return f"its tensors are on {device}, and it needs cpu or cuda"
@@ -52,8 +55,10 @@ def block(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference."""
+    assert soft_cap is None, "refused"
     q, k, v = (_computable(part) for part in (q_QNH, k_SKH, v_SKH))
     if isinstance(sees, Rectangle):
         attend = partial(_forward, scale, "all", sees.hidden_keys(q.device))
@@ -77,8 +82,10 @@ def block_backward(
     sees: Sees,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same as the reference."""
+    assert soft_cap is None, "refused"
     dy, q, k, v, y = (_computable(part) for part in (dy_QNH, q_QNH, k_SKH, v_SKH, y_QNH))
     if isinstance(sees, Rectangle):
         parts = (part.unsqueeze(0) for part in (dy, q, k, v, y, lse_QN))
