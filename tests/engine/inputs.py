@@ -25,6 +25,13 @@ DOCUMENTS = (
 )
 """Lengths of the documents in a row; a rank's share of one is at most half of it."""
 
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+BY_LAYER = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+"""RoPE of each kind of layer."""
+
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
@@ -76,6 +83,69 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "pad_token_id": None,
         # Of keys that do not turn a bias changes nothing, and its gradient is what rounding leaves.
         "enable_bias": False,
+    },
+    # Norms of outputs instead of inputs, QK norm over all heads, windows with their own RoPE.
+    "output norms": {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 2,
+        "rope_parameters": BY_LAYER,
+        "layer_types": ALTERNATING,
+        "sliding_window": 20,
+    },
+    # q, k and v are one layer in checkpoints, and gate and up; a share of each head turned.
+    "fused layers": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    # RMSNorm with 1 + weight, norms around each layer, scores and logits with soft caps.
+    "soft caps": {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "pad_token_id": None,
+    },
+    "gemma 3": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 20,
+        "layer_types": ALTERNATING,
+        "rope_parameters": BY_LAYER,
+        "pad_token_id": None,
+    },
+    "scales": {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    },
+    # Queries are scaled by their position, and some layers turn nothing.
+    "query scales": {
+        "model_type": "ministral3",
+        "architectures": ["Ministral3ForCausalLM"],
+        "pad_token_id": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
     },
 }
 SHAPE = {

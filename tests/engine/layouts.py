@@ -1,5 +1,6 @@
 """Ways to cut one small model over ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 from tests.engine.laid import Layout, laid
@@ -196,6 +197,42 @@ WITH_LEARNED_POSITIONS = (
 )
 """A table of positions beside the embedding, and tensors that a checkpoint calls otherwise."""
 
+
+def _of(kind: str, name: str, /, **settings: Any) -> Layout:
+    return laid(f"{kind}, {name}", kind=kind, **settings)
+
+
+DESCRIBED = (
+    _of("output norms", "shard 2", shard=2),
+    _of("output norms", "tp 2, sequence parallel", tp=2, model={"merge_qkv": False}, **SPLIT),
+    _of("output norms", "tp 4, two key heads", tp=4),
+    _of("output norms", "tp 2, adapters", tp=2, lora=True),
+    _of("output norms", "pp 2 x ring 2", pp=2, ring=2),
+    _of("output norms", "ulysses 2", ulysses=2),
+    _of("fused layers", "shard 2, each reads", shard=2, load_weights_mode="all_ranks"),
+    _of("fused layers", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("fused layers", "tp 4, two key heads", tp=4),
+    _of("fused layers", "tp 2, adapters", tp=2, lora=True),
+    _of("fused layers", "normed adapters, tp 2", tp=2, lora="normed"),
+    _of("fused layers", "pp 2 x shard 2", pp=2, shard=2),
+    _of("soft caps", "shard 2", shard=2),
+    _of("soft caps", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("soft caps", "ring 2", ring=2),
+    _of("soft caps", "pp 2 x ulysses 2", pp=2, ulysses=2),
+    _of("scales", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("scales", "pp 2", pp=2),
+    _of("query scales", "tp 2, parts recomputed", tp=2, recompute_modules=["self_attn"]),
+    _of("query scales", "pp 2 x ring 2", pp=2, ring=2),
+)
+"""Norms elsewhere or of another kind, factors, soft caps, RoPE by layer, and fused layers."""
+
+OF_GEMMA3 = tuple(
+    replace(layout, name=f"gemma 3, {layout.name}", kind="gemma 3")
+    for layout in (*SINGLE, *PAIRS, *TRIPLES)
+    if "two key heads" not in layout.name
+)
+"""Every axis in every form, and any two or three of them."""
+
 ZBV: dict[str, Any] = {"pipeline_parallel_schedule": "ZBVZeroBubble"}
 NORMED: dict[str, Any] = {"kind": "untied", "lora": "normed"}
 FORMED = (
@@ -338,6 +375,8 @@ LAYOUTS = {
         *SINKS,
         *WITH_LAYER_NORMS,
         *WITH_LEARNED_POSITIONS,
+        *DESCRIBED,
+        *OF_GEMMA3,
         *FORMED,
         *MERGING,
         *QUANTIZED,

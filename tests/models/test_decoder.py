@@ -16,18 +16,17 @@ from penstock.models.registry import FAMILIES
 from penstock.models.tp_roles import DECODER_SHARD_UNITS, ParallelStyle, find_parallel_style
 from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.stored import from_hf
-from tests.models.twins import SIZES, documents, packed_logits, packed_loss
+from tests.models.twins import NEEDED, SIZES, documents, packed_logits, packed_loss
 
 CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
 
 
 def built(*, merge_qkv=False, tied=False, device="cpu", model_type="qwen3"):
     family = FAMILIES[model_type]
-    read = {**CONFIG, "model_type": model_type, "tie_word_embeddings": tied}
+    read = {**CONFIG, **NEEDED.get(model_type, {}), "model_type": model_type}
+    read["tie_word_embeddings"] = tied
     if model_type == "stablelm":  # its heads share the hidden size
         del read["head_dim"]
-    if model_type == "opt":
-        read["ffn_dim"] = read["intermediate_size"]
     config = family.read(read)
     with torch.device(device):
         return Decoder(config, merge_qkv=merge_qkv), family.weight_map(config, merge_qkv=merge_qkv)
@@ -67,8 +66,11 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     assert None not in roles.values(), roles
     sparse = (ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
     linear = [name for name, role in roles.items() if role not in sparse]
-    layers = {hf.split(".")[-2] for name in linear for hf in weights.hf_names(f"{name}.weight")}
-    assert layers <= DECODER_SHARD_UNITS.keys()
+    stored = [hf for name in linear for hf in weights.hf_names(f"{name}.weight")]
+    rows = {hf.removesuffix(".weight"): weights.hf_shapes()[hf][0] for hf in stored}
+    layers = [weights.row_blocks(layer, count) for layer, count in rows.items()]
+    assert set().union(*layers) <= DECODER_SHARD_UNITS.keys()
+    assert [sum(blocks.values()) for blocks in layers] == [*rows.values()]
     count = len(weights.config.experts.layers) if weights.config.experts else 0
     assert [list(roles.values()).count(role) for role in sparse] == [count, count]
     assert roles["model.embed_tokens"] == ParallelStyle.VOCAB

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.layers.rotary import Rotary
 from penstock.models.registry import FAMILIES, get_family
-from tests.models.twins import LLAMA3_ROPE, SIZES
+from tests.models.twins import LLAMA3_ROPE, NEEDED, SIZES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 UNTRUNCATED = {**YARN, "truncate": False, "original_max_position_embeddings": 16}
@@ -23,9 +23,7 @@ def read(**fields):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_fields_left_out_have_the_defaults_of_transformers(model_type):
-    written = {"model_type": model_type, **SIZES}
-    if model_type == "opt":
-        written |= {"ffn_dim": 80, "dropout": 0.0}
+    written = {"model_type": model_type, **SIZES, **NEEDED.get(model_type, {})}
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert FAMILIES[model_type].read(written) == FAMILIES[model_type].read(full)
 

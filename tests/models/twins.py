@@ -13,6 +13,7 @@ from penstock.models.family import Family
 from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.cross_entropy import LossOptions
 from tests.models.stored import from_hf
 
 SIZES = {
@@ -67,6 +68,78 @@ FAMILIES |= {
         "num_mtp_layers": 0,
     },
 }
+# Where norms are, what they are of, and what is scaled or capped.
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+WINDOWS["layer_types"] = WINDOWS["layer_types"][: SIZES["num_hidden_layers"]]
+BY_KIND = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1],
+    "long_factor": [1.0, 4.0],
+    "partial_rotary_factor": 0.5,
+}
+FAMILIES |= {
+    "mistral": {"sliding_window": 6},
+    "ministral": {**WINDOWS, "head_dim": 16},
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    },
+    "phi3": {"sliding_window": 6, "pad_token_id": None},
+    "phi3-long": {
+        "rope_parameters": LONG_ROPE,
+        "original_max_position_embeddings": 10,
+        "pad_token_id": None,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": None},
+    "olmo2": {},
+    "olmo3": {**WINDOWS, "rope_parameters": BY_KIND},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+    },
+    "glm": {"head_dim": 16, "pad_token_id": None},
+    "glm4": {"head_dim": 16, "attention_bias": False, "pad_token_id": None},
+    "seed_oss": {
+        "head_dim": 16,
+        "attention_out_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "rope_parameters": FAST,
+    },
+    "gemma": {"head_dim": 16},
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**WINDOWS, "head_dim": 16, "rope_parameters": BY_KIND},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 1e4,
+            "alpha": 50.0,
+            "factor": 1.0,
+        },
+    },
+}
 SPARSE = {
     "qwen3_moe": {
         "head_dim": 16,
@@ -118,6 +191,11 @@ SPARSE = {
     },
 }
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
+NEEDED = {
+    "opt": {"ffn_dim": 80, "dropout": 0.0},
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+"""What a family's config.json must say besides SIZES."""
 LENGTHS = [7, 1, 20, 13]
 
 
@@ -136,8 +214,8 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
     config = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, **(FAMILIES | SPARSE)[family], **more}, tie_word_embeddings=tied
     )
-    # Of sinks transformers' sdpa knows nothing.
-    attention = "eager" if model_type == "gpt_oss" else "sdpa"
+    # Of sinks and soft caps transformers' sdpa knows nothing.
+    attention = "eager" if model_type in ("gpt_oss", "gemma2") else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -146,7 +224,7 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         for parameter in (p for p in model.parameters() if p.requires_grad):
             # Not the usual start: biases and norms must differ from 0 and 1 to be told apart.
-            centre = 1.0 if parameter.ndim == 1 else 0.0
+            centre = 1.0 if parameter.ndim == 1 and not model_type.startswith("gemma") else 0.0
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + 0.15 * noise)
     return model.eval()
@@ -217,13 +295,14 @@ def packed_logits(model: nn.Module, ids) -> torch.Tensor:
     return model(torch.cat(ids), positions(lengths), VarlenMetadata.of(lengths))
 
 
-def packed_loss(model: nn.Module, ids, labels, chunk=11) -> torch.Tensor:
+def packed_loss(model: nn.Module, ids, labels, chunk=11, soft_cap=None) -> torch.Tensor:
     lengths = [len(document) for document in ids]
+    loss = Loss(LossOptions(soft_cap=soft_cap), chunk=chunk)
     return model(
         torch.cat(ids),
         positions(lengths),
         VarlenMetadata.of(lengths),
-        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), Loss(chunk=chunk)),
+        lambda hidden, head: sum_cross_entropy(hidden, head, torch.cat(labels), loss),
     )
 
 

@@ -105,7 +105,7 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
 
 def require_adaptable(config: DecoderConfig) -> None:
     """Raise CapabilityError for a model that does not support adapters."""
-    if config.names != TensorNames():
+    if config.names.linear_layers != TensorNames().linear_layers:
         raise CapabilityError(
             "lora.enable_lora is true, and adapters take their names from layers that this model's"
             f" checkpoints call otherwise ({config.names.up_proj}, …).\n"

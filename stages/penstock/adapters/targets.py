@@ -33,7 +33,7 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
 def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
-    if last == QKV_PROJ and model.merge_qkv:
+    if last == QKV_PROJ and model.merge_qkv and not model.config.fused_qkv:
         return {f"{parent}.{part}": rows for part, rows in model.config.qkv_features.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))

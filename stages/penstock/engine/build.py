@@ -184,7 +184,7 @@ def assemble(
         select_moe_backend(run, config, ranks.device, notify), run.model
     )
     register_dispatcher = select_token_dispatcher(run, config, mesh, ranks.device, notify)
-    loss = train_loss_fn(run, ranks.device)
+    loss = train_loss_fn(run, ranks.device, config.logit_soft_cap)
     base = BaseModelWeights(names, quantization_args(run), hf_config, family.roles, weights)
     parts = [
         build_empty(run, family, base, part, attend, experts)
@@ -263,7 +263,7 @@ def assemble(
         autocast=autocast,
         heartbeat=ranks.heartbeat,
     )
-    eval_loss = eval_loss_fn(run)
+    eval_loss = eval_loss_fn(run, config.logit_soft_cap)
     pre_update_hooks = PreUpdateHooks()
     engine = TrainStep(
         model=layout,

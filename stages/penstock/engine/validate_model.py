@@ -8,8 +8,9 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
-from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, DecoderConfig
-from penstock.models.hf_config import HfConfig, rope_parameters
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.hf_config import HfConfig
+from penstock.models.registry import get_family
 
 
 def uses_context_parallel(train: TrainConfig) -> bool:
@@ -22,8 +23,8 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
     The RoPE type in this config.json may depend on the document length.
     """
-    kind = rope_parameters(hf)["rope_type"]
-    if kind not in LENGTH_DEPENDENT_ROPE or not uses_context_parallel(train):
+    kind = get_family(hf).read(hf).length_dependent_rope
+    if kind is None or not uses_context_parallel(train):
         return
     names = [
         f"train.{name}"
@@ -43,8 +44,8 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
 
     The RoPE type is that in this config.json.
     """
-    kind = rope_parameters(hf)["rope_type"]
-    if kind in LENGTH_DEPENDENT_ROPE and data.shares_prompts:
+    kind = get_family(hf).read(hf).length_dependent_rope
+    if kind is not None and data.shares_prompts:
         raise CapabilityError(
             "data.share_prompts lays both answers to a prompt into one document, and the model's "
             f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "
@@ -80,6 +81,16 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
     require_dense_networks(run.train, hf)
     require_whole_documents(run.train, hf)
     require_prompts_apart(run.data, hf)
+    require_fused_projections(run, hf)
+
+
+def require_fused_projections(run: RunConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError if a layer of the checkpoint would be split."""
+    if not run.model.merge_qkv and get_family(hf).read(hf).fused_qkv:
+        raise CapabilityError(
+            f"model.merge_qkv is false, and q, k and v of a {hf.get('model_type')} are one layer "
+            "in its checkpoints.\n  Leave merge_qkv out."
+        )
 
 
 def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:

@@ -71,7 +71,7 @@ def token_scores(
 def chunked_logits(
     hidden_TD: torch.Tensor, head: Head, positions_S: torch.Tensor, loss: Loss, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield indices and their logits [C, V], one chunk at a time.
+    """Yield indices and their logits [C, V], not soft-capped, one chunk at a time.
 
     Without indices the head is called anyway, so that its collectives do not hang other ranks.
     """

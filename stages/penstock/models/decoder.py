@@ -22,7 +22,7 @@ from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.norm import build_norm
 from penstock.models.layers.positions import PositionTable
-from penstock.models.layers.rotary import Rotary
+from penstock.models.layers.rotary import Rotary, query_scale
 from penstock.models.layers.router import Precision, Router
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock_kernels.attention import VarlenMetadata, attention
@@ -132,12 +132,17 @@ class Decoder(nn.Module):
         self.lm_head = (
             nn.Linear(config.hidden_size, config.vocab_size, bias=False) if part.has_head else None
         )
-        self.rotary = Rotary(
-            config.rope_parameters,
-            head_dim=config.head_dim,
-            pairs=config.rope_pairs,
-            max_position_embeddings=config.max_position_embeddings,
+        self.rotary, *sliding = (
+            Rotary(
+                parameters,
+                head_dim=config.head_dim,
+                pairs=config.rope_pairs,
+                fp32=config.rope_fp32,
+                max_position_embeddings=config.max_position_embeddings,
+            )
+            for parameters in config.all_rope_parameters
         )
+        self.sliding_rotary = sliding[0] if sliding else None
         self.run_layer: CallHook = call
         self.is_tied = config.tie_word_embeddings and part.has_embedding and part.has_head
         if self.is_tied:
@@ -180,7 +185,8 @@ class Decoder(nn.Module):
         segments: VarlenMetadata,
         output_fn: OutputFn | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V], or `output_fn(hidden_TD, lm_head)`; hidden states [T, D] in a stage
+        """Logits [T, V], or `output_fn(hidden_TD, lm_head)`, to which a soft cap of the logits is
+        left; hidden states [T, D] in a stage
         without the head.
 
         `inputs` are token ids [T], or hidden states [T, D] in a stage without the embedding.
@@ -188,14 +194,27 @@ class Decoder(nn.Module):
         `output_fn` is called inside forward, because under FSDP the head's weight is unsharded only
         there.
         """
+        config = self.config
         x_TD = self._embed(inputs, position_ids_T)
-        cos_TH, sin_TH = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
-        for layer in self.model.layers.values():
-            x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments)
+        angles = sliding_angles = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
+        if self.sliding_rotary is not None:
+            sliding_angles = self.sliding_rotary.angles(position_ids_T, x_TD.dtype, segments)
+        scales: tuple[torch.Tensor, ...] = ()
+        if config.query_scale is not None:
+            scales = (query_scale(config.query_scale, position_ids_T, x_TD.dtype),)
+        for number, layer in self.model.layers.items():
+            cos_TH, sin_TH = sliding_angles if int(number) in config.sliding_layers else angles
+            x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments, *scales)
         if self.model.norm is None or self.lm_head is None:
             return x_TD
         x_TD = self.model.norm(x_TD)
-        return self.lm_head(x_TD) if output_fn is None else output_fn(x_TD, self.lm_head)
+        if config.logit_scale != 1:
+            # The head is linear, so this scales the logits, and every loss of them.
+            x_TD = x_TD * config.logit_scale
+        if output_fn is not None:
+            return output_fn(x_TD, self.lm_head)
+        logits_TV, cap = self.lm_head(x_TD), config.logit_soft_cap
+        return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
 
     def _embed(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
@@ -203,6 +222,9 @@ class Decoder(nn.Module):
         if self.model.embed_tokens is None:
             return inputs
         x_TD = self.model.embed_tokens(inputs)
+        if (scale := self.config.embedding_scale) != 1:
+            rounds = self.config.rounds_embedding_scale
+            x_TD = x_TD * (x_TD.new_full((), scale) if rounds else scale)
         if self.model.embed_positions is not None:
             x_TD = x_TD + self.model.embed_positions(position_ids_T)
         return as_autocast(x_TD)

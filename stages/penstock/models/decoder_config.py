@@ -32,8 +32,10 @@ Scoring = Literal["softmax", "sigmoid"]
 RotaryPairs = Literal["halves", "neighbours"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`relu2` is squared ReLU. `relu` and `relu2` are only for MLPs without a gate."""
-Norm = Literal["rms", "layer", "layer_1p"]
-"""RMSNorm; LayerNorm with a bias; LayerNorm with the factor 1 + weight."""
+Norm = Literal["rms", "rms_1p", "layer", "layer_1p"]
+"""RMSNorm, or with the factor 1 + weight; LayerNorm with a bias, or with the factor 1 + weight."""
+QKNorm = Literal["head", "projection"]
+"""What QK norm takes the mean square over: a head, or all heads of queries or of keys."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,18 @@ class TensorNames:
     """The final norm."""
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
+    attention_output_norm: str = "post_self_attn_layernorm"
+    mlp_output_norm: str = "post_mlp_layernorm"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
     o_proj: str = "self_attn.o_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
+
+    @property
+    def linear_layers(self) -> tuple[str, ...]:
+        """Those of linear layers."""
+        return self.backbone, self.o_proj, self.up_proj, self.down_proj
 
     @property
     def embedding(self) -> str:
@@ -82,6 +93,20 @@ class LearnedPositions:
     rows: int
     first: int
     """The row of a document's first token."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor of queries that grows with their position, after RoPE:
+    `1 + beta * log(1 + floor(position / length))`, as in Llama 4 and Ministral 3."""
+
+    beta: float
+    length: int
+    """The document length up to which the factor is 1."""
+
+    def __post_init__(self) -> None:
+        """Raise an error for values that are not numbers."""
+        _require_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -174,7 +199,11 @@ class DecoderConfig:
     num_key_value_heads: int
     head_dim: int
     norm: Norm = "rms"
-    """Norm of the residual stream; QK norm is always RMSNorm."""
+    """Norms of the residual stream. QK norm is always RMSNorm, with `rms_1p` of that kind too."""
+    input_norms: bool = True
+    """Whether attention and MLP read a normalized residual stream."""
+    output_norms: bool = False
+    """Whether the outputs of attention and MLP are normalized before they are added to it."""
     rms_norm_eps: float = 1e-6
     """Epsilon of norms of either kind: added to the variance or the mean square."""
     max_position_embeddings: int = 2048
@@ -182,12 +211,17 @@ class DecoderConfig:
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10_000.0}
     )
     """As in transformers 5: rope_type, rope_theta and the parameters of the type."""
+    sliding_rope_parameters: Mapping[str, Any] | None = None
+    """Those of `sliding_layers`; None: as in all layers."""
+    no_rope_layers: tuple[int, ...] = ()
+    """Indices of the layers without position encoding (NoPE)."""
     learned_positions: LearnedPositions | None = None
     """None: RoPE."""
     rope_pairs: RotaryPairs = "halves"
     """Which features RoPE rotates together: `halves` (GPT-NeoX style) each with the one half a head
-    further, or `neighbours` (interleaved, GPT-J style). Interleaved RoPE is computed in fp32, as
-    the one family that has it was trained."""
+    further, or `neighbours` (interleaved, GPT-J style)."""
+    rope_fp32: bool = False
+    """Whether RoPE is computed in fp32, or in the dtype of the residual stream."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     """Whether q_proj, k_proj and v_proj have biases."""
@@ -199,7 +233,15 @@ class DecoderConfig:
     activation: Activation = "silu"
     """Activation of MLPs; `gelu` is exact, `gelu_tanh` the tanh approximation."""
     qk_norm: bool = False
-    """Whether queries and keys are normalized per head (QK norm)."""
+    """Whether queries and keys are normalized (QK norm)."""
+    qk_norm_over: QKNorm = "head"
+    qk_norm_after_rope: bool = False
+    """Whether QK norm comes after RoPE, or before."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: `head_dim ** -0.5`."""
+    attention_soft_cap: float | None = None
+    """Soft cap of attention scores, `cap * tanh(score / cap)`."""
+    query_scale: QueryScale | None = None
     attention_sinks: bool = False
     """Whether each query head has a trained attention sink logit."""
     sliding_window: int | None = None
@@ -207,6 +249,20 @@ class DecoderConfig:
     itself."""
     sliding_layers: tuple[int, ...] = ()
     """Indices of the layers with sliding-window attention; the others have full attention."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    rounds_embedding_scale: bool = False
+    """Whether that factor is rounded to the dtype of the embeddings."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    logit_soft_cap: float | None = None
+    """Soft cap of the logits, after the factor."""
+    fused_qkv: bool = False
+    """Whether checkpoints have q_proj, k_proj and v_proj as one layer, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """Whether checkpoints have gate_proj and up_proj as one layer, `gate_up_proj`."""
     initializer_range: float = 0.02
     experts: ExpertsConfig | None = None
     names: TensorNames = field(default_factory=TensorNames)
@@ -224,43 +280,64 @@ class DecoderConfig:
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.rotary_dim % 2 or not self.rotary_dim:
-            share = (
-                ""
-                if self.rotary_dim == self.head_dim
-                else f", of which {self.rotary_dim} are rotated"
-            )
-            raise _config_error(
-                f"head_dim is {self.head_dim}{share}; RoPE rotates features in pairs, so their "
-                "number must be even"
-            )
-        for factors in ("short_factor", "long_factor"):
-            count = len(self.rope_parameters.get(factors) or ())
-            if self.rope_parameters["rope_type"] == "longrope" and count != self.rotary_dim // 2:
-                raise _config_error(
-                    f"{factors} (rope_parameters) has {count} numbers, and {self.rotary_dim // 2} "
-                    "pairs of features are rotated"
-                )
+        for parameters in self.all_rope_parameters:
+            self._check_rope(parameters)
+        for name in ("attention_soft_cap", "logit_soft_cap"):
+            if (cap := getattr(self, name)) is not None and cap <= 0:
+                raise _config_error(f"{name} is {cap}; it must be more than 0, or null")
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
             raise _config_error(
                 f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
                 "use it; it is a number of tokens, 1 or more"
             )
 
+    def _check_rope(self, parameters: Mapping[str, Any]) -> None:
+        rotary_dim = self._rotary_dim(parameters)
+        if rotary_dim % 2 or not rotary_dim:
+            share = "" if rotary_dim == self.head_dim else f", of which {rotary_dim} are rotated"
+            raise _config_error(
+                f"head_dim is {self.head_dim}{share}; RoPE rotates features in pairs, so their "
+                "number must be even"
+            )
+        for factors in ("short_factor", "long_factor"):
+            count = len(parameters.get(factors) or ())
+            if parameters["rope_type"] == "longrope" and count != rotary_dim // 2:
+                raise _config_error(
+                    f"{factors} (rope_parameters) has {count} numbers, and {rotary_dim // 2} "
+                    "pairs of features are rotated"
+                )
+
+    def _rotary_dim(self, parameters: Mapping[str, Any]) -> int:
+        return int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
+
     @property
     def rotary_dim(self) -> int:
         """Number of rotated features of each head, from the first on."""
-        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+        return self._rotary_dim(self.rope_parameters)
+
+    @property
+    def all_rope_parameters(self) -> tuple[Mapping[str, Any], ...]:
+        """The RoPE parameters of layers of any kind."""
+        sliding = self.sliding_rope_parameters
+        return (self.rope_parameters,) if sliding is None else (self.rope_parameters, sliding)
+
+    @property
+    def length_dependent_rope(self) -> str | None:
+        """The RoPE type whose angles depend on document lengths, if any layer has one."""
+        kinds = (parameters["rope_type"] for parameters in self.all_rope_parameters)
+        return next((kind for kind in kinds if kind in LENGTH_DEPENDENT_ROPE), None)
 
     @property
     def rope_invariant_up_to(self) -> float:
         """The document length up to which RoPE angles do not depend on the length; infinite if they
         never do."""
-        if self.rope_parameters["rope_type"] == "dynamic":
-            return self.max_position_embeddings
-        if self.rope_parameters["rope_type"] == "longrope":
-            return self.rope_parameters["original_max_position_embeddings"]
-        return math.inf
+        limits = {"dynamic": self.max_position_embeddings}
+        return min(
+            parameters["original_max_position_embeddings"]
+            if parameters["rope_type"] == "longrope"
+            else limits.get(parameters["rope_type"], math.inf)
+            for parameters in self.all_rope_parameters
+        )
 
     @property
     def qkv_features(self) -> Mapping[str, int]:
@@ -270,6 +347,11 @@ class DecoderConfig:
             "k_proj": self.num_key_value_heads * self.head_dim,
             "v_proj": self.num_key_value_heads * self.head_dim,
         }
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""
@@ -285,7 +367,8 @@ def _require_numbers(config: Any) -> None:
     for one in fields(config):
         value = getattr(config, one.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if one.type is float and not is_number:
+        is_absent = value is None and one.type == (float | None)
+        if one.type in (float, float | None) and not (is_number or is_absent):
             raise _config_error(f"{one.name} is {value!r}, which is not a number")
 
 

@@ -10,6 +10,7 @@ from penstock.models.weights import WeightMap
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 UNGATED_PARTS = (*ATTENTION_PARTS, "up_proj", "down_proj")
+FUSED_GATE_UP_PARTS = (*ATTENTION_PARTS, "gate_up_proj", "down_proj")
 LINEAR_PARTS = (*ATTENTION_PARTS, "gate_proj", "up_proj", "down_proj")
 
 

@@ -153,7 +153,10 @@ def _resolve_alias(name: str, base: HfConfig) -> str:
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Override RoPE parameters in the form that the file has."""
-    wanted = _normalize_rope_overrides(entries)
+    wanted, tables = _normalize_rope_overrides(entries), merged.get(ROPE)
+    if _has_tables(tables) or _has_tables(wanted):
+        merged[ROPE] = _override_tables(tables if isinstance(tables, Mapping) else {}, wanted)
+        return
     in_one = isinstance(merged.get(ROPE), Mapping) or (
         ROPE in entries and not any(name in merged for name in _ROPE_ENTRIES)
     )
@@ -164,10 +167,7 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
     for name in BEFORE_ROPE_PARAMETERS:
         if merged.get(name) is not None:
             there.setdefault(name, merged[name])
-    if wanted.get("rope_type", there["rope_type"]) != there["rope_type"]:
-        # Scaling parameters of the old rope_type do not apply to the new one.
-        there = {name: there[name] for name in BEFORE_ROPE_PARAMETERS if name in there}
-    found = {**there, **wanted}
+    found = _override_table(there, wanted)
     for name in _ROPE_ENTRIES:
         merged.pop(name, None)
     if in_one:
@@ -177,6 +177,33 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
         if name in found:
             merged[name] = found.pop(name)
     merged["rope_scaling"] = None if found.get("rope_type", "default") == "default" else found
+
+
+def _has_tables(parameters: Any) -> bool:
+    """Whether RoPE parameters have a table for each kind of layer."""
+    return isinstance(parameters, Mapping) and any(
+        isinstance(value, Mapping) for value in parameters.values()
+    )
+
+
+def _override_tables(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE parameters of each kind of layer, with those that are wanted."""
+    found = dict(there)
+    for kind, table in wanted.items():
+        below = there.get(kind)
+        if isinstance(below, Mapping) and isinstance(table, Mapping):
+            table = _override_table(below, table)
+        found[kind] = table
+    return found
+
+
+def _override_table(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE parameters with those that are wanted."""
+    kind = there.get("rope_type", "default")
+    if wanted.get("rope_type", kind) != kind:
+        # Scaling parameters of the old rope_type do not apply to the new one.
+        there = {name: there[name] for name in BEFORE_ROPE_PARAMETERS if name in there}
+    return {**there, **wanted}
 
 
 def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,8 +330,13 @@ def _try_parse(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | No
 def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
     """The config without fields that do not affect the computation."""
     experts = config.experts
-    has_network = experts is None or len(experts.layers) < config.num_hidden_layers
-    return config if has_network else replace(config, intermediate_size=1)
+    if experts is not None and len(experts.layers) == config.num_hidden_layers:
+        config = replace(config, intermediate_size=1)
+    if not config.sliding_layers:
+        return replace(config, sliding_rope_parameters=None)
+    if config.sliding_rope_parameters and len(config.sliding_layers) == config.num_hidden_layers:
+        return replace(config, rope_parameters=config.sliding_rope_parameters)
+    return config
 
 
 def _other_values(value: Any) -> Iterator[Any]:

@@ -173,10 +173,42 @@ def rope_parameters(
     """
     # In transformers' order of precedence for a file that has both.
     parameters = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    kind = parameters.pop("type", "default")
-    parameters.setdefault("rope_type", kind)
     parameters.setdefault("rope_theta", config_get(hf, "rope_theta", theta))
-    kind = parameters["rope_type"]
+    return _complete_rope(hf, parameters, share)
+
+
+def rope_by_layer(
+    hf: HfConfig, *, theta: float, sliding_theta: float, sliding_field: str | None = None
+) -> dict[str, Any]:
+    """The RoPE fields of a DecoderConfig whose sliding layers have their own.
+
+    Transformers 5 has a table for each kind of layer; before, `rope_theta` and `rope_scaling` were
+    those of full attention, and the field `sliding_field` the theta of sliding layers. `theta` and
+    `sliding_theta` are the family's defaults.
+    """
+    tables = config_get(hf, "rope_parameters", {})
+    if flat := sorted(set(tables) - {FULL, SLIDING}):
+        raise CapabilityError(
+            f"the model's rope_parameters (config.json) have {', '.join(flat)} beside the tables "
+            f"{FULL} and {SLIDING}; this family has one table for each kind of layer."
+        )
+    full, sliding = (dict(config_get(tables, kind, {})) for kind in (FULL, SLIDING))
+    full |= config_get(hf, "rope_scaling", {})
+    full.setdefault("rope_theta", config_get(hf, "rope_theta", theta))
+    local = config_get(hf, sliding_field, sliding_theta) if sliding_field else sliding_theta
+    sliding.setdefault("rope_theta", local)
+    whole, of_sliding = (
+        require_full_rotary(_complete_rope(hf, table)) for table in (full, sliding)
+    )
+    return {"rope_parameters": whole, "sliding_rope_parameters": of_sliding}
+
+
+def _complete_rope(
+    hf: HfConfig, parameters: dict[str, Any], share: float = 1.0
+) -> Mapping[str, Any]:
+    """RoPE parameters with a theta, in the form of transformers 5 and checked."""
+    kind = parameters.pop("type", "default")
+    kind = parameters.setdefault("rope_type", kind)
     if kind not in ROPE_TYPES:
         raise CapabilityError(
             f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "

@@ -26,11 +26,11 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     """
     *_, module, leaf = name.split(".")
     with torch.device("cpu"):
-        if leaf.endswith("bias") or (
-            (module.endswith("layernorm") or module == "norm") and (config.norm == "layer_1p")
-        ):
+        if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
         if module.endswith("norm"):
-            return torch.ones(*shape, dtype=torch.float32)
+            is_of_stream = module.endswith("layernorm") or module == "norm"
+            is_plus_one = config.norm == "rms_1p" or (config.norm == "layer_1p" and is_of_stream)
+            return torch.full(shape, 0.0 if is_plus_one else 1.0, dtype=torch.float32)
         start = torch.empty(*shape, dtype=torch.float32)
         return start.normal_(0.0, config.initializer_range, generator=generator_for(name, seed))

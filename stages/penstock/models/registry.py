@@ -8,16 +8,31 @@ from penstock.models.automodel.family import auto_family
 from penstock.models.families.arcee import ARCEE
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
+from penstock.models.families.gemma import GEMMA
+from penstock.models.families.gemma2 import GEMMA2
+from penstock.models.families.gemma3 import GEMMA3
+from penstock.models.families.glm import GLM
+from penstock.models.families.glm4 import GLM4
 from penstock.models.families.glm4_moe import GLM4_MOE
 from penstock.models.families.gpt_oss import GPT_OSS
+from penstock.models.families.granite import GRANITE
+from penstock.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from penstock.models.families.jais2 import JAIS2
 from penstock.models.families.llama import LLAMA
+from penstock.models.families.ministral import MINISTRAL
+from penstock.models.families.ministral3 import MINISTRAL3
+from penstock.models.families.mistral import MISTRAL
 from penstock.models.families.mixtral import MIXTRAL
 from penstock.models.families.nemotron import NEMOTRON
+from penstock.models.families.olmo2 import OLMO2
+from penstock.models.families.olmo3 import OLMO3
 from penstock.models.families.opt import OPT
+from penstock.models.families.phi3 import PHI3
 from penstock.models.families.qwen2 import QWEN2
 from penstock.models.families.qwen3 import QWEN3
 from penstock.models.families.qwen3_moe import QWEN3_MOE
+from penstock.models.families.seed_oss import SEED_OSS
+from penstock.models.families.smollm3 import SMOLLM3
 from penstock.models.families.stablelm import STABLELM
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
@@ -39,6 +54,21 @@ FAMILIES = {
         NEMOTRON,
         STABLELM,
         OPT,
+        MISTRAL,
+        MINISTRAL,
+        MINISTRAL3,
+        PHI3,
+        SMOLLM3,
+        OLMO2,
+        OLMO3,
+        GRANITE,
+        GLM,
+        GLM4,
+        SEED_OSS,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        HUNYUAN_V1_DENSE,
     )
 }
 

@@ -23,6 +23,8 @@ class ParallelStyle(Enum):
     """Linear layer onto the vocabulary."""
     PER_HEAD = "per head"
     """Its own parameters, not those of its submodules, have one value per query head."""
+    SPLIT_NORM = "split norm"
+    """Norm over the features of a column-parallel layer; its weight is split as they are."""
     ROUTER = "router"
     """Selects experts for tokens."""
     EXPERTS = "experts"
@@ -65,6 +67,7 @@ DECODER_ROLES: Roles = {
     "model.layers.*.self_attn.o_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.gate_proj": ParallelStyle.COLWISE,
     "model.layers.*.mlp.up_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.gate_up_proj": ParallelStyle.COLWISE,
     "model.layers.*.mlp.down_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.gate": ParallelStyle.ROUTER,
     "model.layers.*.mlp.experts": ParallelStyle.EXPERTS,
@@ -74,6 +77,12 @@ DECODER_ROLES: Roles = {
     "lm_head": ParallelStyle.HEAD,
 }
 """Parallel styles of `decoder.Decoder`'s modules, for all families."""
+
+SPLIT_QK_NORM_ROLES: Roles = {
+    **DECODER_ROLES,
+    "model.layers.*.self_attn.[qk]_norm": ParallelStyle.SPLIT_NORM,
+}
+"""The same for families whose QK norm is over whole projections."""
 
 DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "embed_tokens": ShardUnit.TOKEN,
@@ -85,6 +94,8 @@ DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "up_proj": ShardUnit.FEATURE,
     "down_proj": ShardUnit.FEATURE,
     "lm_head": ShardUnit.TOKEN,
+    "q_norm": ShardUnit.QUERY_HEAD,
+    "k_norm": ShardUnit.KEY_HEAD,
     "out_proj": ShardUnit.QUERY_HEAD,
     "fc1": ShardUnit.FEATURE,
     "fc2": ShardUnit.FEATURE,

@@ -2,9 +2,10 @@
 
 A native tensor is the concatenation of checkpoint tensors along the rows, with all dimensions but
 the last flattened. Mostly it is one tensor of the same name. With `merge_qkv` q_proj, k_proj and
-v_proj are concatenated to `qkv_proj`. The experts of a layer are two tensors: `gate_up_proj`, with
-the rows of gate and then up of each expert, and `down_proj`. Expert tensors that are already fused
-in the checkpoint stay as they are. No torch, because planning uses the shapes too.
+v_proj are concatenated to `qkv_proj`, unless a checkpoint has them as one tensor already. The
+experts of a layer are two tensors: `gate_up_proj`, with the rows of gate and then up of each
+expert, and `down_proj`. Expert tensors that are already fused in the checkpoint stay as they are.
+No torch, because planning uses the shapes too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT, SELECTION_BIAS
 
 QKV_PROJ = "qkv_proj"
+GATE_UP_PROJ = "gate_up_proj"
 LAYERS = "model.layers."
 
 Shape = tuple[int, ...]
@@ -51,6 +53,16 @@ class WeightMap:
         """
         native = self._native_params.get(native_name)
         return tuple(native.parts) if native else (native_name,)
+
+    def row_blocks(self, hf_layer: str, rows: int) -> Mapping[str, int]:
+        """The layers whose rows are the checkpoint's layer `hf_layer`, which has so many rows, by
+        the last part of their names: one, or several where a checkpoint has them as one layer."""
+        last = hf_layer.rpartition(".")[2]
+        if last == QKV_PROJ and self.config.fused_qkv:
+            return self.config.qkv_features
+        if last == GATE_UP_PROJ and self.config.fused_gate_up:
+            return dict.fromkeys(("gate_proj", "up_proj"), rows // 2)
+        return {last: rows}
 
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
         """The checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`)
@@ -94,20 +106,27 @@ class WeightMap:
             yield _renamed(POSITIONS_WEIGHT, names.positions, (positions.rows, table[1]))
         for layer in range(config.num_hidden_layers):
             at, stored = f"{LAYERS}{layer}", f"{names.backbone}.layers.{layer}"
-            yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
+            if config.input_norms:
+                yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
             yield from self._attention(at, stored)
-            mlp_norm = f"{stored}.{names.mlp_norm}"
-            yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
+            if config.output_norms:
+                output_norm = f"{stored}.{names.attention_output_norm}"
+                yield from self._norm(f"{at}.attention_output_norm", output_norm)
+            if config.input_norms:
+                mlp_norm = f"{stored}.{names.mlp_norm}"
+                yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
             if experts := config.layer_experts(layer):
                 yield from self._moe(at, experts)
             else:
                 yield from self._mlp(at, stored)
+            if config.output_norms:
+                yield from self._norm(f"{at}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
         yield from self._norm("model.norm", f"{names.backbone}.{names.norm}")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
     def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        leaves = ("weight",) if self.config.norm == "rms" else ("weight", "bias")
+        leaves = ("weight", "bias") if self.config.norm.startswith("layer") else ("weight",)
         for leaf in leaves:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
@@ -118,7 +137,12 @@ class WeightMap:
         if config.attention_sinks:
             yield _same(f"{at}.sinks", (config.num_attention_heads,))
         leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
-        if self.merge_qkv:
+        if config.fused_qkv:
+            for leaf, rest in leaves.items():
+                name = f"{QKV_PROJ}.{leaf}"
+                shape = (sum(parts.values()), *rest)
+                yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+        elif self.merge_qkv:
             for leaf, rest in leaves.items():
                 yield (
                     f"{at}.{QKV_PROJ}.{leaf}",
@@ -135,16 +159,25 @@ class WeightMap:
         out = f"{stored_layer}.{config.names.o_proj}"
         yield from _linear(f"{at}.o_proj", out, (width, parts["q_proj"]), config.o_bias)
         if config.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                yield _same(f"{at}.{norm}.weight", (config.head_dim,))
+            is_per_head = config.qk_norm_over == "head"
+            for norm, name, part in (
+                ("q_norm", config.names.q_norm, "q_proj"),
+                ("k_norm", config.names.k_norm, "k_proj"),
+            ):
+                shape = (config.head_dim if is_per_head else parts[part],)
+                yield _renamed(f"{at}.{norm}.weight", f"{stored}.{name}.weight", shape)
 
     def _mlp(self, layer: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of a dense layer."""
         config, names = self.config, self.config.names
         up, bias = (config.intermediate_size, config.hidden_size), config.mlp_bias
-        if config.gated:
+        if config.fused_gate_up:
+            both, name = (2 * up[0], up[1]), f"mlp.{GATE_UP_PROJ}"
+            yield from _linear(f"{layer}.{name}", f"{stored}.{name}", both, bias)
+        elif config.gated:
             yield from _linear(f"{layer}.mlp.gate_proj", f"{stored}.mlp.gate_proj", up, bias)
-        yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
+        if not config.fused_gate_up:
+            yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
         yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
     def _shared_mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:

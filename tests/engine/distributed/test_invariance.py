@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.engine.inputs import MODELS, write_inputs
 from tests.engine.laid import MAX_NORM, alone
-from tests.engine.layouts import LAYOUTS
+from tests.engine.layouts import LAYOUTS, OF_GEMMA3
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
@@ -23,6 +23,11 @@ CORE = {
     4: ["replicate 2 x shard 2", "pp 2 x tp 2", "shard 2 x ulysses 2", "ring 2 x tp 2"],
 }
 """Every axis at once and each in a pair, in two starts of the ranks."""
+OFTEN_OF_GEMMA3 = {
+    "gemma 3, tp 2, sequence parallel",
+    "gemma 3, tp 2, adapters",
+    "gemma 3, pp 2 x ring 2",
+}
 LARGE = {
     "shard 4",
     "replicate 4, ddp",
@@ -46,6 +51,7 @@ LARGE = {
     "pp 2 x shard 2 x tp 2",
     "pp 2 x ring 2 x ulysses 2",
     "ep 4 over pp 2 x shard 2 x tp 2",
+    *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
 }
 """Many processes for what others show as well: run with `pytest -m exhaustive`."""
 
@@ -88,7 +94,19 @@ def reference(folder):
     return made
 
 
-LATER = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "learned positions")]
+LATER = [
+    pytest.param(kind, marks=pytest.mark.slow)
+    for kind in (
+        "untied",
+        "learned positions",
+        "output norms",
+        "fused layers",
+        "soft caps",
+        "gemma 3",
+        "scales",
+        "query scales",
+    )
+]
 
 
 @pytest.mark.dist

@@ -101,6 +101,18 @@ def test_a_model_with_sinks_goes_where_they_are_computed(choose):
     assert chosen == "flash_attention_4"
 
 
+GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+
+
+def test_a_model_with_soft_caps_goes_where_they_are_computed(choose):
+    assert choose(capability=HOPPER, packages=PACKAGES, model=GEMMA2)[0] == THREE
+    chosen, line = choose(capability=HOPPER, model=GEMMA2)
+    assert chosen == "native"
+    chosen, line = choose(capability=HOPPER, model=GEMMA2, ring=2)
+    assert chosen == "eager"
+    assert "native: scores are capped at 50.0, and its blocks do not cap them" in line
+
+
 PAIRS = {"datasets": [{"path": "x", "type": "preference"}]}
 
 

@@ -85,14 +85,16 @@ class _Requirements:
         if self.branches:
             start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
             segments = replace(segments, start_rows=start_rows_1)
-        args = (q_1NH, k_1KH, k_1KH, segments, config.head_dim**-0.5)
+        args = (q_1NH, k_1KH, k_1KH, segments, config.score_scale)
         reason = backend.unsupported_reason(
             *args,
             config.sliding_window if config.sliding_layers else None,
             sinks_N if config.attention_sinks else None,
+            config.attention_soft_cap,
         )
-        if reason is None and self.branches and self.over_ring:
-            reason = block.fast[name].unsupported_reason(*args)
+        if reason is None and self.over_ring:
+            settings = (None, config.attention_soft_cap)
+            reason = block.fast[name].unsupported_reason(*args, *settings)
         # Do not report a backend as missing if it could not be used when installed.
         return reason or backend.missing_reason
 

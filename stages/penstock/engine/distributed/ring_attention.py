@@ -191,17 +191,19 @@ class Ring:
             scale: float,
             window: int | None = None,
             sinks_N: torch.Tensor | None = None,
+            soft_cap: float | None = None,
         ) -> torch.Tensor:
             assert isinstance(segments, RingSegments), (
                 "ring attention needs segments built by `ring_segments`"
             )
             here = segments.with_window(window)
             if not here.steps and not here.local_blocks:
-                return local_attention(q_TNH, k_TKH, v_TKH, here, scale, window, sinks_N)
+                settings = scale, window, sinks_N, soft_cap
+                return local_attention(q_TNH, k_TKH, v_TKH, here, *settings)
             # Autocast would cast back what is computed in fp32 on purpose.
             with torch.autocast(q_TNH.device.type, enabled=False):
                 return _RingAttention.apply(
-                    q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, self, backend
+                    q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, soft_cap, self, backend
                 )
 
         return over_ring
@@ -280,20 +282,22 @@ class _RingAttention(torch.autograd.Function):
         segments: RingSegments,
         scale: float,
         window: int | None,
+        soft_cap: float | None,
         ring: Ring,
         backend: str,
     ) -> torch.Tensor:
         attend = block.backend(backend)
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
         incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
-        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window)
+        y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window, soft_cap)
         y_TNH, lse_TN = y_TNH.to(_accum_dtype(q_TNH)), lse_TN.contiguous()
 
         def attend_blocks(parts: Sequence[AttentionBlock], kv_S2KH: torch.Tensor) -> None:
             for part in parts:
                 rows = _to_slice(part.queries)
                 k_SKH, v_SKH = kv_S2KH[_to_slice(part.keys)].unbind(1)
-                merged = attend(q_TNH[rows], k_SKH, v_SKH, part.mask, scale)
+                seen = k_SKH, v_SKH, part.mask
+                merged = attend(q_TNH[rows], *seen, scale, None, soft_cap)
                 _merge(y_TNH[rows], lse_TN[rows], *merged)
 
         attend_blocks(segments.local_blocks, kv_T2KH)
@@ -305,7 +309,7 @@ class _RingAttention(torch.autograd.Function):
             y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
         y_TNH = y_TNH.to(q_TNH.dtype)
         ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        ctx.segments, ctx.scale, ctx.window, ctx.soft_cap = segments, scale, window, soft_cap
         ctx.ring, ctx.backend = ring, backend
         return y_TNH
 
@@ -314,11 +318,12 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
         q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
         segments, scale, ring = ctx.segments, ctx.scale, ctx.ring
+        soft_cap = ctx.soft_cap
         gradients = block_backward.backend(ctx.backend)
         incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
-        local_blocks = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments, scale, ctx.window)
-        dq, dk, dv = gradients(dy_TNH, *local_blocks)
+        local_blocks = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments)
+        dq, dk, dv = gradients(dy_TNH, *local_blocks, scale, ctx.window, soft_cap)
         wide = _accum_dtype(q_TNH)
         dq_TNH, dkv_T2KH = dq.to(wide), torch.stack((dk, dv), dim=1).to(wide)
 
@@ -329,7 +334,8 @@ class _RingAttention(torch.autograd.Function):
                 rows, keys = _to_slice(part.queries), _to_slice(part.keys)
                 dy, q, y, lse = (x[rows] for x in (dy_TNH, q_TNH, y_TNH, lse_TN))
                 k_SKH, v_SKH = kv_S2KH[keys].unbind(1)
-                dq, dk, dv = gradients(dy, q, k_SKH, v_SKH, y, lse, part.mask, scale)
+                own = (dy, q, k_SKH, v_SKH, y, lse, part.mask)
+                dq, dk, dv = gradients(*own, scale, None, soft_cap)
                 dq_TNH[rows] += dq
                 dkv_S2KH[keys] += torch.stack((dk, dv), dim=1)
 
@@ -351,7 +357,7 @@ class _RingAttention(torch.autograd.Function):
         dsinks_N = None
         if sinks_N is not None and ctx.needs_input_grad[3]:
             dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
-        return (dq_TNH.to(q_TNH.dtype), dk_TKH, dv_TKH, dsinks_N, *[None] * 5)
+        return (dq_TNH.to(q_TNH.dtype), dk_TKH, dv_TKH, dsinks_N, *[None] * 6)
 
 
 def _merge(

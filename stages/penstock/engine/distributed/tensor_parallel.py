@@ -34,8 +34,9 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
-from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
+from penstock.models.layers.feed_forward import FeedForward, FusedFeedForward, PlainFeedForward
 from penstock.models.layers.moe import MoE
+from penstock.models.layers.norm import RMSNorm
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.layers.router import Router
@@ -155,7 +156,9 @@ def _resize(
         return
     if module.out_features != rows:
         layers = [tensor.split(".")[-2] for tensor in plan.names.hf_names(weight)]
-        module.parts = {layer: plan.span(layer, rows).count for layer in layers}
+        module.parts = {
+            layer: sum(span.count for span in plan.spans(layer, rows)) for layer in layers
+        }
     if module.in_features != columns:
         for layer, dropout in module.lora_dropout.items():
             assert isinstance(dropout, Dropout)
@@ -171,7 +174,11 @@ def _update_module(
         _resize(module, f"{name}.weight", plan, group)
     if isinstance(module, Dropout) and _has_sharded_tokens(name, plan):
         module.local_token_indices = partial(local_share, group=group)
-    if isinstance(module, FeedForward | PlainFeedForward) and module.dropout:
+    if isinstance(module, RMSNorm) and plan.is_split_norm(name):
+        width = plan.names.native_shape(f"{name}.weight")[0]
+        [shard] = plan.shards(f"{name}.weight", (width,))
+        module.mean_squares = partial(_mean_squares, features=width * shard.num_copies, group=group)
+    if isinstance(module, FeedForward | FusedFeedForward | PlainFeedForward) and module.dropout:
         inner = plan.names.config.intermediate_size
         module.dropout.first_feature = plan.span("down_proj", inner).first
     if isinstance(module, PositionTable) and plan.residual == "split":
@@ -180,6 +187,14 @@ def _update_module(
         module.first_feature = plan.span("q_proj").first // plan.names.config.head_dim
     if isinstance(module, Router):
         module.local_rows = partial(local_share, group=group)
+
+
+def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """The mean square of each token's features on all ranks, [T, 1]. `features` counts copies."""
+    squares_T1 = x_TD.square().sum(-1, keepdim=True)
+    # What follows differs by rank, so each has a part of the sum's gradient.
+    summed_T1 = copy_to_tp_region(reduce_from_tp_region(squares_T1, group, "whole"), group, "whole")
+    return summed_T1 / features
 
 
 def _all_reduce_squares(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

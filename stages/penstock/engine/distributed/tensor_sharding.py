@@ -76,8 +76,9 @@ class TensorParallelPlan:
         a factor that experts share, otherwise the LoRA rank.
         """
         if factor := parse_lora_name(name):
-            of = self._expert_lora_shard if factor.is_expert else self._lora_shard
-            return (of(factor, shape),)
+            if factor.is_expert:
+                return (self._expert_lora_shard(factor, shape),)
+            return tuple(self._lora_shards(factor, shape))
         module, _, leaf = name.rpartition(".")
         if module in self.formats:
             return tuple(
@@ -98,24 +99,35 @@ class TensorParallelPlan:
             return tuple(self._expert_shards(name))
         if self.is_in_moe(module):
             return tuple(self._replicated_shards(name))
-        found: list[TensorShard] = []
-        start = 0
+        return tuple(_concatenate(self._linear_shards(name, role)))
+
+    def _linear_shards(self, name: str, role: ParallelStyle) -> Iterator[TensorShard]:
+        """The shards of a linear layer or of a norm of its features, which are split."""
         for tensor in self.names.hf_names(name):
-            stored = tensor.rpartition(".")[0]
+            stored, _, leaf = tensor.rpartition(".")
             features = self._shapes[f"{stored}.weight"][role is ParallelStyle.ROWWISE]
-            span = self.span(stored.rpartition(".")[2], features)
+            spans = self.spans(stored, features)
             if role is not ParallelStyle.ROWWISE:
-                shard = replace(self._shard(tensor, 0, span), start=start)
+                yield from (self._shard(tensor, 0, span) for span in spans)
             elif leaf == "weight":
-                shard = self._shard(tensor, 1, span)
+                [span] = spans
+                yield self._shard(tensor, 1, span)
             elif self.index == 0:
                 # It is added to a sum over all ranks, so only one rank may hold it.
-                shard = full_shard(tensor, self._shapes[tensor])
-            else:
-                continue
-            found.append(shard)
-            start += shard.num_rows
-        return tuple(found)
+                yield full_shard(tensor, self._shapes[tensor])
+
+    def spans(self, layer: str, features: int) -> list[Span]:
+        """This rank's features of a checkpoint layer with so many: one range, or one of each layer
+        whose rows it holds (`WeightMap.row_blocks`)."""
+        if self.size == 1:
+            return [Span(0, features)]
+        found: list[Span] = []
+        first = 0
+        for part, count in self.names.row_blocks(layer, features).items():
+            span = self.span(part, count)
+            found.append(replace(span, first=first + span.first))
+            first += count
+        return found
 
     def span(self, layer: str, features: int = 0) -> Span:
         """This rank's features of a checkpoint layer (`layer` is the last part of its name).
@@ -140,15 +152,21 @@ class TensorParallelPlan:
     def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a full native tensor; None if it holds nothing."""
         boxes: list[torch.Tensor] = []
-        start = 0
+        start, previous = 0, None
         for shard in self.shards(name, tuple(tensor.shape)):
+            # Native tensors are checkpoint tensors concatenated.
+            if previous is not None and previous.tensor != shard.tensor:
+                start += previous.full_shape[0]
+            previous = shard
             box = tensor.narrow(0, start + shard.offsets[0], shard.num_rows)
             for dim in range(1, tensor.ndim):
                 box = box.narrow(dim, shard.offsets[dim], shard.sizes[dim])
             boxes.append(box)
-            # Native tensors are checkpoint tensors concatenated.
-            start += shard.full_shape[0]
         return torch.cat(boxes) if boxes else None
+
+    def is_split_norm(self, module: str) -> bool:
+        """Whether a norm's features are split."""
+        return find_parallel_style(module, self.roles) is ParallelStyle.SPLIT_NORM
 
     def is_in_moe(self, module: str) -> bool:
         """Whether a module is part of an MoE layer.
@@ -183,7 +201,7 @@ class TensorParallelPlan:
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.names.hf_shapes()
 
-    def _lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
+    def _lora_shards(self, factor: LoraParamName, shape: tuple[int, ...]) -> Iterator[TensorShard]:
         """A LoRA factor under its name in a model without fused projections.
 
         The LoRA rank dimension is never split. The factor on the other side of the split is
@@ -197,15 +215,18 @@ class TensorParallelPlan:
         is_a = factor.side == "lora_A"
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_moe(factor.module):
-            return self._replicate(name, "tensor", whole)
+            yield self._replicate(name, "tensor", whole)
+            return
         is_rowwise = find_parallel_style(factor.module, self.roles) in (
             ParallelStyle.ROWWISE,
             ParallelStyle.VOCAB,
         )
         if is_a is not is_rowwise:
-            return self._replicate(name, "tensor", whole)
-        span = self.span(factor.part, columns if is_rowwise else rows)
-        return self._shard(name, int(is_a), span, whole)
+            yield self._replicate(name, "tensor", whole)
+            return
+        spans = self.spans(factor.part, columns if is_rowwise else rows)
+        shards = (self._shard(name, int(is_a), span, whole) for span in spans)
+        yield from shards if is_a else _concatenate(shards)
 
     def _expert_lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
         """The LoRA factor of experts.

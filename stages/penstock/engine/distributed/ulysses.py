@@ -46,6 +46,7 @@ class Ulysses:
             scale: float,
             window: int | None = None,
             sinks_N: torch.Tensor | None = None,
+            soft_cap: float | None = None,
         ) -> torch.Tensor:
             repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
             if repeats > 1:
@@ -54,7 +55,7 @@ class Ulysses:
             q_TNH, k_TKH, v_TKH = _ToHeads.apply(self, q_SNH, k_SKH, v_SKH)
             if sinks_N is not None:
                 sinks_N = sinks_N.chunk(self.size)[self.index]
-            y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+            y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
             return _ToTokens.apply(self, y_TNH)
 
         return over_heads

@@ -166,7 +166,7 @@ class VocabParallelHead:
 
     def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsFn:
         """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
-        ranks.
+        ranks and soft-capped.
         """
         whole = replace(self, logits="gathered")
 
@@ -174,7 +174,9 @@ class VocabParallelHead:
             hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             inputs = whole._head_inputs(hidden, head, loss)
-            yield from chunked_logits(*inputs, places_S, loss, self.size)
+            cap = loss.terms.soft_cap
+            for some, logits_CV in chunked_logits(*inputs, places_S, loss, self.size):
+                yield some, logits_CV if cap is None else (logits_CV / cap).tanh() * cap
 
         return found
 

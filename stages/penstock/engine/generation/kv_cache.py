@@ -126,6 +126,7 @@ class DecodeStep(VarlenMetadata):
         scale: float,
         window: int | None,
         sinks_N: torch.Tensor | None,
+        soft_cap: float | None = None,
     ) -> torch.Tensor:
         """Cache the keys and values of the new tokens, and attend to all of their rows.
 
@@ -143,7 +144,7 @@ class DecodeStep(VarlenMetadata):
         )
         mask_BC = self._attention_mask(window, first, q_TNH.device)
         y_BNH = decode_attention(
-            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, mask_BC, scale, sinks_N
+            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, mask_BC, scale, sinks_N, soft_cap
         )
         if rows == len(q_TNH):
             return y_BNH
@@ -242,13 +243,14 @@ def with_kv_cache(attend: AttentionFn) -> AttentionFn:
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
+        soft_cap: float | None = None,
         /,
     ) -> torch.Tensor:
         if isinstance(segments, DecodeStep):
-            return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N)
+            return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N, soft_cap)
         if isinstance(segments, Prefill):
             segments.store(k_TKH, v_TKH)
-        return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N)
+        return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
 
     return attend_with_cache
 

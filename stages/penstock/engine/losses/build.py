@@ -15,8 +15,8 @@ from penstock.losses.cross_entropy import Loss, Precision
 from penstock_kernels.cross_entropy import LossOptions
 
 
-def train_loss_fn(run: RunConfig, device: torch.device) -> Loss:
-    """The training loss.
+def train_loss_fn(run: RunConfig, device: torch.device, soft_cap: float | None = None) -> Loss:
+    """The training loss of a model with this soft cap of its logits.
 
     Raises CapabilityError if compilation is requested and not available.
     """
@@ -25,13 +25,13 @@ def train_loss_fn(run: RunConfig, device: torch.device) -> Loss:
         require_compiler(
             device, "train.ce_mode is compiled", "Write chunked, which needs no compiler."
         )
-    terms = LossOptions(smoothing=train.label_smoothing, z=train.z_loss_coef)
+    terms = LossOptions(train.label_smoothing, train.z_loss_coef, soft_cap)
     return Loss(terms, mode=train.ce_mode, precision=_precision(run))
 
 
-def eval_loss_fn(run: RunConfig) -> Loss:
+def eval_loss_fn(run: RunConfig, soft_cap: float | None) -> Loss:
     """The evaluation loss: plain cross-entropy, so that models are comparable."""
-    return Loss(mode=run.train.ce_mode, precision=_precision(run))
+    return Loss(LossOptions(soft_cap=soft_cap), mode=run.train.ce_mode, precision=_precision(run))
 
 
 def build_preference_loss(
@@ -48,7 +48,8 @@ def build_sequence_logprobs(
     run: RunConfig, layout: ParallelModel, vocabulary: VocabParallelHead, ranks: ProcessInfo
 ) -> SequenceLogProbs:
     """The log-probs of completions."""
-    return SequenceLogProbs(layout, ranks, vocabulary.log_probs(eval_loss_fn(run)))
+    loss = eval_loss_fn(run, layout.parts[0].config.logit_soft_cap)
+    return SequenceLogProbs(layout, ranks, vocabulary.log_probs(loss))
 
 
 def _precision(run: RunConfig) -> Precision:

@@ -35,6 +35,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
+        rope_fp32=True,
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         experts=_experts(hf),
     )

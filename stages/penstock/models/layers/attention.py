@@ -13,7 +13,7 @@ from penstock.models.decoder_config import DecoderConfig, RotaryPairs
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
-from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.norm import build_qk_norm
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.reference import eager
 
@@ -22,7 +22,8 @@ class AttentionFn(Protocol):
     """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out.
 
     A token attends to the last `window` tokens including itself; None: to all earlier ones.
-    `sinks_N` are attention sink logits (one per head, without a value), or None.
+    `sinks_N` are attention sink logits (one per head, without a value), or None. Scores are
+    soft-capped at `soft_cap`; None: not.
     """
 
     def __call__(
@@ -34,6 +35,7 @@ class AttentionFn(Protocol):
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
+        soft_cap: float | None = None,
         /,
     ) -> torch.Tensor: ...
 
@@ -49,10 +51,11 @@ def in_bf16(attend: AttentionFn) -> AttentionFn:
         scale: float,
         window: int | None = None,
         sinks_N: torch.Tensor | None = None,
+        soft_cap: float | None = None,
         /,
     ) -> torch.Tensor:
         q, k, v = (part.bfloat16() for part in (q_TNH, k_TKH, v_TKH))
-        return attend(q, k, v, segments, scale, window, sinks_N).to(q_TNH.dtype)
+        return attend(q, k, v, segments, scale, window, sinks_N, soft_cap).to(q_TNH.dtype)
 
     return attend_in_bf16
 
@@ -84,29 +87,30 @@ class SelfAttention(nn.Module):
             else None
         )
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
-        self.merge_qkv = merge_qkv
+        self.scale, self.soft_cap = config.score_scale, config.attention_soft_cap
+        self.merge_qkv = merge_qkv or config.fused_qkv
         self.rope_pairs: RotaryPairs = config.rope_pairs
         self.qkv_sizes = list(config.qkv_features.values())
         width, bias = config.hidden_size, config.qkv_bias
-        if merge_qkv:
+        if self.merge_qkv:
             self.qkv_proj = nn.Linear(width, sum(self.qkv_sizes), bias=bias)
         else:
             self.q_proj, self.k_proj, self.v_proj = (
                 nn.Linear(width, features, bias=bias) for features in self.qkv_sizes
             )
         self.o_proj = nn.Linear(self.qkv_sizes[0], width, bias=config.o_bias)
-        self.qk_norm = config.qk_norm
+        self.qk_norm, self.qk_norm_over = config.qk_norm, config.qk_norm_over
+        self.qk_norm_after_rope = config.qk_norm_after_rope
         if config.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(config.head_dim, config.rms_norm_eps, operations=operations)
-                for _ in range(2)
+                build_qk_norm(config, heads, operations)
+                for heads in (config.num_attention_heads, config.num_key_value_heads)
             )
         self.attend = attend
         self.run_core: Callable[..., torch.Tensor] = call
         self.dropout = drop
         self.rope = operations.rope
-        self.use_rope = config.learned_positions is None
+        self.use_rope = config.learned_positions is None and layer not in config.no_rope_layers
 
     def forward(
         self,
@@ -114,16 +118,25 @@ class SelfAttention(nn.Module):
         cos_TH: torch.Tensor,
         sin_TH: torch.Tensor,
         segments: VarlenMetadata,
+        query_scale_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention's output, which is added to the residual stream, [T, D]."""
+        """Attention's output, which is added to the residual stream, [T, D]. `query_scale_T` are
+        factors of the queries after RoPE."""
         q, k, v = self._project_qkv(x_TD)
+        if self.qk_norm and self.qk_norm_over == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
         # -1 for heads, because under tensor parallelism the projections return only the local
         # heads.
         q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
-        if self.qk_norm:
+        norms_heads = self.qk_norm and self.qk_norm_over == "head"
+        if norms_heads and not self.qk_norm_after_rope:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         if self.use_rope:
             q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
+        if norms_heads and self.qk_norm_after_rope:
+            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        if query_scale_T is not None:
+            q_TNH = q_TNH * query_scale_T[:, None, None]
         y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
         return self.o_proj(y_TNH.flatten(1))
 
@@ -135,7 +148,8 @@ class SelfAttention(nn.Module):
         segments: VarlenMetadata,
     ) -> torch.Tensor:
         """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
-        args = (q_TNH, k_TKH, v_TKH, segments, self.scale, self.window, self.sinks)
+        settings = self.scale, self.window, self.sinks, self.soft_cap
+        args = (q_TNH, k_TKH, v_TKH, segments, *settings)
         if self.training and self.dropout is not None and self.dropout.is_enabled:
             return eager(*args, drop=self.dropout.drop_probs)
         return self.attend(*args)

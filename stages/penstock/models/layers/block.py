@@ -1,4 +1,6 @@
-"""A pre-norm transformer block."""
+"""A transformer block."""
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -8,10 +10,10 @@ from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.dropout import NO_DROPOUT, Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.feed_forward import FeedForward, PlainFeedForward
+from penstock.models.layers.feed_forward import FeedForward, FusedFeedForward, PlainFeedForward
 from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
 from penstock.models.layers.moe import MoE
-from penstock.models.layers.norm import build_norm
+from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
 from penstock_kernels.attention import VarlenMetadata
 
@@ -20,8 +22,8 @@ CALL_HOOKS = {"self_attn": "run_attn", "mlp": "run_mlp"}
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network or MoE. Each has a norm before it and, after it, dropout
-    and the residual addition.
+    """Attention and a feed-forward network or MoE. Each has a norm of its input, of its output, or
+    of both; then come dropout and the residual addition.
 
     `run_attn` and `run_mlp` are call hooks. A caller that replaces one must call the previous one.
     """
@@ -40,7 +42,11 @@ class Block(nn.Module):
     ) -> None:
         """`layer` is the layer's index in the whole model, from 0."""
         super().__init__()
-        self.input_layernorm = build_norm(config, operations)
+        input_norm, output_norm = (
+            partial(build_norm, config, operations) if there else NoNorm
+            for there in (config.input_norms, config.output_norms)
+        )
+        self.input_layernorm = input_norm()
         self.self_attn = SelfAttention(
             config,
             layer,
@@ -49,13 +55,16 @@ class Block(nn.Module):
             operations=operations,
             drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
-        self.post_attention_layernorm = build_norm(config, operations)
+        self.attention_output_norm = output_norm()
+        self.post_attention_layernorm = input_norm()
         drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
         if sparse := config.layer_experts(layer):
             gate = operations.gates[config.activation]
             self.mlp = MoE(config, sparse, operations=experts, router=router, gate=gate)
         else:
             self.mlp = _build_mlp(config, operations, drop)
+        self.mlp_output_norm = output_norm()
+        self.residual_scale = config.residual_scale
         self.drop_attn, self.drop_mlp = (
             dropout.site("hidden", part, layer, config.num_hidden_layers) for part in CALL_HOOKS
         )
@@ -68,18 +77,27 @@ class Block(nn.Module):
         cos_TH: torch.Tensor,
         sin_TH: torch.Tensor,
         segments: VarlenMetadata,
+        *query_scale: torch.Tensor,
     ) -> torch.Tensor:
-        """The residual stream after this block, [T, D]."""
+        """The residual stream after this block, [T, D]. The rest as in `SelfAttention`."""
         normed_TD = self.input_layernorm(x_TD)
-        attended_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments)
-        x_TD, normed_TD = self.post_attention_layernorm(self.drop_attn(attended_TD), x_TD)
-        return x_TD + self.drop_mlp(self.run_mlp(self.mlp, normed_TD))
+        y_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments, *query_scale)
+        y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
+        x_TD, normed_TD = self.post_attention_layernorm(y_TD, x_TD)
+        y_TD = self.mlp_output_norm(self.run_mlp(self.mlp, normed_TD))
+        return x_TD + self._scaled(self.drop_mlp(y_TD))
+
+    def _scaled(self, y_TD: torch.Tensor) -> torch.Tensor:
+        return y_TD if self.residual_scale == 1 else y_TD * self.residual_scale
 
 
 def _build_mlp(
     config: DecoderConfig, operations: LayerOps, drop: Dropout | None
-) -> FeedForward | PlainFeedForward:
+) -> FeedForward | FusedFeedForward | PlainFeedForward:
     sizes = config.hidden_size, config.intermediate_size
+    if config.fused_gate_up:
+        gate = operations.packed_gate(config.activation)
+        return FusedFeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
     if config.gated:
         gate = operations.gates[config.activation]
         return FeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)

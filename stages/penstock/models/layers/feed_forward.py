@@ -39,6 +39,32 @@ class FeedForward(nn.Module):
         return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))
 
 
+class FusedFeedForward(nn.Module):
+    """Gated MLP whose gate and up projections are one layer:
+    `down(drop(gate(gate_up_proj(x))))`."""
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        bias: bool,
+        gate: Callable[[torch.Tensor], torch.Tensor],
+        drop: Dropout | None = None,
+    ) -> None:
+        """`gate` takes rows [2 F] that hold gate and up. `drop=None`: no dropout."""
+        super().__init__()
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.gate = gate
+        self.dropout = drop
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The output, which is added to the residual stream, [T, D]."""
+        y_TF = self.gate(self.gate_up_proj(x_TD))
+        return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))
+
+
 class PlainFeedForward(nn.Module):
     """MLP without a gate: `down(drop(activation(up_proj(x))))`."""
 

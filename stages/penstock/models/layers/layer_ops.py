@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.models.decoder_config import Activation
-from penstock_kernels.glu import geglu, geglu_tanh, swiglu
+from penstock_kernels.glu import geglu, geglu_tanh, packed_swiglu, swiglu
 from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
 from penstock_kernels.rope import rope
@@ -45,13 +45,20 @@ ACTIVATIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 class LayerOps:
     """The kernels of one model."""
 
-    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-    ]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gates: Mapping[Activation, Gate]
     """The elementwise part of a gated MLP (SwiGLU, GeGLU), by activation."""
+    packed_swiglu: Callable[[torch.Tensor], torch.Tensor]
+    """SwiGLU of rows that hold gate and up."""
     rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+    def packed_gate(self, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The gate of that activation, of rows [2 F] that hold gate and up."""
+        if activation == "silu":
+            return self.packed_swiglu
+        gate = self.gates[activation]
+        return lambda both_TF: gate(*both_TF.chunk(2, dim=-1))
 
 
 def layer_operations(
@@ -62,6 +69,7 @@ def layer_operations(
         rms_norm=_select(rms_norm, norms),
         add_rms_norm=_select(add_rms_norm, norms),
         gates={name: _select(gate, gates) for name, gate in GATES.items()},
+        packed_swiglu=_select(packed_swiglu, gates),
         rope=_select(rope, rope_impl),
     )
 

@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm modules."""
 
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -11,13 +12,26 @@ from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last dimension, in x's dtype."""
+    """`x / rms(x) * weight` over the last dimension, in x's dtype. With `plus_one` the factor is
+    1 + weight.
 
-    def __init__(self, width: int, eps: float, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
+    `mean_squares` is a hook for tensor parallelism: with only a part of the features here, and of
+    the weight, it returns the mean square over all features, [T, 1].
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        plus_one: bool = False,
+        operations: LayerOps = DEFAULT_LAYER_OPS,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(width) if plus_one else torch.ones(width))
+        self.eps, self.plus_one = eps, plus_one
         self.operations = operations
+        self.mean_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @overload
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
@@ -34,13 +48,46 @@ class RMSNorm(nn.Module):
 
         T may be any leading dimensions.
         """
+        if self.mean_squares is not None:
+            assert stream_TD is None, "only norms within attention are split"
+            return self._split(x_TD, self.mean_squares)
         if stream_TD is None:
-            return self.operations.rms_norm(x_TD, self.weight, self.eps)
-        return self.operations.add_rms_norm(x_TD, stream_TD, self.weight, self.eps)
+            return self.operations.rms_norm(x_TD, self.weight, self.eps, self.plus_one)
+        return self.operations.add_rms_norm(x_TD, stream_TD, self.weight, self.eps, self.plus_one)
+
+    def _split(
+        self, x_TD: torch.Tensor, mean_squares: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+        normed_TD = wide_TD * torch.rsqrt(mean_squares(wide_TD) + self.eps)
+        if self.plus_one:
+            return (normed_TD * (1 + self.weight.to(normed_TD.dtype))).to(x_TD.dtype)
+        return self.weight.to(x_TD.dtype) * normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class NoNorm(nn.Module):
+    """The identity, where a family has no norm."""
+
+    @overload
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def forward(
+        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The input. With `stream_TD`: the sum of both, twice."""
+        if stream_TD is None:
+            return x_TD
+        sum_TD = stream_TD + x_TD
+        return sum_TD, sum_TD
 
 
 class LayerNorm(nn.Module):
@@ -81,6 +128,13 @@ class LayerNorm(nn.Module):
 def build_norm(config: DecoderConfig, operations: LayerOps) -> RMSNorm | LayerNorm:
     """A norm of the residual stream, as the config defines it."""
     width, eps = config.hidden_size, config.rms_norm_eps
-    if config.norm == "rms":
-        return RMSNorm(width, eps, operations=operations)
+    if config.norm in ("rms", "rms_1p"):
+        return RMSNorm(width, eps, plus_one=config.norm == "rms_1p", operations=operations)
     return LayerNorm(width, eps, plus_one=config.norm == "layer_1p")
+
+
+def build_qk_norm(config: DecoderConfig, heads: int, operations: LayerOps) -> RMSNorm:
+    """The norm of queries or keys with so many heads."""
+    width = config.head_dim * (heads if config.qk_norm_over == "projection" else 1)
+    plus_one = config.norm == "rms_1p"
+    return RMSNorm(width, config.rms_norm_eps, plus_one=plus_one, operations=operations)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, RotaryPairs
+from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, QueryScale, RotaryPairs
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.to_device import to_device
 
@@ -27,12 +27,14 @@ class Rotary:
         head_dim: int,
         max_position_embeddings: int,
         pairs: RotaryPairs = "halves",
+        fp32: bool = False,
     ) -> None:
+        """`fp32`: angles are not rounded to the dtype of the residual stream."""
         model = _RopeFormula(parameters, head_dim, max_position_embeddings)
         # On the CPU even if the model is built on the meta device: the values are needed now.
         with torch.device("cpu"):
             inverse_frequencies, self.attention_factor = model.frequencies()
-        self.pairs = pairs
+        self.pairs, self.fp32 = pairs, fp32
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
         self.model = model if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE else None
         self._copies: dict[torch.device, torch.Tensor] = {}
@@ -52,9 +54,8 @@ class Rotary:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of the rotated features, [T, H], on the positions' device.
 
-        Computed in fp32 and cast to `dtype`; those of interleaved RoPE (`neighbours`) stay in fp32.
-        `segments` are the documents of all positions, for RoPE types that depend on document
-        lengths.
+        Computed in fp32 and, unless the model has its RoPE in fp32, cast to `dtype`. `segments` are
+        the documents of all positions, for RoPE types that depend on document lengths.
         """
         device = position_ids_T.device
         if self.model is None:
@@ -69,10 +70,18 @@ class Rotary:
         factor = self.attention_factor
         if self.pairs == "neighbours":
             both_TH = angle.repeat_interleave(2, dim=-1)
-            return both_TH.cos() * factor, both_TH.sin() * factor
-        both_TH = torch.cat((angle, angle), dim=-1)
-        cos_TH, sin_TH = both_TH.cos(), both_TH.sin()
-        return (cos_TH * factor).to(dtype), (sin_TH * factor).to(dtype)
+        else:
+            both_TH = torch.cat((angle, angle), dim=-1)
+        cos_TH, sin_TH = both_TH.cos() * factor, both_TH.sin() * factor
+        return (cos_TH, sin_TH) if self.fp32 else (cos_TH.to(dtype), sin_TH.to(dtype))
+
+
+def query_scale(
+    scale: QueryScale, position_ids_T: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The factor of each token's queries, [T]."""
+    steps_T = torch.floor(position_ids_T / scale.length)
+    return (1 + scale.beta * torch.log(1 + steps_T)).to(dtype)
 
 
 @dataclass(frozen=True)
