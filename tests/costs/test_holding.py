@@ -32,6 +32,7 @@ SIZES = {
 MODELS = {
     "dense": ("qwen3", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "gated experts": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -94,9 +95,10 @@ def test_ranks_of_a_pipeline_hold_their_stages(schedule):
         assert sum(one.num_elements for one in list_tensors(cut, rank)) == whole
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "gated experts"])
 def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
-    targets = ["q_proj", "down_proj", *(["lm_head"] if kind == "experts" else [])]
+    more = {"experts": ["lm_head"], "gated experts": ["shared_expert_gate"]}
+    targets = ["q_proj", "down_proj", *more.get(kind, [])]
     lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": targets}
     cut, _, config = cut_of(kind, ParallelDims(), lora=lora)
     with torch.device("meta"):

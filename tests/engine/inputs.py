@@ -47,6 +47,16 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
+    "gated experts": {
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
     "sinks": {
         "model_type": "gpt_oss",
         "architectures": ["GptOssForCausalLM"],

@@ -27,6 +27,7 @@ SHORT = {
 LORA_FORMS: Mapping[bool | str, dict[str, Any]] = {
     "shared": {"moe_shared_lora": True},
     "half shared": {"moe_hybrid_shared_lora": True},
+    "of all": {"lora_target_modules": "all-linear"},
     "normed": {
         "use_dora": True,
         "use_rslora": True,

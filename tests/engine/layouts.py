@@ -149,6 +149,26 @@ ADAPTED = (
 """Experts with adapters, which lie where they do, or on all ranks if experts share them."""
 
 
+def _gated(name: str, expert: int, /, **settings: Any) -> Layout:
+    return laid(name, kind="gated experts", expert_parallel_size=expert, **settings)
+
+
+GATED = (
+    _gated(
+        "gated, ep 2 over shard 2, gates recomputed", 2, shard=2, moe_checkpoint_method="moe_act"
+    ),
+    _gated("gated, ep 2 over tp 2, sequence parallel", 2, tp=2, **SPLIT),
+    _gated("gated, ep 2 over tp 2, adapters", 2, tp=2, lora="of all"),
+    _gated("gated, pp 2", 1, pp=2),
+    _gated("gated, balance of rows, ring 2", 1, balance="of rows", ring=2),
+    _gated("gated, ep 2 over replicate 2, ddp", 2, replicate=2, data_parallel_mode="ddp"),
+    _gated("gated, ep 2 over ulysses 2", 2, ulysses=2),
+    _gated("gated, ep 4 over pp 2 x shard 2 x tp 2", 4, pp=2, shard=2, tp=2),
+    _gated("gated, ep 4 over shard 2 x ulysses 2 x tp 2", 4, shard=2, ulysses=2, tp=2, **SPLIT),
+)
+"""Shared experts whose output has a gate: one row, of which not every rank has one."""
+
+
 def _sinks(name: str, /, **settings: Any) -> Layout:
     return laid(f"gpt-oss, {name}", kind="sinks", **settings)
 
@@ -372,6 +392,7 @@ LAYOUTS = {
         *TRIPLES,
         *EXPERTS,
         *ADAPTED,
+        *GATED,
         *SINKS,
         *WITH_LAYER_NORMS,
         *WITH_LEARNED_POSITIONS,

@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from penstock.models.flops import TrainableParams, Work, forward_flops, pairs_per_token, step_flops
 from penstock.models.registry import get_family
@@ -22,6 +29,11 @@ EXPERTS = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
     "mlp_only_layers": [1],
+    "shared_expert_intermediate_size": 56,
+}
+SPARSE = {
+    "experts": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "shared experts": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
 }
 LENGTH, KEPT = 48, 20
 
@@ -32,8 +44,9 @@ def built(kind):
         hf = Qwen3Config(**SIZES)  # pyright: ignore[reportArgumentType]
         model = Qwen3ForCausalLM(hf)
     else:
-        hf = Qwen3MoeConfig(**SIZES, **EXPERTS)  # pyright: ignore[reportArgumentType]
-        model = Qwen3MoeForCausalLM(hf)
+        of, model_of = SPARSE[kind]
+        hf = of(**SIZES, **EXPERTS)
+        model = model_of(hf)
         model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     return model, get_family(hf.to_dict()).read(hf.to_dict())
@@ -55,7 +68,7 @@ def as_eager(length=LENGTH):
     return Work(length, attention_pairs=length**2, sliding_window_pairs=0, logits=KEPT)
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", *SPARSE])
 def test_a_step_costs_what_pytorch_counts(kind):
     model, config = built(kind)
     forward, step = counted(model)

@@ -71,8 +71,10 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     layers = [weights.row_blocks(layer, count) for layer, count in rows.items()]
     assert set().union(*layers) <= DECODER_SHARD_UNITS.keys()
     assert [sum(blocks.values()) for blocks in layers] == [*rows.values()]
-    count = len(weights.config.experts.layers) if weights.config.experts else 0
-    assert [list(roles.values()).count(role) for role in sparse] == [count, count]
+    experts = weights.config.experts
+    count = len(experts.layers) if experts else 0
+    gates = count if experts and experts.shared_gate else 0
+    assert [list(roles.values()).count(role) for role in sparse] == [count + gates, count]
     assert roles["model.embed_tokens"] == ParallelStyle.VOCAB
     # What narrows is what writes into the residual stream.
     narrow = {name for name in linear if roles[name] is ParallelStyle.ROWWISE}

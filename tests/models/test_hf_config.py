@@ -44,7 +44,8 @@ def test_rotary_angles_are_those_of_transformers(rope):
     assert torch.equal(mine[1], sin[0])
 
 
-EVERY_LAYER, USED = (4, 4, 4), {"use_sliding_window": True, "sliding_window": 4}
+EVERY_LAYER, WINDOW = (4, 4, 4), {"sliding_window": 4}
+USED = {"use_sliding_window": True, **WINDOW}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 
 
@@ -56,6 +57,13 @@ MIXED = ["full_attention", "sliding_attention", "full_attention"]
         ({"model_type": "qwen3", **USED, "layer_types": MIXED}, (None, 4, None)),
         ({"model_type": "qwen3_moe", **USED}, EVERY_LAYER),
         ({"model_type": "qwen3_moe", "sliding_window": 4}, (None, None, None)),
+        ({"model_type": "qwen2_moe", **USED}, (4, None, 4)),
+        ({"model_type": "qwen2_moe", **USED, "max_window_layers": 2}, (4, None, None)),
+        ({"model_type": "qwen2_moe", **USED, "layer_types": MIXED}, (None, 4, None)),
+        (
+            {"model_type": "dots1", "first_k_dense_replace": 3, **WINDOW, "max_window_layers": 1},
+            (None, 4, 4),
+        ),
         ({"model_type": "mixtral", "sliding_window": 4}, EVERY_LAYER),
         ({"model_type": "gpt_oss", "sliding_window": 4}, (4, None, 4)),
         ({"model_type": "gpt_oss", "sliding_window": 4, "layer_types": MIXED}, (None, 4, None)),

@@ -59,7 +59,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
 def test_triton_computes_the_model_of_transformers(family):
     ids, labels = documents([9, 4])
     assert_same_model(hf_model(family, tied=False, num_hidden_layers=1), ids, labels, ["triton"])
@@ -141,8 +141,9 @@ def penalized(pair, ids, labels, recomputed):
     return loss.detach(), gradients(model), list(noted.values())
 
 
-def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recomputed_or_not():
-    pair = twins("qwen3_moe", experts=select_expert_ops("eager"))
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_losses_of_routers_and_all_gradients_are_those_of_transformers_recomputed_or_not(family):
+    pair = twins(family, experts=select_expert_ops("eager"))
     ids, labels = documents()
     plain = their_loss(pair.theirs, ids, labels)
     balance, squares = their_balance(pair, ids)

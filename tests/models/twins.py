@@ -149,6 +149,17 @@ SPARSE = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+        "mlp_only_layers": [1],
+        "rope_parameters": FAST,
+    },
     "mixtral": {
         "intermediate_size": 32,
         "num_local_experts": 5,
@@ -174,6 +185,20 @@ SPARSE = {
         "attention_bias": True,
         "num_mtp_layers": 0,
     },
+    "dots1": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "first_k_dense_replace": 1,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
     "gpt_oss": {
         "head_dim": 16,
         "intermediate_size": 24,
@@ -192,6 +217,7 @@ SPARSE = {
 }
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
 NEEDED = {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "opt": {"ffn_dim": 80, "dropout": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }

@@ -37,6 +37,8 @@ class AdaptedExperts:
     """Modules of experts without adapters."""
     fused: Sequence[str]
     """Fused tensors of a layer's experts that have one pair of LoRA matrices per expert."""
+    known: bool = True
+    """Whether PEFT takes a target with the name of an expert's layer for all experts."""
 
 
 NO_EXPERTS = AdaptedExperts((), (), (), ())
@@ -133,11 +135,12 @@ def adapter_config(
         for name in adapted
         if (last := name.rpartition(".")[2]) not in experts.parts
     }
-    # In a MoE model PEFT takes a target with the name of an expert's layer for all experts. Dense
-    # layers of that name, and experts if only some MoE layers are adapted, are target_parameters.
+    # In most MoE models PEFT takes a target with the name of an expert's layer for all experts.
+    # Dense layers of that name, and experts if only some MoE layers are adapted or the family is
+    # none of those, are target_parameters.
     parameters = [f"{name}.weight" for name in adapted if name.rpartition(".")[2] in experts.parts]
     patterns: dict[str, Any] = {}
-    if experts.modules and not experts.untouched:
+    if experts.modules and not experts.untouched and experts.known:
         targets |= set(experts.parts)
     elif experts.modules:
         parameters += [f"{module}.{name}" for module in experts.modules for name in FUSED_EXPERTS]

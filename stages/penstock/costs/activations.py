@@ -115,7 +115,7 @@ def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float)
 def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:
     """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
     gate and up outputs; their product, if down_proj trains; the expert outputs. Routers save fp32
-    scores and, if trainable, their input."""
+    scores and, if trainable, their input. A gate of the shared experts saves their output."""
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows = tokens * experts.experts_per_token
     row = rows * width * config.hidden_size
@@ -139,7 +139,10 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
         kept += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
     if experts.shared_intermediate_size:
         kept += (
-            tokens * width * config.hidden_size * saved_inputs.num_copies("gate_proj", "up_proj")
+            tokens
+            * width
+            * config.hidden_size
+            * (saved_inputs.num_copies("gate_proj", "up_proj") + experts.shared_gate)
         )
     return kept
 

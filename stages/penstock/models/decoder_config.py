@@ -51,6 +51,13 @@ class ExpertNames:
     selection_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
     """The router."""
+    shared: str = "shared_experts"
+    """The MLP of the shared experts."""
+    shared_gate: str = "shared_expert_gate"
+    """The gate of the shared experts' output, if any."""
+    known_to_peft: bool = True
+    """Whether PEFT takes a target with the name of an expert's layer for all experts. It does in
+    families whose checkpoints transformers maps like those of another family."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,9 @@ class ExpertsConfig:
     """Intermediate size of each expert."""
     shared_intermediate_size: int = 0
     """Intermediate size of all shared experts together, which are one MLP; 0: none."""
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by a gate, which is the sigmoid of a
+    linear layer with one output."""
     scoring: Scoring = "softmax"
     """Router scores: `softmax` over all experts, or `sigmoid` of each."""
     norm_topk_prob: bool = True

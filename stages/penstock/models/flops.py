@@ -160,7 +160,7 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
                 experts.experts_per_token * experts.intermediate_size
                 + experts.shared_intermediate_size
             )
-            choices = experts.num_experts
+            choices = experts.num_experts + experts.shared_gate
         networks += width * ((3 if config.gated else 2) * features + choices)
     return networks
 

@@ -6,6 +6,7 @@ from typing import Literal
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.family import auto_family
 from penstock.models.families.arcee import ARCEE
+from penstock.models.families.dots1 import DOTS1
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from penstock.models.families.gemma import GEMMA
@@ -29,6 +30,7 @@ from penstock.models.families.olmo3 import OLMO3
 from penstock.models.families.opt import OPT
 from penstock.models.families.phi3 import PHI3
 from penstock.models.families.qwen2 import QWEN2
+from penstock.models.families.qwen2_moe import QWEN2_MOE
 from penstock.models.families.qwen3 import QWEN3
 from penstock.models.families.qwen3_moe import QWEN3_MOE
 from penstock.models.families.seed_oss import SEED_OSS
@@ -44,10 +46,12 @@ FAMILIES = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        QWEN2_MOE,
         MIXTRAL,
         ERNIE4_5,
         ERNIE4_5_MOE,
         GLM4_MOE,
+        DOTS1,
         GPT_OSS,
         ARCEE,
         JAIS2,

@@ -26,7 +26,7 @@ class ParallelStyle(Enum):
     SPLIT_NORM = "split norm"
     """Norm over the features of a column-parallel layer; its weight is split as they are."""
     ROUTER = "router"
-    """Selects experts for tokens."""
+    """Scores experts for tokens; in full precision on every rank."""
     EXPERTS = "experts"
     """Independent MLPs; dimension 0 of each parameter is the expert."""
 
@@ -71,9 +71,10 @@ DECODER_ROLES: Roles = {
     "model.layers.*.mlp.down_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.gate": ParallelStyle.ROUTER,
     "model.layers.*.mlp.experts": ParallelStyle.EXPERTS,
-    "model.layers.*.mlp.shared_experts.gate_proj": ParallelStyle.COLWISE,
-    "model.layers.*.mlp.shared_experts.up_proj": ParallelStyle.COLWISE,
-    "model.layers.*.mlp.shared_experts.down_proj": ParallelStyle.ROWWISE,
+    "model.layers.*.mlp.shared_*.gate_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.shared_*.up_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.shared_*.down_proj": ParallelStyle.ROWWISE,
+    "model.layers.*.mlp.shared_expert_gate": ParallelStyle.ROUTER,
     "lm_head": ParallelStyle.HEAD,
 }
 """Parallel styles of `decoder.Decoder`'s modules, for all families."""

@@ -196,9 +196,11 @@ class WeightMap:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
         yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
         if experts.shared_intermediate_size:
-            yield from self._shared_mlp(
-                f"{at}.shared_experts", f"{stored}.shared_experts", experts.shared_intermediate_size
-            )
+            shared, inner = f".{names.shared}", experts.shared_intermediate_size
+            yield from self._shared_mlp(f"{at}{shared}", f"{stored}{shared}", inner)
+        if experts.shared_gate:
+            gate = f".{names.shared_gate}"
+            yield from _linear(f"{at}{gate}", f"{stored}{gate}", (1, scores[1]), bias=False)
 
     def _experts(
         self, at: str, stored: str, experts: ExpertsConfig

@@ -52,6 +52,10 @@ LARGE = {
     "pp 2 x ring 2 x ulysses 2",
     "ep 4 over pp 2 x shard 2 x tp 2",
     *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
+    "gated, ep 2 over replicate 2, ddp",
+    "gated, ep 2 over ulysses 2",
+    "gated, ep 4 over pp 2 x shard 2 x tp 2",
+    "gated, ep 4 over shard 2 x ulysses 2 x tp 2",
 }
 """Many processes for what others show as well: run with `pytest -m exhaustive`."""
 

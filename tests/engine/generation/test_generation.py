@@ -49,6 +49,7 @@ FAMILIES = {
         **LONG,
     },
     "experts": {**MODELS["experts"], "mlp_only_layers": [1]},
+    "gated experts": MODELS["gated experts"],
     "sinks": {**MODELS["sinks"], "sliding_window": 11},
     "learned positions": MODELS["learned positions"],
     "dynamic": {

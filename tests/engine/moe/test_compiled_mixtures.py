@@ -31,6 +31,7 @@ SHAPE = replace(
         experts_per_token=2,
         intermediate_size=16,
         shared_intermediate_size=16,
+        shared_gate=True,
         selection_bias=(1, 3),
     ),
 )

@@ -25,6 +25,8 @@ pytestmark = [
 CASES = {
     # A layer without experts, whose network has the same names.
     "qwen3_moe": LoraSpec(4, 6.0, scaling="root"),
+    # Experts that all tokens go to, and the gate of what these give.
+    "qwen2_moe": LoraSpec(4, 6.0, ["experts.*.down_proj", "up_proj", "shared_expert_gate"]),
     # Other names in the checkpoint than in the model; one pair for all experts.
     "mixtral": LoraSpec(4, 6.0, experts="shared"),
     # One matrix of three, and with every expert a network that all tokens go to.

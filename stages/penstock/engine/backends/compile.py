@@ -94,8 +94,8 @@ def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
     yield network.gate
     if compiles_experts:
         yield experts
-    if network.shared_experts is not None:
-        yield network.shared_experts
+    if network.shared is not None:
+        yield network.shared
 
 
 def _is_one_fsdp_unit(module: nn.Module) -> bool:

@@ -259,6 +259,7 @@ def write_adapter_folder(
             modules=bearing,
             untouched=[name for name in experts if name not in bearing],
             fused=list(adapters.fused),
+            known=weights.config.experts is None or weights.config.experts.names.known_to_peft,
         ),
     )
     write_json(out / "adapter_config.json", config)

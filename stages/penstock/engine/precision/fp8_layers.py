@@ -108,7 +108,7 @@ def is_shared(native: str) -> bool:
 
     Tensor-parallel ranks compute these in full for some of the tokens.
     """
-    return ".mlp.shared_experts." in native
+    return ".mlp.shared_" in native
 
 
 def _unit(fp8: Fp8Config) -> int:

@@ -29,14 +29,19 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-def _experts(hf: HfConfig) -> ExpertsConfig | None:
-    count = config_get(hf, "num_experts", config_get(hf, "num_local_experts", 128))
+def moe_layers(hf: HfConfig) -> tuple[int, ...]:
+    """Indices of the MoE layers of the Qwen families."""
     step, dense = config_get(hf, "decoder_sparse_step", 1), config_get(hf, "mlp_only_layers", [])
-    layers = tuple(
+    return tuple(
         layer
         for layer in range(config_require(hf, "num_hidden_layers"))
         if layer not in dense and (layer + 1) % step == 0
     )
+
+
+def _experts(hf: HfConfig) -> ExpertsConfig | None:
+    count = config_get(hf, "num_experts", config_get(hf, "num_local_experts", 128))
+    layers = moe_layers(hf)
     if not count or not layers:
         return None
     return ExpertsConfig(

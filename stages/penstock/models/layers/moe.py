@@ -75,20 +75,35 @@ class MoE(nn.Module):
         self.gate = Router(experts, width, precision=router)
         form = ClampedExperts if experts.clamped else Experts
         self.experts = form(experts, width, operations=operations)
-        self.shared_experts = (
-            FeedForward(width, experts.shared_intermediate_size, bias=config.mlp_bias, gate=gate)
-            if experts.shared_intermediate_size
-            else None
-        )
+        self.names = experts.names
+        if inner := experts.shared_intermediate_size:
+            mlp = FeedForward(width, inner, bias=config.mlp_bias, gate=gate)
+            self.add_module(self.names.shared, mlp)
+        if experts.shared_gate:
+            self.add_module(self.names.shared_gate, nn.Linear(width, 1, bias=False))
         self.dispatch: TokenDispatcher = dispatch_locally
         self.finish_dispatch: Callable[[torch.Tensor], torch.Tensor] = no_op
         self.run_shared: CallHook = call
+
+    @property
+    def shared(self) -> nn.Module | None:
+        """The MLP of the shared experts. Its name is that in checkpoints, from which adapters take
+        theirs."""
+        return self._modules.get(self.names.shared)
+
+    @property
+    def shared_gate(self) -> nn.Module | None:
+        """The linear layer whose sigmoid multiplies the output of the shared experts."""
+        return self._modules.get(self.names.shared_gate)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
         choice_TK, weights_TK = self.gate(x_TD)
         y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
-        if self.shared_experts is None:
+        shared, gate = self.shared, self.shared_gate
+        if shared is None:
             return self.finish_dispatch(y_TD)
-        shared_TD = self.run_shared(self.shared_experts, x_TD)
+        shared_TD = self.run_shared(shared, x_TD)
+        if gate is not None:
+            shared_TD = gate(x_TD).sigmoid() * shared_TD
         return self.finish_dispatch(y_TD) + shared_TD
