@@ -142,9 +142,9 @@ def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:
     called = {"gate_proj": experts.names.gate, "up_proj": experts.names.up}
     parts: dict[str, tuple[str, int, int]] = {}
     if matrix == "down_proj":
-        last = matrix if experts.clamped else experts.names.down
+        last = matrix if experts.is_stacked else experts.names.down
         parts[matrix] = (last, width, inner)
-    elif matrix == "gate_up_proj" and experts.clamped:
+    elif matrix == "gate_up_proj" and experts.is_stacked:
         parts[matrix] = (matrix, 2 * inner, width)
     elif matrix == "gate_up_proj":
         parts = {part: (name, inner, width) for part, name in called.items()}

@@ -48,6 +48,10 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     """The three matrices of an expert, in `experts.<number>`."""
+    gate_up_stack: str = ""
+    down_stack: str = ""
+    """The tensors that stack the matrices of all experts, [experts, outputs, inputs], in families
+    whose checkpoints have no tensor for each expert; empty in the others."""
     selection_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
     """The router."""
@@ -119,8 +123,8 @@ class QueryScale:
 @dataclass(frozen=True)
 class ClampedGate:
     """Experts as in gpt-oss: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)` as
-    activation, biases on all matrices, one tensor for all experts with matrices [inputs, outputs],
-    and interleaved gate and up features."""
+    activation, biases on all matrices, stacks of matrices [inputs, outputs], and interleaved gate
+    and up features."""
 
     alpha: float
     limit: float
@@ -166,7 +170,7 @@ class ExpertsConfig:
     aux_loss_coef: float = 0.0
     """Default coefficient of the load-balancing loss."""
     clamped: ClampedGate | None = None
-    """None: `silu(gate) * up` without biases, one tensor per matrix and expert."""
+    """None: `silu(gate) * up` without biases."""
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
@@ -195,6 +199,11 @@ class ExpertsConfig:
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
                 "are scored by their two best experts"
             )
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether checkpoints have one tensor for all experts of a layer."""
+        return bool(self.names.gate_up_stack)
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,18 @@ class WeightMap:
         """The checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`)
         of the experts in `layer` (`model.layers.0`), by expert index; none where the checkpoint has
         one tensor for all experts."""
-        if self.config.experts is None or self.config.experts.clamped:
+        if self.config.experts is None or self.config.experts.is_stacked:
             return ()
         is_input = matrix != "down_proj"
         tensors = self.hf_names(f"{layer}.mlp.experts.{'gate_up_proj' if is_input else matrix}")
         chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if is_input else tensors
         return tuple(name.removesuffix(".weight") for name in chosen)
+
+    def stack_parameter(self, native_name: str) -> str:
+        """Transformers' parameter of a native tensor that stacks the experts of a layer."""
+        assert self.config.experts is not None
+        layer, _, tensor = native_name.partition(".mlp.")
+        return f"{layer}.{self.config.experts.names.block}.{tensor}"
 
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every tensor that a checkpoint must have."""
@@ -194,7 +200,7 @@ class WeightMap:
         yield from _linear(f"{at}.gate", f"{stored}.{names.router}", scores, experts.router_bias)
         if bias := experts.selection_bias:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
-        yield from self._experts(f"{at}.experts", f"{stored}.experts", experts)
+        yield from self._experts(f"{at}.experts", stored, experts)
         if experts.shared_intermediate_size:
             shared, inner = f".{names.shared}", experts.shared_intermediate_size
             yield from self._shared_mlp(f"{at}{shared}", f"{stored}{shared}", inner)
@@ -210,17 +216,19 @@ class WeightMap:
             experts.intermediate_size,
             self.config.hidden_size,
         )
-        if experts.clamped:
-            yield _renamed(
-                f"{at}.gate_up_proj", f"{stored}.gate_up_proj", (count, width, 2 * inner)
-            )
-            yield _renamed(
-                f"{at}.gate_up_proj_bias", f"{stored}.gate_up_proj_bias", (count, 2 * inner)
-            )
-            yield _renamed(f"{at}.down_proj", f"{stored}.down_proj", (count, inner, width))
-            yield _renamed(f"{at}.down_proj_bias", f"{stored}.down_proj_bias", (count, width))
+        names = experts.names
+        if experts.is_stacked:
+            for matrix, stack, shape in (
+                ("gate_up_proj", names.gate_up_stack, (2 * inner, width)),
+                ("down_proj", names.down_stack, (width, inner)),
+            ):
+                matrices = shape[::-1] if experts.clamped else shape
+                yield _renamed(f"{at}.{matrix}", f"{stored}.{stack}", (count, *matrices))
+                if experts.clamped:
+                    bias = f"{matrix}_bias"
+                    yield _renamed(f"{at}.{bias}", f"{stored}.{stack}_bias", (count, shape[0]))
             return
-        names, each = experts.names, [f"{stored}.{number}" for number in range(count)]
+        each = [f"{stored}.experts.{number}" for number in range(count)]
         gate_up_shapes = {
             f"{expert}.{part}.weight": (inner, width)
             for expert in each

@@ -79,9 +79,7 @@ class Adapters:
     pairs: dict[str, Pair]
     """By the layer in a Hugging Face checkpoint."""
     fused: dict[str, Pair]
-    """By the checkpoint tensor that stacks the matrices of a layer's experts, [experts, in,
-    out].
-    """
+    """By the model's parameter that stacks the matrices of a layer's experts, if checkpoints do."""
     biases: list[str]
     """Biases of the base model that were trained as well."""
     strength: LoraScaling
@@ -101,25 +99,30 @@ class Adapters:
     def merged_into(self, base: HFStateDict) -> HFStateDict:
         """The base model's tensors with every adapter merged; merged tensors are fp32."""
         layers = {f"{layer}.weight": layer for layer in self.pairs}
-        if stray := sorted({*layers, *self.fused, *self.biases} - set(base.shapes)):
+        fused = {self.weights.hf_names(name)[0]: pair for name, pair in self.fused.items()}
+        if stray := sorted({*layers, *fused, *self.biases} - set(base.shapes)):
             raise ArtifactError(
                 f"{self.reader.folder} adapts {stray[0]}, which the base model does not have.\n"
                 "  model.config_path is not what the run was trained with."
             )
         scale = self.strength.scale
+        experts = self.weights.config.experts
+        is_transposed = experts is not None and experts.clamped is not None
 
         def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
             tensors = base.read([name for name in wanted if name not in self.biases])
             trained = [name for name in wanted if name in self.biases]
             pairs = [self.pairs[layers[name]] for name in wanted if name in layers]
-            pairs += [self.fused[name] for name in wanted if name in self.fused]
+            pairs += [fused[name] for name in wanted if name in fused]
             there = self.reader.read([*_tensors(pairs), *trained])
             for name in wanted:
                 if name in layers:
                     change = self.pairs[layers[name]].change(there, scale, layers[name])
                     tensors[name] = change.apply_to(tensors[name].float())
-                elif name in self.fused:
-                    tensors[name] = _merged_experts(tensors[name], self.fused[name], there, scale)
+                elif name in fused:
+                    stack = tensors[name].float()
+                    _merge_experts(stack.mT if is_transposed else stack, fused[name], there, scale)
+                    tensors[name] = stack
                 elif name in self.biases:
                     tensors[name] = there[name].float()
             return {name: tensors[name] for name in wanted}
@@ -127,15 +130,13 @@ class Adapters:
         return replace(base, read=read)
 
 
-def _merged_experts(
-    weight: torch.Tensor, pair: Pair, tensors: Mapping[str, torch.Tensor], scale: float
-) -> torch.Tensor:
-    """[experts, in, out], fp32: the stack is transposed relative to single matrices."""
-    made = weight.float()
-    for number, matrix in enumerate(made):
+def _merge_experts(
+    weight_ENK: torch.Tensor, pair: Pair, tensors: Mapping[str, torch.Tensor], scale: float
+) -> None:
+    """Merge the adapters of all experts, in place. E experts, N outputs, K inputs."""
+    for number, matrix in enumerate(weight_ENK):
         change = replace(pair, expert=number).change(tensors, scale, "")
-        matrix.copy_(change.apply_to(matrix.T.contiguous()).T)
-    return made
+        matrix.copy_(change.apply_to(matrix.contiguous()))
 
 
 def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) -> Adapters | None:
@@ -258,7 +259,7 @@ def write_adapter_folder(
             parts={layer.rpartition(".")[2] for layer in each},
             modules=bearing,
             untouched=[name for name in experts if name not in bearing],
-            fused=list(adapters.fused),
+            fused=[weights.stack_parameter(name) for name in adapters.fused],
             known=weights.config.experts is None or weights.config.experts.names.known_to_peft,
         ),
     )
@@ -290,7 +291,10 @@ def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, tor
             tensors[peft_name(native_name(layer, MAGNITUDE))] = read[pair.magnitude]
     tensors |= {peft_bias(name, adapters.pairs.keys()): read[name] for name in adapters.biases}
     if config := adapters.weights.config.experts:
-        pairs = {name: pair.read_from(read) for name, pair in adapters.fused.items()}
+        pairs = {
+            adapters.weights.stack_parameter(name): pair.read_from(read)
+            for name, pair in adapters.fused.items()
+        }
         tensors |= fused_factors(pairs, config.num_experts)
     return tensors
 
@@ -301,7 +305,7 @@ def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
     """
     experts = weights.config.experts
     found: dict[str, list[str]] = {}
-    for number in experts.layers if experts and not experts.clamped else ():
+    for number in experts.layers if experts and not experts.is_stacked else ():
         at = f"model.layers.{number}"
         found[f"{at}.mlp.experts"] = [
             layer

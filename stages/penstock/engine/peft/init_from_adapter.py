@@ -86,7 +86,7 @@ class AdapterStart:
 
     def _of_fused_experts(self, mixture: str, factor: LoraParamName) -> list[torch.Tensor | None]:
         """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
-        outer = f"{mixture}.experts"
+        outer = self._names.stack_parameter(f"{mixture}.experts")
         inner = f"{outer}.base_layer"
         both = inner in self._folder.modules()
         module = inner if both and factor.part == FUSED_EXPERTS[0] else outer
@@ -134,7 +134,7 @@ class AdapterStart:
             before, is_expert_layer, matrix = layer.partition(f".{EACH}.")
             if not is_expert_layer or experts is None:
                 yield layer
-            elif experts.clamped:
+            elif experts.is_stacked:
                 others = [f"{before}.{EACH}.{name}" for name in FUSED_EXPERTS]
                 inner = matrix == FUSED_EXPERTS[0] and others[1] in chosen
                 yield f"{before}.experts{'.base_layer' * inner}"

@@ -103,7 +103,7 @@ def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
     Raises:
         CapabilityError: the format does not support it.
     """
-    if names.config.experts and names.config.experts.clamped:
+    if names.config.experts and names.config.experts.is_stacked:
         raise CapabilityError(
             f"export.quantise: {family.model_type} keeps all experts of a layer in one tensor, "
             "which the format does not know.\n"

@@ -61,10 +61,11 @@ def select_formats(
             continue
         if len(kept) < len(parts):
             raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
-        if role is ParallelStyle.EXPERTS and names.config.experts and names.config.experts.clamped:
+        experts = names.config.experts
+        if role is ParallelStyle.EXPERTS and experts and experts.is_stacked:
             raise CapabilityError(
-                f"lora.enable_qlora: {parts[0]} holds all experts of a layer, columns before rows, "
-                "which no format here takes.\n"
+                f"lora.enable_qlora: {parts[0]} holds all experts of a layer, which no format here "
+                "takes.\n"
                 "  Write exclude_modules: [experts] to quantize the rest."
             )
         found |= dict.fromkeys(kept, of_experts if role is ParallelStyle.EXPERTS else linear)

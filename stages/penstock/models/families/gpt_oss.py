@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.models.decoder_config import ClampedGate, DecoderConfig, ExpertNames, ExpertsConfig
-from penstock.models.family import ATTENTION_PARTS, Family
+from penstock.models.family import FUSED_GATE_UP_PARTS, Family
 from penstock.models.hf_config import (
     HfConfig,
     aux_loss_coef,
@@ -19,9 +19,10 @@ from penstock.models.hf_config import (
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
-NAMES = ExpertNames(router="router")
+NAMES = ExpertNames(
+    router="router", gate_up_stack="experts.gate_up_proj", down_stack="experts.down_proj"
+)
 THETA = 150_000.0
-LORA_TARGETS = (*ATTENTION_PARTS, "gate_up_proj", "down_proj")
 
 ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -66,4 +67,4 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)
+GPT_OSS = Family("gpt_oss", "GptOssForCausalLM", read, ROLES, lora_targets=FUSED_GATE_UP_PARTS)

@@ -90,7 +90,7 @@ class Experts(nn.Module):
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
     ) -> None:
         super().__init__()
-        self.num_experts = config.num_experts
+        self.num_experts, self.is_stacked = config.num_experts, config.is_stacked
         self._add_parameters(config.num_experts, config.intermediate_size, hidden_size)
         self.operations = operations
         self.run: RunExperts = call_experts
@@ -104,11 +104,10 @@ class Experts(nn.Module):
     def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
         """Output and input features of each of an expert's matrices."""
         _, width, inner = self.down_proj.shape
-        return {
-            "gate_proj": (inner, width),
-            "up_proj": (inner, width),
-            "down_proj": (width, inner),
-        }
+        down: dict[Matrix, tuple[int, int]] = {"down_proj": (width, inner)}
+        if self.is_stacked:
+            return {"gate_up_proj": (2 * inner, width), **down}
+        return {"gate_proj": (inner, width), "up_proj": (inner, width), **down}
 
     def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The experts' outputs, [R, D]. Rows are sorted by expert; `counts_E` is the number of rows
@@ -118,7 +117,9 @@ class Experts(nn.Module):
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
         both_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E)
-        if self.adapter is None:
+        if self.is_stacked:
+            both_RF = self._add_adapter("gate_up_proj", both_RF, x_RD, counts_E)
+        if self.adapter is None or self.is_stacked:
             return self.operations.packed_activate(both_RF)
         gate_RF, up_RF = both_RF.chunk(2, dim=-1)
         return self.operations.activate(

@@ -53,10 +53,10 @@ def quantized_shapes(names: WeightMap, roles: Roles) -> dict[str, tuple[int, ...
     """The weights that are sent in FP8: linear layers of the blocks, but no embeddings, head, norms
     and router. Raises SyncError for a model that the format does not support."""
     experts = names.config.experts
-    if experts and experts.clamped:
+    if experts and experts.is_stacked:
         raise refused(
-            "the model keeps all experts of a layer in one tensor, columns before rows, which no "
-            "server loads in FP8.\n  Leave quantization out."
+            "the model keeps all experts of a layer in one tensor, which no server loads in FP8.\n"
+            "  Leave quantization out."
         )
     shapes = names.hf_shapes()
     return {
