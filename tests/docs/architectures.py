@@ -61,7 +61,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
     ),
     # Its published weights, dequantized to bfloat16: docs/guide/models.md.
-    "gpt-oss-20b-bf16": _dense(
+    "openai/gpt-oss-20b": _dense(
         "gpt_oss",
         2880,
         24,
@@ -127,7 +127,7 @@ PARAMETERS: dict[str, float] = {
     "meta-llama/Llama-3.3-70B-Instruct": 70.6e9,
     "Qwen/Qwen3-30B-A3B": 30.5e9,
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46.7e9,
-    "gpt-oss-20b-bf16": 20.9e9,
+    "openai/gpt-oss-20b": 20.9e9,
     "zai-org/GLM-4.5-Air": 107e9,
     "baidu/ERNIE-4.5-21B-A3B-PT": 21.8e9,
 }

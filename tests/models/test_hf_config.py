@@ -103,10 +103,6 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
         ({"layer_types": ["full_attention", "sliding_attention"]}, "names sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ({"quantization_config": {"quant_method": "awq"}}, "says quant_method 'awq'; fp8, "),
-        (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            r"set; its weights are in MXFP4.*Mxfp4Config\(dequantize=True\)",
-        ),
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "of the kind 'spiral'"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},

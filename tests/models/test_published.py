@@ -33,7 +33,6 @@ def compressed(**changed: Any) -> dict[str, Any]:
     [
         ({"quant_method": "awq"}, "quant_method 'awq'; fp8, modelopt, bitsandbytes, compressed"),
         ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'"),
-        ({"quant_method": "mxfp4"}, r"MXFP4.*Mxfp4Config\(dequantize=True\)"),
         ({"load_in_8bit": True}, "8-bit bitsandbytes weights; only nf4"),
         ({"load_in_4bit": True}, "bnb_4bit_quant_type 'fp4'"),
         ({**FP8, "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
@@ -72,6 +71,9 @@ def test_what_was_written_in_older_ways_is_read():
     assert parse_quantization_config(
         {"quantization_config": {**FP8, "ignored_layers": ["lm_head"]}}
     ) == QuantizationConfig("block_fp8", "fp8", 128, ("lm_head",))
+    assert parse_quantization_config(
+        {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    ) == QuantizationConfig("mxfp4", "mxfp4", 32, ("lm_head",))
     unnamed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     assert parse_quantization_config({"quantization_config": unnamed}) == QuantizationConfig(
         "nf4", "bitsandbytes"

@@ -20,10 +20,10 @@ MAX_HEADER = 100_000_000
 """Maximum header size in bytes, as in the safetensors library."""
 
 WIDTHS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("I32", "F32"), 4),
-    **dict.fromkeys(("I64", "F64"), 8),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
 """Bytes per element of each supported dtype."""
 

@@ -10,19 +10,13 @@ from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError
 
-QuantMethod = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors"]
+QuantMethod = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors", "mxfp4"]
 
 FP8_BLOCK_SHAPE = (128, 128)
 
 UNQUANTIZED_HINT = (
     "Name the model that it was quantized from as model.model_path; with lora.enable_lora and "
     "lora.enable_qlora it is quantized on loading"
-)
-
-MXFP4_HINT = (
-    "its weights are in MXFP4, and unquantized ones are read. In transformers, "
-    "from_pretrained(..., dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)) and "
-    "then save_pretrained write a folder of bfloat16 weights; name that one as model.model_path"
 )
 
 
@@ -64,8 +58,6 @@ def parse_quantization_config(
     if method is None and {"load_in_4bit", "load_in_8bit"} & set(config):
         # As transformers infers it.
         method = "bitsandbytes"
-    if method == "mxfp4":
-        raise CapabilityError(f"quantization_config is set; {MXFP4_HINT}")
     if not isinstance(method, str) or method not in _METHODS:
         raise _unsupported(f"says quant_method {method!r}; {', '.join(_METHODS)} are read")
     return _METHODS[method](config)
@@ -98,6 +90,12 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
     if not _is_128_block(block):
         raise _unsupported(f"says weight_block_size {block}; tiles of [128, 128] are read")
     return QuantizationConfig("block_fp8", "fp8", 128, ignored_modules)
+
+
+def _mxfp4(config: Mapping[str, Any]) -> QuantizationConfig:
+    return QuantizationConfig(
+        "mxfp4", "mxfp4", 32, ignored_modules=_read_names(config, "modules_to_not_convert")
+    )
 
 
 def _modelopt(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -227,4 +225,5 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
 }

@@ -147,14 +147,6 @@ def test_a_file_that_is_not_what_it_says_is_refused(tmp_path, content, fault):
         found["it"]
 
 
-def test_weights_in_mxfp4_are_refused_with_the_way_to_others(tmp_path):
-    parts = {f"experts.down_proj_{kind}": torch.zeros(2) for kind in ("blocks", "scales")}
-    save_file(parts, tmp_path / "model.safetensors")
-    said = r"experts\.down_proj .*MXFP4.*Mxfp4Config\(dequantize=True\)"
-    with SafetensorsFolder(tmp_path) as folder, pytest.raises(CapabilityError, match=said):
-        folder.require(["experts.down_proj"])
-
-
 def test_an_index_leads_nowhere_but_into_its_folder(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()

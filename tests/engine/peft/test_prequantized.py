@@ -81,7 +81,7 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
 # FP8 in tiles.
 
 
-@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
 def test_fp8_in_tiles_is_what_transformers_makes_of_it(scales, tmp_path):
     weight = numbers(384, 256)
     quantizer: Any = type("", (), {})()
@@ -371,10 +371,11 @@ def test_settings_agree_with_what_is_published():
         validate_prequantized(
             QuantizationArgs(declared.format, declared.group_size, ("q_proj",)), declared
         )
+    # Without QLoRA they are dequantized.
+    validate_prequantized(None, nf4)
     # Its groups are said with each matrix, and compared once they are known.
     validate_prequantized(QuantizationArgs(group=128), nf4)
     for quantizing, declared, fault in (
-        (None, nf4, r"in nf4 \(bitsandbytes\).*lora.enable_qlora: true, or name the model"),
         (QuantizationArgs("nvfp4"), tiles, r"quant_format is nvfp4, and .* in block_fp8 \(fp8\)"),
         (
             QuantizationArgs(group=64),

@@ -39,21 +39,25 @@ TINY = {
 ADAPTERS = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "up_proj"]}
 
 
-def publish(folder, scheme):
+def publish(folder, scheme, max_shard_size="5GB", **changes):
     """A model that compressed-tensors' users would publish, and FP8 as its own publishers do."""
-    family = get_family(TINY)
-    names = family.weight_map(family.read(TINY))
+    config = {**TINY, **changes}
+    family = get_family(config)
+    names = family.weight_map(family.read(config))
     quantizer, folder = quantizer_for(scheme, family, names), folder / scheme
     folder.mkdir()
-    source = in_source(RandomInitTensors(names, 3), names)
-    write_weights(source, folder, dtype=torch.float32, max_shard_size="5GB", quantizer=quantizer)
+    source, how = in_source(RandomInitTensors(names, 3), names), {"quantizer": quantizer}
+    write_weights(source, folder, dtype=torch.float32, max_shard_size=max_shard_size, **how)
     said = quantizer.config
     if scheme == "block_fp8":
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
-        save_file({n.replace("_scale", "_scale_inv"): t for n, t in tensors.items()}, file)
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            inverse = {n.replace("_scale", "_scale_inv"): t for n, t in tensors.items()}
+            save_file(inverse, file, {"format": "pt"})
+        for index in folder.glob("*.index.json"):
+            index.write_text(index.read_text().replace("_scale", "_scale_inv"))
         said = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
-    write_json(folder / "config.json", {**TINY, "quantization_config": said})
+    write_json(folder / "config.json", {**config, "quantization_config": said})
     return folder
 
 
@@ -63,9 +67,9 @@ def dequantized(folder, out):
     published = published_in(config, folder)
     assert published is not None
     tensors, codes = {}, {}
-    family = get_family(TINY)
+    family = get_family(config)
     with SafetensorsFolder(folder) as opened:
-        for name in family.weight_map(family.read(TINY)).hf_shapes():
+        for name in family.weight_map(family.read(config)).hf_shapes():
             if published.is_quantized(opened, name):
                 whole = published.rows(opened, name, 0, published.shape(opened, name)[0])
                 tensors[name], codes[name] = dequantize(whole, torch.float32), whole.codes.numpy()
@@ -73,13 +77,15 @@ def dequantized(folder, out):
                 tensors[name] = opened[name]
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
-    write_json(out / "config.json", TINY)
+    del config["quantization_config"]
+    write_json(out / "config.json", config)
     return tensors, codes
 
 
-def run_of(out, model, **lora):
-    settings = {"model_path": str(model), "tokenizer_path": "builtin:bytes"}
-    lora = {**ADAPTERS, **lora}
+def run_of(out, model, merge_qkv=True, **lora):
+    named = {"model_path": str(model), "tokenizer_path": "builtin:bytes"}
+    settings = {**named, "merge_qkv": merge_qkv}
+    lora = {**ADAPTERS, **lora} if lora.get("enable_lora", True) else {}
     return runs.run_config(out, model, model=settings, lora=lora, data_parallel_mode="none")
 
 
@@ -131,14 +137,41 @@ def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_f
 
 def test_runs_that_would_not_use_published_codes_are_refused_before_any_work(tmp_path):
     model = publish(tmp_path, "block_fp8")
-    for lora, fault in (
-        ({}, r"in block_fp8 \(fp8\).*Write lora.enable_lora: true and lora.enable_qlora: true"),
-        ({"enable_qlora": True, "quant_format": "nf4"}, "quant_format is nf4, .* block_fp8"),
-    ):
-        run = run_of(tmp_path / "out", model, **lora)
-        refusal = why_cannot_train(run)
-        assert isinstance(refusal, ConfigError)
-        assert re.search(f"(?s){fault}", str(refusal))
+    refusal = why_cannot_train(
+        run_of(tmp_path / "out", model, enable_qlora=True, quant_format="nf4")
+    )
+    assert isinstance(refusal, ConfigError)
+    assert re.search("(?s)quant_format is nf4, .* block_fp8", str(refusal))
+
+
+@pytest.mark.parametrize(
+    ("tied", "merge_qkv", "max_shard_size"), [(True, True, "100KB"), (False, False, "5GB")]
+)
+def test_weights_and_adapters_learn_from_fp8_tiles_as_from_the_floats_they_stand_for(
+    tied, merge_qkv, max_shard_size, tmp_path
+):
+    runs.write_rows(tmp_path / "packed", 8)
+    model = publish(tmp_path, "block_fp8", max_shard_size, tie_word_embeddings=tied)
+    assert (model / "model.safetensors.index.json").is_file() == tied
+    plain = tmp_path / "plain"
+    dequantized(model, plain)
+    jobs = {}
+    for name, at in (("published", model), ("floats", plain)):
+        codes = {"enable_qlora": name == "published"}
+        for kind, lora in (("weights", {"enable_lora": False}), ("adapters", {}), ("codes", codes)):
+            run = run_of(tmp_path / f"{name} {kind}", at, merge_qkv=merge_qkv, **lora)
+            assert why_cannot_train(run) is None
+            jobs[f"{name} {kind}"] = runs.job_of(run, tmp_path / "packed")
+    [found] = on_ranks(1, each, steps, jobs)
+    assert found["published codes"][2] == pytest.approx(found["floats codes"][2], rel=1e-6)
+    for kind in ("weights", "adapters"):
+        begun, ended, losses = found[f"published {kind}"]
+        same, wanted, theirs = found[f"floats {kind}"]
+        for name, value in same.items():
+            assert np.array_equal(begun[name], value), name
+        assert losses == theirs
+        for name, value in wanted.items():
+            assert np.array_equal(ended[name], value), name
 
 
 @pytest.mark.parametrize(("scheme", "says"), [("block_fp8", True), ("nvfp4", False)])

@@ -11,6 +11,7 @@ import torch
 from penstock.engine.hf.converted_weights import ConvertedWeights, InitializedWeights
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
+from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat, published_in
 from penstock.engine.quantization.quantized_reader import (
     QuantizeOnLoad,
@@ -75,10 +76,17 @@ class BaseModelWeights:
         inner: SafetensorsFolder | InitialWeights,
         device: torch.device = _CPU,
     ) -> TensorReader:
-        """A reader that returns the weights in these formats; rows are quantized on `device`."""
-        reader: TensorReader = inner
-        if isinstance(self.names, AutoWeightMap) and isinstance(inner, SafetensorsFolder):
-            reader = ConvertedWeights(inner, self.hf_config, self.names)
-        if not self.formats and self.published is None:
-            return reader
-        return QuantizeOnLoad(reader, self.formats, self.published, device)
+        """A reader that returns the weights in these formats; rows are quantized on `device`.
+
+        Matrices that are stored quantized and are not in `formats` are dequantized.
+        """
+        published = self.published
+        source: TensorReader = inner
+        if isinstance(inner, SafetensorsFolder):
+            if isinstance(self.names, AutoWeightMap):
+                source = ConvertedWeights(inner, self.hf_config, self.names)
+            elif published is None:
+                source = Mxfp4Tensors(inner)
+        if not self.formats and published is None:
+            return source
+        return QuantizeOnLoad(source, self.formats, published, device)

@@ -55,7 +55,8 @@ def write_folders(
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = get_family(hf_config, origin.backend)
     names = _weight_map(origin, hf_config)
-    folder = _folder(origin) if origin.quantizing else None
+    reads_base = origin.quantizing or reader.state["adapter_only"]
+    folder = _folder(origin) if reads_base else None
     weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
     quantizer = quantizer_for(form.quantize, family, names) if form.quantize else None

@@ -193,9 +193,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config.json declares; float32 if it declares none or an unsupported one."""
+    """The dtype that a config.json declares; if none or an unsupported one, float32, or bfloat16 of
+    a quantized model.
+    """
     declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return DTYPES.get(str(declared).removeprefix("torch."), torch.float32)
+    default = torch.bfloat16 if hf_config.get("quantization_config") else torch.float32
+    return DTYPES.get(str(declared).removeprefix("torch."), default)
 
 
 def bytes_in(folder: Path) -> int:

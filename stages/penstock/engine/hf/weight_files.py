@@ -9,7 +9,6 @@ from pathlib import Path
 
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
-from penstock.models.quantization_config import MXFP4_HINT
 from penstock.models.weights import Shape
 
 TOGETHER = "Check that model.model_path and model.config_path belong together."
@@ -37,10 +36,7 @@ def require_weights(folder: Path, shapes: Mapping[str, Shape] | None, num_layers
 
 def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
     """Raise CapabilityError unless every name exists."""
-    missing = [name for name in names if name not in there]
-    if missing and f"{missing[0]}_blocks" in there:
-        raise CapabilityError(f"{missing[0]} of the checkpoint is quantized: {MXFP4_HINT}.")
-    if missing:
+    if missing := [name for name in names if name not in there]:
         raise CapabilityError(
             f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
             f"{missing[0]}.\n  {TOGETHER}"

@@ -38,6 +38,7 @@ CODES = {
 """The dtype of stored codes; 4-bit codes are packed in pairs."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SCALES = (*FLOATS, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _rows(
     name: str,
     shape: tuple[int, int],
     rows: range,
-    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    dtypes: tuple[torch.dtype, ...] = SCALES,
 ) -> torch.Tensor:
     """Rows of scales; the full tensor must have this shape."""
     if name not in folder:
@@ -221,7 +222,7 @@ class PrequantizedFormat:
 def published_in(
     hf_config: Mapping[str, Any], folder: Path | None = None
 ) -> PrequantizedFormat | None:
-    """The format of a pre-quantized model; None if it is not quantized.
+    """The format of a pre-quantized model; None if its matrices are read as floats.
 
     `folder`, which holds the weights, provides what config.json lacks: ModelOpt's own file, and the
     block size of bitsandbytes NF4 (64 without a folder).
@@ -233,7 +234,8 @@ def published_in(
     declared = parse_quantization_config(
         hf_config, read_json(beside) if beside and beside.is_file() else None
     )
-    if declared is None:
+    # MXFP4 is read as bfloat16; see mxfp4.py.
+    if declared is None or declared.quant_method == "mxfp4":
         return None
     if folder and declared.quant_method == "bitsandbytes":
         with SafetensorsFolder(folder) as tensors:

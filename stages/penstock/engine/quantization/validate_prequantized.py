@@ -13,16 +13,11 @@ def validate_prequantized(
 ) -> None:
     """Raise ConfigError for settings that such a checkpoint cannot be used with.
 
-    `quantizing` is None for a run without QLoRA.
+    `quantizing` is None for a run without QLoRA, which dequantizes the weights as it reads them.
     """
-    kind = f"{declared.format} ({declared.quant_method})"
     if quantizing is None:
-        raise ConfigError(
-            f"the model is published quantized, in {kind}, and only adapters beside such weights "
-            "are trained.\n"
-            "  Write lora.enable_lora: true and lora.enable_qlora: true, or name the model that it "
-            "was quantized from as model.model_path."
-        )
+        return
+    kind = f"{declared.format} ({declared.quant_method})"
     instead = (
         "as it is.\n  Leave {} out, or name the model that it was quantized from as "
         "model.model_path."
