@@ -114,13 +114,13 @@ def check_machine(run: RunConfig) -> None:
     env.require_variables(run.launch.pass_env, "launch.pass_env")
     check_optimizer(run, gpus)
     if needs_router_config(run.train):
-        require_routers(run, resolve_hf_config(run))
+        require_routers(run, resolve_text_config(run))
     if run.train.dropout.ffn:
-        require_dense_networks(run.train, resolve_hf_config(run))
+        require_dense_networks(run.train, resolve_text_config(run))
     if uses_context_parallel(run.train):
-        require_whole_documents(run.train, resolve_hf_config(run))
+        require_whole_documents(run.train, resolve_text_config(run))
     if run.data.shares_prompts:
-        require_prompts_apart(run.data, resolve_hf_config(run))
+        require_prompts_apart(run.data, resolve_text_config(run))
     check_adapted_layers(run)
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
@@ -258,8 +258,9 @@ def check_model(run: RunConfig) -> None:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise."""
     from penstock.adapters.match_targets import require_adaptable
-    from penstock.engine.hf.weight_files import require_weights
+    from penstock.engine.hf.weight_files import require_plain, require_weights
     from penstock.models.automodel.family import AutoFamily
+    from penstock.models.multimodal import is_language, text_name
     from penstock.models.quantization_config import parse_quantization_config
     from penstock.models.registry import get_family
 
@@ -278,14 +279,23 @@ def check_model(run: RunConfig) -> None:
     if run.lora.enable_lora:
         require_adaptable(shape)
     path = run.model.model_path
+    if family.multimodal and path is None:
+        raise ConfigError(
+            f"model.model_path is not set, and the language model alone of a {family.model_type} "
+            "is initialized here, not its other parts.\n"
+            "  Name a folder or hub id that has the weights of all parts."
+        )
     if path is None or is_url(path) or not Path(path).expanduser().is_dir():
         return
     folder = Path(path).expanduser()
     is_quantized = parse_quantization_config(config) or (folder / "hf_quant_config.json").is_file()
     is_converted = is_quantized or isinstance(family, AutoFamily)
     shapes = None if is_converted else family.weight_map(shape).hf_shapes()
+    if family.multimodal and is_quantized:
+        require_plain(folder, lambda name: not is_language(name))
     spare = config.get("num_nextn_predict_layers") or 0
-    require_weights(folder, shapes, shape.num_hidden_layers + spare)
+    rename = text_name if family.multimodal else str
+    require_weights(folder, shapes, shape.num_hidden_layers + spare, rename)
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
@@ -335,6 +345,13 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
     if not source.startswith(SCHEME):
         source = str(local_folder(source, pin_config(source), CONFIG_ALONE))
     return read_hf_config(source, entries)
+
+
+def resolve_text_config(run: RunConfig) -> HfConfig:
+    """`resolve_hf_config`, and of a multimodal model that of its language model."""
+    from penstock.models.multimodal import language_config
+
+    return language_config(resolve_hf_config(run))
 
 
 def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:

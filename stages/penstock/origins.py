@@ -21,6 +21,7 @@ from penstock.core.sources.pin import (
 )
 from penstock.engine.model_source import LoraArgs, ModelSource, quantization_args
 from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
+from penstock.models.multimodal import text_name
 
 ADAPTER_FIELDS = {
     "lora_rank": "r",
@@ -176,4 +177,5 @@ def _resolve_targets(path: str, peft_config: Mapping[str, Any]) -> list[str] | s
             f"Penstock does not support ({why}).\n"
             "  Write lora.lora_target_modules: the same layers by names or patterns."
         )
-    return targets
+    # PEFT names layers of the whole model, where the language model is only a part of it.
+    return targets if isinstance(targets, str) else [text_name(target) for target in targets]

@@ -7,6 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.layers.rotary import Rotary
+from penstock.models.multimodal import MULTIMODAL
 from penstock.models.registry import FAMILIES, get_family
 from tests.models.twins import LLAMA3_ROPE, NEEDED, SIZES
 
@@ -42,6 +43,29 @@ def test_rotary_angles_are_those_of_transformers(rope):
     mine = ours.angles(at, torch.float32)
     assert torch.equal(mine[0], cos[0])
     assert torch.equal(mine[1], sin[0])
+
+
+TEXT_SIZES = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"}
+
+
+@pytest.mark.parametrize("model_type", [kind for kind in MULTIMODAL if kind.startswith("qwen")])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_language_model_of_a_multimodal_one_has_its_numbers_and_defaults(model_type, tied):
+    more = {"head_dim": 16} if model_type == "qwen3_vl" else {}
+    written = {"model_type": model_type, "tie_word_embeddings": tied}
+    written["text_config"] = {**TEXT_SIZES, **more}
+    full = transformers.AutoConfig.for_model(**written).to_dict()
+    config = get_family(full).read(full)
+    assert config == get_family(written).read(written)
+    assert config.tie_word_embeddings == tied
+    # As they were before transformers 5: rotary positions of three axes were a kind of their own.
+    theta = full["text_config"]["rope_parameters"]["rope_theta"]
+    old = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "rope_theta": theta}
+    of_old = {**written, "text_config": {**TEXT_SIZES, **more, **old}}
+    assert get_family(of_old).read(of_old) == config
+    if model_type != "qwen3_vl":
+        flat = {"model_type": model_type, **TEXT_SIZES, **old, "tie_word_embeddings": tied}
+        assert get_family(flat).read(flat) == config
 
 
 EVERY_LAYER, WINDOW = (4, 4, 4), {"sliding_window": 4}
@@ -119,6 +143,14 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
 def test_what_is_not_computed_is_refused_by_name(fields, says):
     with pytest.raises(CapabilityError, match=says):
         read(**fields)
+
+
+def test_a_language_model_without_a_native_family_is_refused_by_the_native_backend():
+    llava = {"model_type": "llava", "text_config": {"model_type": "qwen4"}}
+    with pytest.raises(
+        CapabilityError, match="language model of this llava is of the type 'qwen4'"
+    ):
+        get_family(llava, "native")
 
 
 def test_everything_not_computed_is_named_at_once():

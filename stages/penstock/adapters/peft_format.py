@@ -116,12 +116,14 @@ def adapter_config(
     base_model: str,
     revision: str | None = None,
     experts: AdaptedExperts = NO_EXPERTS,
+    shortens: bool = True,
 ) -> dict[str, Any]:
     """The content of `adapter_config.json`.
 
     `adapted` are the checkpoint names of the adapted layers and `linear_layers` those of all linear
     layers, both without `experts`. A last component (`q_proj`) is written where all layers with it
-    are adapted; otherwise the adapted layers are listed by full name.
+    are adapted, unless `shortens` is false because other parts of the model may have it too;
+    otherwise the adapted layers are listed by full name.
     """
     chosen = set(adapted)
     rank, alpha, dropout = strength.rank, strength.alpha, strength.dropout
@@ -131,7 +133,7 @@ def adapter_config(
         alpha, scaling = strength.scale * rank, "rank"
     untouched = {name.rpartition(".")[2] for name in linear_layers if name not in chosen}
     targets = {
-        name if last in untouched else last
+        name if last in untouched or not shortens else last
         for name in adapted
         if (last := name.rpartition(".")[2]) not in experts.parts
     }

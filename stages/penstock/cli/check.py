@@ -33,6 +33,7 @@ from penstock.machine import (
     needs_login,
     require_push,
     resolve_hf_config,
+    resolve_text_config,
     world_size,
 )
 from penstock.origins import resolve_init_checkpoint, with_adapter
@@ -190,7 +191,7 @@ def _require_vocabulary(run: RunConfig, size: int) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's. Added tokens do not count:
     few texts contain them."""
     try:
-        known = resolve_hf_config(run).get("vocab_size")
+        known = resolve_text_config(run).get("vocab_size")
     except (ConfigError, CapabilityError):
         return  # reported by the check of the model
     if isinstance(known, int) and size > known:

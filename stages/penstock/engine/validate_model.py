@@ -10,6 +10,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig
+from penstock.models.multimodal import language_config
 from penstock.models.registry import get_family
 
 
@@ -77,6 +78,7 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
 
 def validate_model(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError or CapabilityError for the first invalid setting."""
+    hf = language_config(hf)
     require_routers(run, hf)
     require_dense_networks(run.train, hf)
     require_whole_documents(run.train, hf)

@@ -20,6 +20,7 @@ from penstock.engine.generation.generator import Generator
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
 from penstock.engine.hf.config import read_hf_config
+from penstock.models.multimodal import language_config
 from penstock.rows.tokenizer import load_tokenizer
 
 Message = Mapping[str, str]
@@ -144,7 +145,10 @@ def end_tokens(
 ) -> tuple[int, ...]:
     """EOS token ids from the tokenizer, config.json and generation_config.json."""
     file = folder / "generation_config.json"
-    configs: list[Mapping[str, Any]] = [hf_config, read_json(file) if file.is_file() else {}]
+    configs: list[Mapping[str, Any]] = [
+        language_config(hf_config),
+        read_json(file) if file.is_file() else {},
+    ]
     found: list[Any] = [tokenizer.eos_token_id]
     for each in configs:
         ends = each.get("eos_token_id")

@@ -7,6 +7,7 @@ kept.
 
 import errno
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.export.license import CARD
 from penstock.export.merge_file import merged_shape, write_file
 from penstock.export.merged_card import write_merged_card
+from penstock.models.multimodal import (
+    MULTIMODAL,
+    TEXT_CONFIG,
+    is_language,
+    stored_backbone,
+    stored_name,
+    text_name,
+)
 
 CONFIG = "config.json"
 WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
@@ -40,7 +49,10 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     remove(partial)
     partial.mkdir(parents=True)
     try:
-        with SafetensorsFolder(base) as weights, PeftFolder(adapter) as folder:
+        with (
+            SafetensorsFolder(base) as weights,
+            PeftFolder(adapter, _rename(hf_config, weights)) as folder,
+        ):
             changes = AdapterMerge(folder, weights, hf_config.get("hidden_size"))
             files = weights.by_file()
             for file, names in files.items():
@@ -73,6 +85,14 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     return facts
 
 
+def _rename(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> Callable[[str], str]:
+    """The names in the base model's files of PEFT's modules: others, where it is multimodal."""
+    if hf_config.get("model_type") not in MULTIMODAL:
+        return str
+    backbone = stored_backbone(weights.names())
+    return lambda name: stored_name(text_name(name), backbone) if is_language(f"{name}.") else name
+
+
 def _read_config(base: Path) -> dict[str, Any]:
     if not (base / CONFIG).is_file():
         raise CapabilityError(f"{base} has no {CONFIG}.\n  Name the folder of a model.")
@@ -93,7 +113,9 @@ def _write_config(
         replacement = changes.replacement(name)
         if replacement and name.endswith("embed_tokens.weight"):
             # Tokens were added when the adapter was trained.
-            hf_config = {**hf_config, "vocab_size": replacement.shape[0]}
+            size = {"vocab_size": replacement.shape[0]}
+            text = hf_config.get(TEXT_CONFIG)
+            hf_config = {**hf_config, **({TEXT_CONFIG: {**text, **size}} if text else size)}
     write_json(out / CONFIG, hf_config)
     files = weights.by_file()
     if len(files) > 1:

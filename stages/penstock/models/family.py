@@ -26,7 +26,9 @@ class Family:
     roles: Roles
     lora_targets: tuple[str, ...] = LINEAR_PARTS
     """Default LoRA targets."""
+    multimodal: bool = False
+    """Whether it is the language model of a multimodal model, whose config.json `read` takes."""
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> WeightMap:
         """The names and shapes of a model's tensors."""
-        return WeightMap(config, merge_qkv)
+        return WeightMap(config, merge_qkv, self.multimodal)

@@ -1,5 +1,6 @@
 """Maps `model_type` in Hugging Face's config.json to a model family."""
 
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -38,6 +39,8 @@ from penstock.models.families.smollm3 import SMOLLM3
 from penstock.models.families.stablelm import STABLELM
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
+from penstock.models.multimodal import MULTIMODAL, language_config
+from penstock.models.quantization_config import parse_quantization_config
 
 FAMILIES = {
     family.model_type: family
@@ -92,12 +95,49 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
     model_type = hf_config.get("model_type")
     if backend != "transformers" and model_type in FAMILIES:
         return FAMILIES[model_type]
+    if backend != "transformers" and (found := _language_model(hf_config)):
+        return found
     if backend != "native":
+        _require_unquantized(hf_config)
         return auto_family(hf_config)
+    if model_type in MULTIMODAL:
+        text_type = language_config(hf_config)["model_type"]
+        raise CapabilityError(
+            f"model.backend is native, and the language model of this {model_type} is of the type "
+            f"{text_type!r} (text_config in config.json); {', '.join(FAMILIES)} are native.\n"
+            "  Write model.backend: auto, or use a model with one of these."
+        )
     near = get_close_matches(str(model_type), FAMILIES, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise CapabilityError(
         f"model.backend is native, and the model's config.json says model_type {model_type!r}; "
         f"{', '.join(FAMILIES)} are native.{hint}\n"
         "  Write model.backend: auto, or use a model of one of these families."
+    )
+
+
+def _require_unquantized(hf_config: HfConfig) -> None:
+    if declared := parse_quantization_config(hf_config):
+        raise CapabilityError(
+            f"the model is published in {declared.format} ({declared.quant_method}), and the "
+            "transformers backend reads unquantized weights.\n"
+            "  Name the model that it was quantized from as model.model_path."
+        )
+
+
+def _language_model(hf_config: HfConfig) -> Family | None:
+    """The native family of the language model in a multimodal model, under the model's own type;
+    None without one."""
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in MULTIMODAL:
+        return None
+    family = FAMILIES.get(language_config(hf_config)["model_type"])
+    if family is None:
+        return None
+    return replace(
+        family,
+        model_type=model_type,
+        architecture=MULTIMODAL[model_type].architecture,
+        read=lambda hf: family.read(language_config(hf)),
+        multimodal=True,
     )

@@ -37,6 +37,9 @@ class WeightMap:
 
     config: DecoderConfig
     merge_qkv: bool = False
+    multimodal: bool = False
+    """Whether it is the language model of a multimodal model; see multimodal.py for its names in
+    files. The names here are those of a text model."""
 
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, in the order of `named_parameters()`, without a tied head."""

@@ -37,6 +37,13 @@ BUILTIN_MODELS = {
 }
 """Tiny randomly initialized models; each includes the byte-level tokenizer."""
 
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files beside the tokenizer of a multimodal model."""
+
 TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
@@ -48,6 +55,7 @@ TOKENIZER_FILES = (
     "vocab.*",
     "*.model",
     "*.tiktoken",
+    *PROCESSOR_FILES,
 )
 TOKENIZER_AND_CONFIG = (*TOKENIZER_FILES, "config.json")
 MODEL_FILES = (
@@ -128,7 +136,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     _reject_for_files(path, revision=revision)
     folder = _download(path, TOKENIZER_AND_CONFIG) if is_url(path) else _require_folder(path)
     files = _glob_files(folder, TOKENIZER_FILES)
-    if all("template" in file.name for file in files):
+    if all("template" in file.name or file.name in PROCESSOR_FILES for file in files):
         raise ConfigError(
             f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."

@@ -35,6 +35,7 @@ from penstock.engine.distributed.suggest_layout import (
     suggest_change,
 )
 from penstock.models.hf_config import HfConfig, config_get, config_require
+from penstock.models.multimodal import language_config
 from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
@@ -66,6 +67,7 @@ class ModelDims:
             ConfigError: one is missing.
             CapabilityError: the quantization format is not supported.
         """
+        hf = language_config(hf)
         heads = config_require(hf, "num_attention_heads")
         return cls(
             heads,

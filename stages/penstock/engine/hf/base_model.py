@@ -1,7 +1,7 @@
 """Base model weights: their source, their names, and which are quantized."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from penstock.engine.quantization.select_layers import (
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.quantized_linear import keep_quantized
+from penstock.models.multimodal import text_name
 from penstock.models.tp_roles import Roles
 from penstock.models.weights import WeightMap
 
@@ -54,7 +55,11 @@ class BaseModelWeights:
     @cached_property
     def published(self) -> PrequantizedFormat | None:
         """The format of a pre-quantized checkpoint."""
-        return published_in(self.hf_config, self.folder) if self.folder else None
+        found = published_in(self.hf_config, self.folder) if self.folder else None
+        if found is None or not self.names.multimodal:
+            return found
+        ignored = tuple(map(text_name, found.ignored_modules))
+        return replace(found, declared=replace(found.declared, ignored_modules=ignored))
 
     def quantize(self, model: CausalLM) -> None:
         """Replace the layers of a meta-device model, or of a part of one, by quantized ones, in
@@ -85,8 +90,9 @@ class BaseModelWeights:
         if isinstance(inner, SafetensorsFolder):
             if isinstance(self.names, AutoWeightMap):
                 source = ConvertedWeights(inner, self.hf_config, self.names)
-            elif published is None:
-                source = Mxfp4Tensors(inner)
+            else:
+                inner = inner.renamed(text_name) if self.names.multimodal else inner
+                source = Mxfp4Tensors(inner) if published is None else inner
         if not self.formats and published is None:
             return source
         return QuantizeOnLoad(source, self.formats, published, device)

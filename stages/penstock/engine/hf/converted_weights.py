@@ -214,7 +214,7 @@ def as_published(
     shapes: dict[str, tuple[int, ...]] = {}
     owner: dict[str, _Group] = {}
     final: dict[int, dict[str, str]] = {}
-    exact: set[str] = set()
+    dtypes: dict[str, torch.dtype] = {}
     for group in groups.values():
         meta = {
             name: torch.empty(() if name in scalars else weights.shapes[name], device="meta")
@@ -226,8 +226,9 @@ def as_published(
             published = apply_renamings(name, renamings) if is_converter else name
             shapes[published], owner[published] = tuple(value.shape), group
             own[name] = published
-            if any(source in weights.exact for source, _ in group.sources):
-                exact.add(published)
+            for source, _ in group.sources:
+                if source in weights.dtypes:
+                    dtypes[published] = weights.dtypes[source]
     last: dict[int, dict[str, torch.Tensor]] = {}
 
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -248,7 +249,7 @@ def as_published(
             found[name] = last[id(group)][name].contiguous()
         return found
 
-    return HFStateDict(shapes, read, frozenset(exact))
+    return HFStateDict(shapes, read, dtypes)
 
 
 def _meta_model(hf_config: Mapping[str, Any]) -> Any:

@@ -6,7 +6,6 @@ If adapters were merged during training (ReLoRA), the adapters alone are not the
 only `hf/`.
 """
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,12 @@ from penstock.engine.hf.save_model import (
     dtype_name,
     write_hf_folder,
 )
-from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_source
+from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_multimodal, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.registry import get_family
-from penstock.models.weights import WeightMap
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -54,8 +52,8 @@ def write_folders(
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation)
     family = get_family(hf_config, origin.backend)
-    names = _weight_map(origin, hf_config)
-    reads_base = origin.quantizing or reader.state["adapter_only"]
+    names = family.weight_map(family.read(hf_config))
+    reads_base = origin.quantizing or reader.state["adapter_only"] or names.multimodal
     folder = _folder(origin) if reads_base else None
     weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder)
     adapters = adapters_in(reader, names, origin.adapting)
@@ -68,10 +66,10 @@ def write_folders(
     with ExitStack() as opened:
         base = _base(origin, reader, weights, opened)
         if adapters and reader.state["adapter_only"]:
-            found = _with_adapters(form, origin, base, adapters, out, extras, quantizer)
+            found = _with_adapters(form, origin, base, weights, adapters, out, extras, quantizer)
         else:
             whole = adapters.merged_into(base) if adapters else base
-            found = {"hf": _model(form, origin, whole, out / "hf", extras, quantizer)}
+            found = {"hf": _model(form, origin, whole, weights, out / "hf", extras, quantizer)}
     return {
         "format": "hf",
         "folders": {name: name for name in found},
@@ -89,6 +87,7 @@ def _with_adapters(
     form: ExportFormat,
     origin: ModelSource,
     base: HFStateDict,
+    model: BaseModelWeights,
     adapters: Adapters,
     out: Path,
     extras: HFFolderMeta,
@@ -97,7 +96,7 @@ def _with_adapters(
     found: dict[str, Any] = {}
     if form.merged:
         merged = adapters.merged_into(base)
-        found["hf"] = _model(form, origin, merged, out / "hf", extras, quantizer)
+        found["hf"] = _model(form, origin, merged, model, out / "hf", extras, quantizer)
     else:
         # Nothing else in the export has the tokenizer and its chat template.
         extras.tokenizer.write(out / "adapter")
@@ -109,34 +108,38 @@ def _with_adapters(
         dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
     )
     if origin.model_path is None:
-        found["base"] = _model(form, origin, base, out / "base", extras)
+        found["base"] = _model(form, origin, base, model, out / "base", extras)
     return found
-
-
-def _weight_map(origin: ModelSource, hf_config: Mapping[str, Any]) -> WeightMap:
-    family = get_family(hf_config, origin.backend)
-    return family.weight_map(family.read(hf_config))
 
 
 def _model(
     form: ExportFormat,
     origin: ModelSource,
     weights: HFStateDict,
+    model: BaseModelWeights,
     out: Path,
     extras: HFFolderMeta,
     quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
-    names = _weight_map(origin, extras.hf_config)
-    if isinstance(names, AutoWeightMap):
-        weights = as_published(weights, extras.hf_config, names)
-    return write_hf_folder(
-        weights,
-        out,
-        extras,
-        dtype=_dtype(form, origin, extras.hf_config),
-        max_shard_size=form.max_shard_bytes,
-        quantizer=quantizer,
-    )
+    with ExitStack() as opened:
+        return write_hf_folder(
+            _as_in_files(weights, model, opened),
+            out,
+            extras,
+            dtype=_dtype(form, origin, extras.hf_config),
+            max_shard_size=form.max_shard_bytes,
+            quantizer=quantizer,
+        )
+
+
+def _as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:
+    """The tensors as the model's files have them, with those that are not trained here."""
+    if isinstance(model.names, AutoWeightMap):
+        return as_published(weights, model.hf_config, model.names)
+    if not model.names.multimodal:
+        return weights
+    assert model.folder is not None
+    return in_multimodal(weights, opened.enter_context(SafetensorsFolder(model.folder)))
 
 
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:

@@ -17,6 +17,7 @@ from penstock.adapters.names import (
     parse_lora_name,
 )
 from penstock.adapters.peft_format import (
+    PREFIX,
     AdaptedExperts,
     Bias,
     LoraScaling,
@@ -31,6 +32,7 @@ from penstock.core.files import write_json
 from penstock.engine.hf.save_model import save_tensors
 from penstock.engine.hf.state_dict import HFStateDict, Tensors
 from penstock.engine.model_source import LoraArgs
+from penstock.models.multimodal import module_name
 from penstock.models.weights import WeightMap
 
 WEIGHTS = "adapter_model.safetensors"
@@ -235,16 +237,18 @@ def write_adapter_folder(
     PEFT supports nothing else.
     """
     weights = adapters.weights
+    rename = module_name if weights.multimodal else str
     experts = _expert_layers(weights)
     bearing = [name for name in experts if not adapters.pairs.keys().isdisjoint(experts[name])]
     tensors = _peft_tensors(adapters, [layer for name in bearing for layer in experts[name]])
+    named = {PREFIX + rename(name.removeprefix(PREFIX)): tensors[name] for name in tensors}
     save_tensors(
-        {name: tensors[name].to(dtype or tensors[name].dtype) for name in sorted(tensors)},
-        out / WEIGHTS,
+        {name: named[name].to(dtype or named[name].dtype) for name in sorted(named)}, out / WEIGHTS
     )
     each = {layer for layers in experts.values() for layer in layers}
     config = adapter_config(
         adapters.strength,
+        shortens=not weights.multimodal,
         adapted=[layer for layer in adapters.pairs if layer not in each],
         linear_layers=[
             layer
@@ -263,6 +267,9 @@ def write_adapter_folder(
             known=weights.config.experts is None or weights.config.experts.names.known_to_peft,
         ),
     )
+    for field in ("target_modules", "target_parameters"):
+        if field in config:
+            config[field] = sorted(map(rename, config[field]))
     write_json(out / "adapter_config.json", config)
     return {
         "rank": adapters.strength.rank,

@@ -7,7 +7,7 @@ the format.
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -59,6 +59,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
         """`single` is the name of the file if there is no index."""
         self._folder, self._single = folder, single
+        self._rename: Callable[[str], str] = str
         self._open: dict[Path, int] = {}
         self._headers = cache(_header)
 
@@ -69,6 +70,14 @@ class SafetensorsFolder:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+
+    def renamed(self, rename: Callable[[str], str]) -> "SafetensorsFolder":
+        """The same tensors under other names, which `rename` makes of those in the files. It is
+        closed with this folder.
+        """
+        view = SafetensorsFolder(self._folder, self._single)
+        view._rename, view._open, view._headers = rename, self._open, self._headers
+        return view
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -95,11 +104,11 @@ class SafetensorsFolder:
 
     def stored(self, name: str) -> Stored:
         """Shape, dtype and position of a tensor; reads only the header of its file."""
-        file = self._files[name]
+        file, in_file = self._files[name], self._names_in_files[name]
         header = self._headers(file)
-        if name not in header:
-            raise unreadable(file, f"it lacks {name}, which the index places there")
-        return header[name]
+        if in_file not in header:
+            raise unreadable(file, f"it lacks {in_file}, which the index places there")
+        return header[in_file]
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of tensors in the files."""
@@ -119,7 +128,16 @@ class SafetensorsFolder:
         return raw.view(found.dtype).view(tuple(sizes))
 
     @cached_property
+    def _names_in_files(self) -> dict[str, str]:
+        return {self._rename(name): name for name in self._unrenamed_files}
+
+    @cached_property
     def _files(self) -> dict[str, Path]:
+        files = self._unrenamed_files
+        return {name: files[in_file] for name, in_file in self._names_in_files.items()}
+
+    @cached_property
+    def _unrenamed_files(self) -> dict[str, Path]:
         return files_by_tensor(self._folder, self._single)
 
     def _descriptor(self, file: Path) -> int:

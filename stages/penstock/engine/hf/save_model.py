@@ -20,6 +20,7 @@ from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, pu
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.quantization.export import Quantizer
+from penstock.models.multimodal import TEXT_CONFIG
 
 DTYPES = {
     "float32": torch.float32,
@@ -67,7 +68,7 @@ def write_hf_folder(
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     if quantizer:
         config["quantization_config"] = quantizer.config
-    write_json(out / "config.json", {**config, "dtype": dtype_name(dtype)})
+    write_json(out / "config.json", _with_dtype(config, dtype_name(dtype)))
     extras.tokenizer.write(out)
     write_json(
         out / "generation_config.json",
@@ -81,6 +82,15 @@ def write_hf_folder(
         "shards": num_shards,
         "bytes": bytes_in(out),
     }
+
+
+def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The config with this dtype, also for the language model of a multimodal one."""
+    found = {**config, "dtype": name}
+    text = config.get(TEXT_CONFIG)
+    if isinstance(text, Mapping) and (declared := {"dtype", "torch_dtype"} & set(text)):
+        found[TEXT_CONFIG] = {**text, **dict.fromkeys(declared, name)}
+    return found
 
 
 def write_weights(
@@ -117,7 +127,7 @@ def _kinds(
     """The tensors that a weight is stored as."""
     if quantizer and name in quantizer.shapes:
         return quantizer.kinds(name)
-    return {name: (weights.shapes[name], torch.float32 if name in weights.exact else dtype)}
+    return {name: (weights.shapes[name], weights.dtypes.get(name, dtype))}
 
 
 def _write_file(
@@ -196,7 +206,10 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a config.json declares; if none or an unsupported one, float32, or bfloat16 of
     a quantized model.
     """
-    declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    text = hf_config.get(TEXT_CONFIG)
+    configs = [hf_config, text] if isinstance(text, Mapping) else [hf_config]
+    found = (each.get("dtype") or each.get("torch_dtype") for each in configs)
+    declared = next(filter(None, found), None)
     default = torch.bfloat16 if hf_config.get("quantization_config") else torch.float32
     return DTYPES.get(str(declared).removeprefix("torch."), default)
 

@@ -1,14 +1,16 @@
 """Hugging Face state dict: a model's tensors by name, read a few at a time from any source."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from penstock.core.errors import ArtifactError
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.quantized_reader import TensorReader
 from penstock.engine.quantization.select_layers import Formats
+from penstock.models.multimodal import is_language, stored_backbone, stored_name
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import QuantizedTensor, dequantize
 
@@ -37,8 +39,8 @@ class HFStateDict:
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[Sequence[str]], dict[str, torch.Tensor]]
     """Reads tensors by name to the CPU, in their stored dtype."""
-    exact: Collection[str] = ()
-    """Names of tensors that are always saved in fp32."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    """The dtypes of tensors that are always saved in this one."""
 
     @property
     def num_parameters(self) -> int:
@@ -91,5 +93,27 @@ def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
     return HFStateDict(shapes, read, _exact(names, shapes))
 
 
-def _exact(names: WeightMap, shapes: Collection[str]) -> Collection[str]:
-    return frozenset(name for name in shapes if names.is_exact(name))
+def in_multimodal(weights: HFStateDict, folder: SafetensorsFolder) -> HFStateDict:
+    """The whole multimodal model in `folder` with these weights of its language model, under the
+    names in its files. Its other tensors are saved as they are.
+    """
+    stored = folder.names()
+    backbone = stored_backbone(stored)
+    own = {stored_name(name, backbone): name for name in weights.shapes}
+    others = {name: folder.stored(name) for name in stored if not is_language(name)}
+
+    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = weights.read([own[name] for name in wanted if name in own])
+        return {name: found[own[name]] if name in own else folder[name] for name in wanted}
+
+    shapes = {name: weights.shapes[text] for name, text in own.items()}
+    dtypes = {name: weights.dtypes[text] for name, text in own.items() if text in weights.dtypes}
+    return HFStateDict(
+        shapes | {name: one.shape for name, one in others.items()},
+        read,
+        dtypes | {name: one.dtype for name, one in others.items()},
+    )
+
+
+def _exact(names: WeightMap, shapes: Iterable[str]) -> dict[str, torch.dtype]:
+    return {name: torch.float32 for name in shapes if names.is_exact(name)}

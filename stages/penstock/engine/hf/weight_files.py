@@ -4,34 +4,56 @@ No torch: checked before any work, and again by the readers of the weights.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
 from penstock.models.weights import Shape
 
+QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
+"""Dtypes of codes and of their scales."""
+
 TOGETHER = "Check that model.model_path and model.config_path belong together."
 
 
-def require_weights(folder: Path, shapes: Mapping[str, Shape] | None, num_layers: int) -> None:
+def require_weights(
+    folder: Path,
+    shapes: Mapping[str, Shape] | None,
+    num_layers: int,
+    rename: Callable[[str], str] = str,
+) -> None:
     """Raise CapabilityError unless every file in the folder's index is complete and the tensors
     match.
 
     `shapes` are the expected tensors, `num_layers` the number of layers. Without shapes, as for
-    pre-quantized models, only the files are checked.
+    pre-quantized models, only the files are checked. `rename` makes these names of those in the
+    files.
     """
     files = files_by_tensor(folder)
     headers = {file: read_header(file) for file in sorted(set(files.values()))}
     if shapes is None:
         return
-    require_tensors(shapes, files)
+    in_files = {rename(name): name for name in files}
+    require_tensors(shapes, in_files)
     for name, shape in shapes.items():
-        file = files[name]
-        if name not in headers[file]:
-            raise unreadable(file, f"it lacks {name}, which the index places there")
-        require_shape(name, headers[file][name].shape, shape)
-    _require_no_more_layers(files, num_layers)
+        in_file = in_files[name]
+        file = files[in_file]
+        if in_file not in headers[file]:
+            raise unreadable(file, f"it lacks {in_file}, which the index places there")
+        require_shape(name, headers[file][in_file].shape, shape)
+    _require_no_more_layers(in_files, num_layers)
+
+
+def require_plain(folder: Path, names: Callable[[str], bool]) -> None:
+    """Raise CapabilityError for tensors with these names that are stored quantized."""
+    for name, file in files_by_tensor(folder).items():
+        if names(name) and (entry := read_header(file).get(name)) and entry.dtype in QUANTIZED:
+            raise CapabilityError(
+                f"{name} of the checkpoint is {entry.dtype}: parts besides the language model are "
+                "copied to exports, which are not quantized.\n"
+                "  Name the model that it was quantized from as model.model_path."
+            )
 
 
 def require_tensors(names: Iterable[str], there: Collection[str]) -> None:

@@ -167,8 +167,13 @@ def build_shared_base(
                 f"lora.{name} is written, and models of several clients cannot have it: {why}.\n"
                 f"  Leave {name} out."
             )
+    family = get_family(hf_config, run.model.backend)
+    if family.multimodal:
+        raise CapabilityError(
+            f"the model is a {family.model_type}, and the server has text models only.\n"
+            "  Train its language model with penstock run, or name a text model."
+        )
     if lora.enable_lora and lora.lora_target_modules is None:
-        family = get_family(hf_config, run.model.backend)
         is_tied = family.read(hf_config).tie_word_embeddings
         targets = [*family.lora_targets, *([] if is_tied else [HEAD])]
         lora = lora.model_copy(update={"lora_target_modules": targets})

@@ -17,6 +17,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.peft.read_adapter import PeftFolder
+from penstock.models.multimodal import text_name
 from penstock.models.weights import WeightMap
 
 
@@ -29,7 +30,10 @@ class AdapterStart:
         Raises ConfigError if the folder has other layers, and CapabilityError for content that is
         not trained here.
         """
-        self._folder, self._names = PeftFolder(folder), names
+        self._folder, self._names = (
+            PeftFolder(folder, text_name if names.multimodal else str),
+            names,
+        )
         self._check(chosen)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

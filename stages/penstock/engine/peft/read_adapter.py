@@ -5,7 +5,7 @@ ignored. The formulas are those of PEFT's layers.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -27,15 +27,18 @@ PARTS = (*LINEAR, *EMBEDDED, NORMS, f"{NORMS}.weight", BIAS)
 class PeftFolder:
     """A folder with `adapter_config.json` and `adapter_model.safetensors`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CapabilityError for any other folder, or for unsupported settings."""
+    def __init__(self, folder: Path, rename: Callable[[str], str] = str) -> None:
+        """`rename` makes the names of layers here of those in the folder.
+
+        Raises CapabilityError for any other folder, or for unsupported settings.
+        """
         self.config = read_peft_config(folder)
         if not (folder / WEIGHTS).is_file():
             raise CapabilityError(
                 f"{folder} has no {WEIGHTS}. Pickled weights (.bin) are not read, since reading "
                 "them can run code.\n  Save the adapter again with safetensors."
             )
-        self.folder = folder
+        self.folder, self._rename = folder, rename
         self._tensors = SafetensorsFolder(folder, single=WEIGHTS)
         self._layers: dict[str, dict[str, str]] = {}
         self._replaced: dict[str, str] = {}
@@ -108,7 +111,8 @@ class PeftFolder:
         inner = name.removeprefix(PREFIX)
         end = next((end for end in PARTS if inner.endswith(f".{end}")), None)
         if end:
-            self._layers.setdefault(inner.removesuffix(f".{end}"), {})[end] = name
+            module = self._rename(inner.removesuffix(f".{end}"))
+            self._layers.setdefault(module, {})[end] = name
         elif inner == name or ".lora_" in inner or "token_adapter" in inner:
             raise CapabilityError(
                 f"{self.folder} holds {name}, which is no part of a low-rank adapter that can be "
@@ -116,7 +120,7 @@ class PeftFolder:
             )
         else:
             # PEFT saves the base weight of an adapted embedding beside its factors.
-            self._replaced[inner.replace(".base_layer.", ".")] = name
+            self._replaced[self._rename(inner.replace(".base_layer.", "."))] = name
 
     def _product(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
         is_embedding = EMBEDDED[0] in ends
@@ -151,7 +155,7 @@ class PeftFolder:
     def _scale(self, module: str, rank: int) -> float:
         alpha = self.config.get("lora_alpha") or 8
         for pattern, value in (self.config.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            if re.fullmatch(rf"(.*\.)?({self._rename(pattern)})", module):
                 alpha = value
                 break
         return lora_scaling(rank, alpha, "root" if self.config.get("use_rslora") else "rank")

@@ -103,6 +103,11 @@ def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
     Raises:
         CapabilityError: the format does not support it.
     """
+    if names.multimodal:
+        raise CapabilityError(
+            f"export.quantise: {family.model_type} is multimodal, and only text models are "
+            "quantized.\n  Leave export.quantise out; servers quantize such a model on loading."
+        )
     if names.config.experts and names.config.experts.is_stacked:
         raise CapabilityError(
             f"export.quantise: {family.model_type} keeps all experts of a layer in one tensor, "

@@ -48,8 +48,7 @@ class BucketPlan:
                 TensorSpec(name, shape, torch.float8_e4m3fn),
                 TensorSpec(f"{name}{SCALES}", scales_shape(shape), torch.float32),
             ]
-        exact = name in self.weights.exact
-        return [TensorSpec(name, shape, torch.float32 if exact else self.dtype)]
+        return [TensorSpec(name, shape, self.weights.dtypes.get(name, self.dtype))]
 
     def buckets(self, max_bytes: int) -> list[list[str]]:
         """All weights in model order, in buckets of at most `max_bytes` bytes, or of one larger

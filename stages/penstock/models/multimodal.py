@@ -1,0 +1,129 @@
+"""Multimodal models whose language model is trained as text: its config, and the names of its
+tensors.
+
+Published files call the backbone of the language model `model.language_model`,
+`language_model.model` or `model`. Here it is always `model`, as in a text model, and in
+transformers' class it is `model.language_model`. No torch.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TEXT_CONFIG = "text_config"
+TIED = "tie_word_embeddings"
+
+BACKBONE = "model."
+MODULE_BACKBONE = "model.language_model."
+STORED_BACKBONE = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+STORED_HEAD = "language_model.lm_head."
+LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+"""Beginnings of the names of a language model's tensors."""
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """A multimodal model type."""
+
+    architecture: str
+    """The transformers class."""
+    text_type: str
+    """The model type of `text_config` where it names none."""
+    tied: bool = False
+    """`tie_word_embeddings` where config.json has none."""
+
+
+MULTIMODAL: Mapping[str, Multimodal] = {
+    "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2"),
+    "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
+    "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
+    "llava_onevision": Multimodal("LlavaOnevisionForConditionalGeneration", "qwen2"),
+    "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral"),
+    "qwen2_vl": Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
+    "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+}
+"""By the `model_type` of config.json."""
+
+
+@dataclass(frozen=True)
+class TextType:
+    """A model type of `text_config` that computes what a text model computes, on text."""
+
+    model_type: str
+    """The text model's."""
+    defaults: Mapping[str, Any]
+    """Values of fields that config.json lacks, where they differ from the text model's."""
+
+
+TEXT_TYPES: Mapping[str, TextType] = {
+    # Their rotary positions in three axes are those of the text model where there are no images.
+    "qwen2_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    "qwen2_5_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    "qwen3_vl_text": TextType("qwen3", {"rope_theta": 5e5}),
+}
+
+
+def language_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the language model in a multimodal one; others as they are.
+
+    Older files of Qwen2-VL have no `text_config`, and its fields at the top level.
+    """
+    whole = MULTIMODAL.get(str(hf.get("model_type")))
+    if whole is None:
+        return hf
+    nested = hf.get(TEXT_CONFIG)
+    is_nested = isinstance(nested, Mapping)
+    text: Mapping[str, Any] = nested if is_nested else hf
+    text_type = text.get("model_type", whole.text_type) if is_nested else whole.text_type
+    of_text = text.get(TIED)
+    tied = hf.get(TIED, whole.tied if of_text is None else of_text)
+    alias = TEXT_TYPES.get(text_type, TextType(text_type, {}))
+    found = {**alias.defaults, **text, "model_type": alias.model_type, TIED: tied}
+    if quantization := hf.get("quantization_config"):
+        found["quantization_config"] = quantization
+    for table in ("rope_parameters", "rope_scaling"):
+        if rope := found.get(table):
+            # The older name of default RoPE with three axes.
+            found[table] = {
+                name: "default" if name.endswith("type") and value == "mrope" else value
+                for name, value in rope.items()
+            }
+    return found
+
+
+def text_name(stored: str) -> str:
+    """The name in a text model of a language model's tensor; those of other parts are unchanged."""
+    if found := STORED_BACKBONE.match(stored):
+        return BACKBONE + stored[found.end() :]
+    return stored.removeprefix("language_model.") if stored.startswith(STORED_HEAD) else stored
+
+
+def is_language(stored: str) -> bool:
+    """Whether a stored tensor belongs to the language model."""
+    return text_name(stored).startswith(LANGUAGE)
+
+
+def module_name(name: str) -> str:
+    """The name in transformers' multimodal class of a text model's module or parameter."""
+    inner = name.removeprefix(BACKBONE)
+    return name if inner == name else MODULE_BACKBONE + inner
+
+
+def stored_name(name: str, backbone: str) -> str:
+    """The name of a text model's tensor in files that call the backbone so, such as
+    `model.language_model.`."""
+    if name.startswith(BACKBONE):
+        return backbone + name.removeprefix(BACKBONE)
+    return f"language_model.{name}" if backbone.startswith("language_model.") else name
+
+
+def stored_backbone(stored: Iterable[str]) -> str:
+    """What files with these tensors call the backbone, with a dot at the end; as transformers does
+    if they have none."""
+    for name in stored:
+        before, is_embedding, _ = name.partition("embed_tokens.")
+        if is_embedding and text_name(name).startswith(LANGUAGE):
+            return before
+    return MODULE_BACKBONE

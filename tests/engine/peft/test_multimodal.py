@@ -1,0 +1,207 @@
+"""The language model of a multimodal model, trained as text, and what its exports hold."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from penstock.adapters.names import parse_lora_name
+from penstock.adapters.peft_format import PREFIX, peft_name
+from penstock.core.files import read_json
+from penstock.engine.hf.export import write_folders
+from penstock.engine.model_source import ExportFormat
+from penstock.export.merge import merge_folders
+from penstock.machine import check_model
+from penstock.models.multimodal import is_language, module_name
+from penstock.origins import resolve_model_source, with_adapter
+from penstock.rows.tokenizer import load_tokenizer
+from tests.engine import runs
+from tests.engine.loops import decoder_of, each, loop_of, parameters_of, save, step
+from tests.models.twins import documents, packed_logits, their_logits
+from tests.ranks import on_ranks
+
+TEXT = {
+    "vocab_size": runs.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.05,
+    "pad_token_id": None,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 8,
+}
+CONFIGS = {
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "rope_parameters": {**MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **QWEN_VISION,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": MROPE},
+        "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
+        "tie_word_embeddings": False,
+    },
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": CLIP,
+        "image_token_index": 5,
+    },
+}
+
+
+def write_multimodal(folder, model_type):
+    """A checkpoint that transformers wrote, in several files, with a processor and a tokenizer; its
+    other parts are in other dtypes than the language model."""
+    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="50KB")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        others = {name: t.bfloat16() for name, t in tensors.items() if not is_language(name)}
+        save_file({**tensors, **others}, file, {"format": "pt"})
+    load_tokenizer("builtin:bytes").save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{ "size":  {"height": 32} }')
+
+
+def stored(folder):
+    """The dtype, shape and bytes of every tensor."""
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:end]).items():
+            if name != "__metadata__":
+                first, last = (end + offset for offset in entry["data_offsets"])
+                found[name] = entry["dtype"], entry["shape"], content[first:last]
+    return found
+
+
+def loaded(folder):
+    return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+
+
+def steps(job):
+    loop = loop_of(job)
+    model, ids = decoder_of(loop), documents([7, 20])[0]
+    begun = packed_logits(model, ids).detach().numpy()
+    losses = [step(loop)["loss"] for _ in range(2)]
+    save(loop)
+    return begun, packed_logits(model, ids).detach().numpy(), losses
+
+
+def parameters(job):
+    return parameters_of(loop_of(job))
+
+
+def assert_same(theirs, ours):
+    """Their logits on each document alone are ours on all in one row."""
+    with torch.no_grad():
+        wanted = torch.cat([their_logits(theirs, ids) for ids in documents([7, 20])[0]])
+    assert (torch.from_numpy(ours) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(tmp_path):
+    runs.write_rows(tmp_path / "packed", 4)
+    made, jobs = {}, {}
+    lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "gate_proj"]}
+    for model_type in CONFIGS:
+        model = tmp_path / model_type
+        write_multimodal(model, model_type)
+        # All weights of one, adapters of each.
+        kinds = (
+            {"weights": {}, "adapters": lora} if model_type == "qwen3_vl" else {"adapters": lora}
+        )
+        for kind, adapters in kinds.items():
+            name = f"{model_type} {kind}"
+            run = runs.run_config(
+                tmp_path / name,
+                model,
+                model={"model_path": str(model), "tokenizer_path": str(model)},
+                lora=adapters,
+                data_parallel_mode="none",
+                num_train_epochs=2,
+            )
+            check_model(run)
+            made[name], jobs[name] = run, runs.job_of(run, tmp_path / "packed")
+    [found] = on_ranks(1, each, steps, jobs)
+    for name, (begun, ended, losses) in found.items():
+        model_type, kind = name.split()
+        model, out = tmp_path / model_type, tmp_path / name / "exported"
+        assert_same(loaded(model), begun)
+        assert losses[1] < losses[0]
+        saved = tmp_path / name / "checkpoints/global_step_2"
+        write_folders(saved, resolve_model_source(made[name]), ExportFormat(), out)
+        assert_same(loaded(out / "hf"), ended)
+        was, now = stored(model), stored(out / "hf")
+        assert was.keys() == now.keys()
+        others = [tensor for tensor in was if not is_language(tensor)]
+        assert {was[tensor][0] for tensor in others} == {"BF16"}
+        assert all(now[tensor] == was[tensor] for tensor in others)
+        assert read_json(out / "hf/config.json") == read_json(model / "config.json")
+        for file in ("preprocessor_config.json", "tokenizer.json"):
+            assert (out / "hf" / file).read_bytes() == (model / file).read_bytes()
+        if kind == "adapters":
+            adapted = PeftModel.from_pretrained(loaded(model), out / "adapter")
+            assert_same(adapted, ended)
+            targets = read_json(out / "adapter/adapter_config.json")["target_modules"]
+            assert targets[0] == "model.language_model.layers.0.mlp.gate_proj"
+            merge_folders(model, out / "adapter", out / "merged")
+            assert_same(loaded(out / "merged"), ended)
+    # Another run goes on from an adapter, on two ranks.
+    model, adapter = tmp_path / "qwen2_5_vl", tmp_path / "qwen2_5_vl adapters/exported/adapter"
+    resumed = runs.run_config(
+        tmp_path / "resumed",
+        model,
+        model={"model_path": str(model)},
+        lora={"enable_lora": True, "init_adapter_path": str(adapter)},
+        data_parallel_mode="fsdp2",
+        data_parallel_shard_size=2,
+    )
+    job = runs.job_of(with_adapter(resumed), tmp_path / "packed", adapter=adapter)
+    begun = on_ranks(2, parameters, job)[0]
+    wanted = {n: t for file in model.glob("*.safetensors") for n, t in load_file(file).items()}
+    wanted |= load_file(adapter / "adapter_model.safetensors")
+    assert len([name for name in begun if parse_lora_name(name)]) == 8
+    for name, value in begun.items():
+        stored_as = name
+        if parse_lora_name(name):
+            stored_as = PREFIX + module_name(peft_name(name).removeprefix(PREFIX))
+        assert np.array_equal(value, wanted[stored_as].numpy()), name
