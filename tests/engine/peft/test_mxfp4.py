@@ -7,6 +7,7 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.core.errors import CapabilityError
 from penstock.core.files import read_json, write_json
@@ -181,7 +182,7 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         tmp_path / "published",
         dtype=torch.bfloat16,
         attn_implementation="eager",
-        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        quantization_config=Mxfp4Config(dequantize=True),
     )
     for name, value in floats.items():
         assert torch.equal(bits(model.state_dict()[name]), bits(value))
