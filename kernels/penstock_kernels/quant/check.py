@@ -25,7 +25,7 @@ def require_finite(quantized: QuantizedTensor) -> QuantizedTensor:
         ValueError: if so.
     """
     scales = quantized.scales if quantized.global_scales is None else quantized.global_scales
-    if not bool(scales.isfinite().all()):
+    if not bool(scales.float().isfinite().all()):
         raise ValueError(
             f"a matrix of {quantized.shape} has numbers that are not finite: "
             f"it cannot be kept as {quantized.format.name}"

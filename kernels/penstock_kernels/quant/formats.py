@@ -14,6 +14,12 @@ from penstock_kernels.quant.levels import E2M1, INT4, NF4
 
 __all__ = ["FORMATS", "Format", "get_format"]
 
+SCALE_DTYPES = {
+    "float32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.float8_e8m0fnu,
+}
+
 
 @dataclass(frozen=True)
 class Format:
@@ -26,8 +32,9 @@ class Format:
     """Columns that share a scale; None: the whole row."""
     tile_rows: int = 1
     """Rows that share a scale. It is kept with each of them, so that rows can be cut anywhere."""
-    scales: Literal["float32", "e4m3"] = "float32"
-    """e4m3 scales are multiples of a float32 scale of the matrix, repeated for each row."""
+    scales: Literal["float32", "e4m3", "e8m0"] = "float32"
+    """e4m3 scales are multiples of a float32 scale of the matrix, repeated for each row; e8m0 are
+    powers of two."""
     levels: tuple[float, ...] = ()
     groups_allowed: tuple[int, ...] = ()
     """Other supported values of `group`."""
@@ -35,7 +42,7 @@ class Format:
     @property
     def scales_dtype(self) -> torch.dtype:
         """Dtype of a group's scale."""
-        return torch.float8_e4m3fn if self.scales == "e4m3" else torch.float32
+        return SCALE_DTYPES[self.scales]
 
     def num_groups(self, columns: int) -> int:
         """Groups in a row."""
@@ -54,7 +61,7 @@ class Format:
             "codes": self.row_bytes(columns),
             "scales": self.num_groups(columns) * self.scales_dtype.itemsize,
         }
-        return found if self.scales == "float32" else found | {"global_scales": 4}
+        return found | {"global_scales": 4} if self.scales == "e4m3" else found
 
 
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -64,6 +71,7 @@ FORMATS: Mapping[str, Format] = {
     for made in (
         Format("nf4", "levels", 64, levels=NF4, groups_allowed=_POWERS),
         Format("nvfp4", "levels", 16, scales="e4m3", levels=E2M1),
+        Format("mxfp4", "levels", 32, scales="e8m0", levels=E2M1),
         Format("int4", "levels", 128, levels=INT4, groups_allowed=_POWERS),
         Format("int8", "int8", None),
         Format("fp8", "e4m3", None),

@@ -44,7 +44,7 @@ class QuantizedTensor:
                 self.format.num_groups(self.columns),
             ),
         }
-        if (self.global_scales is None) != (self.format.scales == "float32"):
+        if (self.global_scales is None) == (self.format.scales == "e4m3"):
             has = "has" if self.global_scales is None else "has no"
             raise ValueError(
                 f"{self.format.name} {has} global scales, and here it is the other way round"

@@ -2,7 +2,7 @@
 
 import torch
 
-from penstock_kernels.quant import block_fp8, fp8, integers, nf4, nvfp4
+from penstock_kernels.quant import block_fp8, fp8, integers, mxfp4, nf4, nvfp4
 from penstock_kernels.quant.check import require_finite, require_matrix
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.packing import split_groups, unpack
@@ -31,6 +31,8 @@ def quantize(
         case "nvfp4":
             assert largest is not None
             codes, scales, global_scales = nvfp4.quantize(weight_NK, largest)
+        case "mxfp4":
+            codes, scales = mxfp4.quantize(weight_NK)
         case "block_fp8":
             assert largest is not None
             codes, scales = block_fp8.quantize(weight_NK, largest)

@@ -8,6 +8,7 @@ from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 STEPS = {
     # From 0 to the smallest value.
     "nvfp4": 0.5,
+    "mxfp4": 0.5,
     # Between values from 1 to 2.
     "fp8": 0.125,
     "block_fp8": 0.125,

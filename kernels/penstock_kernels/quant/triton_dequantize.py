@@ -10,7 +10,12 @@ import triton.language as tl
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
-from penstock_kernels.quant.triton_numbers import decode_level, from_e4m3, to_bf16_grid
+from penstock_kernels.quant.triton_numbers import (
+    decode_level,
+    from_e4m3,
+    from_e8m0,
+    to_bf16_grid,
+)
 
 ELEMENTS = 4096
 """Elements in a tile."""
@@ -59,6 +64,8 @@ def read(
         if FORMAT == "nvfp4":
             whole = tl.load(global_ptr + wide, mask=inside[:, None], other=0)
             scale = from_e4m3(scale) * whole
+        elif FORMAT == "mxfp4":
+            scale = from_e8m0(scale)
         grouped = values.reshape(ROWS, COLUMNS // GROUP, GROUP) * scale[:, :, None]
         return grouped.reshape(ROWS, COLUMNS)
 
@@ -112,7 +119,7 @@ def tile(columns: int, group: int | None) -> tuple[int, int]:
 def pointers(quantized: QuantizedTensor) -> list[torch.Tensor | None]:
     """Its tensors as kernels take them: rows side by side, scales of 8 bits as bytes."""
     bytes_of = {name: tensor.contiguous() for name, tensor in quantized.tensors.items()}
-    if quantized.format.scales == "e4m3":
+    if quantized.format.scales != "float32":
         bytes_of["scales"] = bytes_of["scales"].view(torch.uint8)
     return [bytes_of["codes"], bytes_of["scales"], bytes_of.get("global_scales")]
 

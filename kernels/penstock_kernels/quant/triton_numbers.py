@@ -46,6 +46,14 @@ def from_e4m3(code):
 
 
 @triton.jit
+def from_e8m0(code):
+    """The power of two of each byte, float32; 255 is NaN."""
+    wide = code.to(tl.uint32)
+    bits = tl.where(wide == 0, 0x00400000, wide << 23)
+    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_float8(x, FRACTION: tl.constexpr, BIAS: tl.constexpr):
     """Bytes of numbers in range, ties to even: FRACTION bits, and exponents that are BIAS more."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -93,7 +101,7 @@ def nf4_code(x):
 @triton.jit
 def decode_level(code, LEVELS: tl.constexpr):
     """The value of each code, int32 [rows, columns]."""
-    if LEVELS == "nvfp4":
+    if LEVELS == "nvfp4" or LEVELS == "mxfp4":
         # float16 has the same fields and an exponent that is 14 larger.
         half = ((code & 8) << 12) | ((code & 7) << 9)
         return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0

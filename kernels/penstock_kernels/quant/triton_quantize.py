@@ -26,6 +26,7 @@ from penstock_kernels.quant.triton_numbers import (
     INT8_MOST,
     SMALLEST,
     e2m1_code,
+    from_e8m0,
     magnitude,
     nf4_code,
     round_even,
@@ -64,6 +65,11 @@ def _by_groups(
         scale = tl.div_rn(most, INT4_MOST)
         step = round_even(tl.div_rn(x, scale[:, :, None]))
         code = (tl.minimum(tl.maximum(step, -INT4_MOST), INT4_MOST) + 8).to(tl.int32)
+    elif FORMAT == "mxfp4":
+        exponent = (most.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
+        scale = tl.where(exponent == 255, 255, exponent - 2).to(tl.uint8)
+        scaled = tl.div_rn(x, from_e8m0(scale)[:, :, None])
+        code = e2m1_code(tl.minimum(tl.maximum(scaled, -E2M1_MOST), E2M1_MOST))
     else:
         largest = tl.maximum(tl.load(largest_ptr + wide, mask=inside, other=1), SMALLEST)
         scale = to_e4m3(tl.minimum(tl.div_rn(most, largest) * E4M3_MOST, E4M3_MOST))
@@ -167,7 +173,7 @@ def quantize(
         if magnitudes is not None:
             magnitudes = magnitudes.contiguous()
             global_scales = nvfp4.global_scales(magnitudes)
-        stored = scales.view(torch.uint8) if format.scales == "e4m3" else scales
+        stored = scales if format.scales == "float32" else scales.view(torch.uint8)
         _by_groups[grid](weight, codes, stored, magnitudes, R, K, row_bytes, num_groups, **of)
     else:
         assert magnitudes is not None

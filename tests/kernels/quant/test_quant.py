@@ -58,6 +58,7 @@ def test_nvfp4_gives_the_codes_scales_and_numbers_of_the_published_vectors():
 MIDDLES = [(low + high) / 2 for low, high in pairwise(NF4)]
 # Numbers between two of a format, and where they go; first the largest, so that a scale is 1.
 TIES = {
+    "mxfp4": ([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], [6, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "nvfp4": ([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], [6, 0.5, 1, 1.5, 2, 3, 4, 6]),
     "nf4": ([1, *MIDDLES], [1, *NF4[:-1]]),
     "int4": ([7, 0.5, 1.5, 2.5, 5.5, 6.5], [7, 0, 2, 2, 6, 6]),
@@ -109,6 +110,7 @@ def test_nf4_gives_the_codes_of_the_published_vector():
     [
         ("nf4", 0.0921, 0.30),
         ("nvfp4", 0.0977, 0.30),
+        ("mxfp4", 0.13, 0.27),
         ("fp8", 0.0265, 0.51),
         ("block_fp8", 0.0265, 0.52),
         ("int8", 0.0085, 0.51),
@@ -153,6 +155,7 @@ def plain(weight, name):
     tall, wide = {
         "nf4": (1, 64),
         "nvfp4": (1, 16),
+        "mxfp4": (1, 32),
         "int4": (1, 128),
         "int8": (1, K),
         "fp8": (1, K),
@@ -169,6 +172,11 @@ def plain(weight, name):
                 of_all = max(np.abs(x).max(), 1e-12)
                 scale = E4M3[nearest(most / of_all * 448, E4M3)] * of_all / (6 * 448)
                 size = np.array(E2M1)[nearest(np.abs(x[at]) * 6 / most, E2M1)]
+                y[at] = np.sign(x[at]) * size * scale
+                gap[at] = 2 * scale
+            elif name == "mxfp4":
+                scale = 2.0 ** (np.floor(np.log2(most)) - 2)
+                size = np.array(E2M1)[nearest(np.abs(x[at]) / scale, E2M1)]
                 y[at] = np.sign(x[at]) * size * scale
                 gap[at] = 2 * scale
             elif name in ("fp8", "block_fp8"):
@@ -206,7 +214,7 @@ def test_no_number_moves_further_than_its_format_lets_it(name, numbers):
     got = dequantize(quantize(weight, FORMATS[name]), torch.float32)
     most = weight.abs().max().item()
     # Half of the widest gap between levels, where the largest is 1; e4m3 scales are off themselves.
-    half = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "int4": 1 / 14, "int8": 1 / 254}
+    half = {"nf4": 0.152, "nvfp4": 1 / 6 + 1 / 16, "int4": 1 / 14, "int8": 1 / 254, "mxfp4": 1 / 4}
     bound = half.get(name, 1 / 28) * most + 1e-11
     assert (got - weight).abs().max().item() <= bound * (1 + 1e-5)
 

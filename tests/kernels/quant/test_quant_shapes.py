@@ -44,7 +44,7 @@ def case(seed):
     columns = draw.choice(COLUMNS)
     # A row of zeros is the second.
     weight = (uneven if rows > 1 else normal)(*stack, rows, columns, seed=seed)
-    return draw, FORMATS[sorted(FORMATS)[seed % 6]], weight.to(draw.choice(DTYPES))
+    return draw, FORMATS[sorted(FORMATS)[seed % len(FORMATS)]], weight.to(draw.choice(DTYPES))
 
 
 def backends(op):
