@@ -73,7 +73,7 @@ def test_what_was_written_in_older_ways_is_read():
     ) == QuantizationConfig("block_fp8", "fp8", 128, ("lm_head",))
     assert parse_quantization_config(
         {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    ) == QuantizationConfig("mxfp4", "mxfp4", 32, ("lm_head",))
+    ) == QuantizationConfig("mxfp4", "mxfp4", 32, ("re:lm_head",))
     unnamed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     assert parse_quantization_config({"quantization_config": unnamed}) == QuantizationConfig(
         "nf4", "bitsandbytes"

@@ -14,6 +14,7 @@ from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "bitsandbytes_scales",
+    "mxfp4_of_blocks",
     "nf4_of_bitsandbytes",
     "nvfp4_of_modelopt",
     "of_fp8_tiles",
@@ -71,6 +72,13 @@ def nvfp4_of_modelopt(
     *outer, rows, half = weight.shape
     whole = weight_scale_2.float().reshape(*outer, 1, 1).expand(*outer, rows, 1)
     return QuantizedTensor(FORMATS["nvfp4"], 2 * half, weight, weight_scale, whole.contiguous())
+
+
+def mxfp4_of_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedTensor:
+    """gpt-oss's MXFP4: codes uint8 [..., N, G, 16] and scales uint8 [..., N, G]."""
+    codes = blocks.flatten(-2)
+    scales = scales.view(torch.float8_e8m0fnu)
+    return QuantizedTensor(FORMATS["mxfp4"], 2 * codes.shape[-1], codes, scales)
 
 
 def of_fp8_tiles(

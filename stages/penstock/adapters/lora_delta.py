@@ -61,7 +61,8 @@ def _expert_deltas(
     gather: GatherFn,
 ) -> list[tuple[int, LoraDelta]]:
     """The deltas of one of the two tensors of the experts."""
-    is_transposed = isinstance(experts, ClampedExperts)
+    is_quantized = isinstance(getattr(experts, name), QuantizedMatrix)
+    is_transposed = isinstance(experts, ClampedExperts) and not is_quantized
     within: list[Matrix] = [
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
     ]

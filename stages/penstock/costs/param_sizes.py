@@ -21,6 +21,7 @@ EMBEDDING_UNIT = -2
 QUANT_FORMATS: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
     "nvfp4": (0.5, 16, 1, 4),
+    "mxfp4": (0.5, 32, 1, 0),
     "int4": (0.5, 128, 4, 0),
     "int8": (1, None, 4, 0),
     "fp8": (1, None, 4, 0),

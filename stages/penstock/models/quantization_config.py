@@ -93,9 +93,9 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> QuantizationConfig:
-    return QuantizationConfig(
-        "mxfp4", "mxfp4", 32, ignored_modules=_read_names(config, "modules_to_not_convert")
-    )
+    # Prefixes that are regular expressions.
+    ignored = (f"re:{name}" for name in _read_names(config, "modules_to_not_convert"))
+    return QuantizationConfig("mxfp4", "mxfp4", 32, tuple(ignored))
 
 
 def _modelopt(config: Mapping[str, Any]) -> QuantizationConfig:

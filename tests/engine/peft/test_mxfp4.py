@@ -66,6 +66,10 @@ def publish(folder):
     return plain, floats
 
 
+def is_mxfp4(name: str) -> bool:
+    return name.endswith(("_blocks", "_scales"))
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
@@ -132,7 +136,7 @@ def steps(job):
     begun = parameters_of(loop)
     records = [step(loop), step(loop), step(loop)]
     save(loop)
-    return begun, [record["loss"] for record in records]
+    return begun, parameters_of(loop), [record["loss"] for record in records]
 
 
 @pytest.mark.dist
@@ -147,6 +151,14 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         "adapters": run_of(
             tmp_path, "adapters", lora, **two, data_parallel_shard_size=2, expert_parallel_size=2
         ),
+        "codes": run_of(
+            tmp_path,
+            "codes",
+            {**lora, "enable_qlora": True},
+            **two,
+            data_parallel_shard_size=2,
+            expert_parallel_size=2,
+        ),
         "tensor": run_of(
             tmp_path, "tensor", lora, tensor_parallel_size=2, load_weights_mode="all_ranks"
         ),
@@ -157,13 +169,22 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         check_model(run)
         jobs[name] = runs.job_of(run, tmp_path / "packed")
     found = on_ranks(2, each, steps, jobs)[0]
-    for name, (begun, losses) in found.items():
-        for tensor, value in {**plain, **floats}.items():
-            if not tensor.endswith(("_blocks", "_scales")):
-                assert np.array_equal(begun[tensor], value.float().numpy()), (name, tensor)
+    stored = {name: tensor for name, tensor in plain.items() if not is_mxfp4(name)}
+    for name, (begun, ended, losses) in found.items():
+        for tensor, value in {**stored, **({} if name == "codes" else floats)}.items():
+            assert np.array_equal(begun[tensor], value.float().numpy()), (name, tensor)
         assert losses[-1] < losses[0], name
-    assert found["tensor"][1] == pytest.approx(found["adapters"][1], rel=1e-5)
-    for name in ("weights", "adapters"):
+    for name in ("codes", "tensor"):
+        assert found[name][2] == pytest.approx(found["adapters"][2], rel=1e-5)
+    for name in floats:
+        # As published, to the bit, before and after.
+        for values in found["codes"][:2]:
+            codes, scales = plain[f"{name}_blocks"], plain[f"{name}_scales"]
+            rows = codes.shape[0] * codes.shape[1]
+            assert np.array_equal(values[f"{name}.codes"], codes.reshape(rows, -1).numpy())
+            assert np.array_equal(values[f"{name}.scales"], scales.flatten(0, 1).numpy())
+            assert name not in values
+    for name in ("weights", "adapters", "codes"):
         saved = tmp_path / name / "checkpoints/global_step_3"
         out = tmp_path / name / "exported"
         write_folders(saved, resolve_model_source(made[name]), ExportFormat(), out)
@@ -172,9 +193,12 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         assert "quantization_config" not in config
         merged = load_file(out / "hf/model.safetensors")
         assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
-        assert merged.keys() == {n for n in plain if not n.endswith(("_blocks", "_scales"))} | {
-            *floats
-        }
+        assert merged.keys() == stored.keys() | floats.keys()
+        if name == "adapters":
+            of_floats = merged
+        elif name == "codes":
+            for tensor, value in of_floats.items():
+                torch.testing.assert_close(merged[tensor], value, rtol=2**-7, atol=1e-6)
     # peft's adapter on transformers' own reading of the published folder is what was merged.
     named = read_json(tmp_path / "adapters/exported/adapter/adapter_config.json")
     assert named["base_model_name_or_path"] == str(tmp_path / "published")
@@ -195,3 +219,34 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
     torch.testing.assert_close(
         their_logits(merged, document), their_logits(adapted, document), rtol=0, atol=0.02
     )
+
+
+@pytest.mark.dist
+def test_adapters_are_merged_into_published_experts_and_quantized_again(tmp_path):
+    runs.write_rows(tmp_path / "packed", 4)
+    _, floats = publish(tmp_path / "published")
+    lora = {
+        "enable_lora": True,
+        "lora_alpha": 64,
+        "lora_target_modules": ["gate_up_proj", "down_proj"],
+        "merge_lora_interval": 2,
+    }
+    layout = {"data_parallel_mode": "fsdp2", "data_parallel_shard_size": 2, "lr": 0.02}
+    codes = {**lora, "enable_qlora": True}
+    made = {
+        "codes": run_of(tmp_path, "codes", codes, **layout, expert_parallel_size=2),
+        "floats": run_of(tmp_path, "floats", lora, **layout),
+    }
+    jobs = {name: runs.job_of(run, tmp_path / "packed") for name, run in made.items()}
+    losses = {name: found[2] for name, found in on_ranks(2, each, steps, jobs)[0].items()}
+    assert losses["codes"][:2] == pytest.approx(losses["floats"][:2], rel=1e-5)
+    assert losses["codes"][2] == pytest.approx(losses["floats"][2], rel=0.02)
+    merged = {}
+    for name, run in made.items():
+        out = tmp_path / name / "exported"
+        saved = tmp_path / name / "checkpoints/global_step_3"
+        write_folders(saved, resolve_model_source(run), ExportFormat(), out)
+        merged[name] = load_file(out / "hf/model.safetensors")
+    for name, begun in floats.items():
+        change, wanted = (merged[kind][name].float() - begun.float() for kind in made)
+        assert (change - wanted).norm() < 0.25 * wanted.norm()

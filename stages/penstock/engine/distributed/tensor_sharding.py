@@ -331,6 +331,8 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
     and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
     group.
     """
+    if len(shard.full_shape) == 3:
+        shard = _rows_of_stack(shard)
     rows, columns = shard.full_shape
     first, count = shard.offsets[1], shard.sizes[1]
     group = format.group or 1
@@ -351,6 +353,17 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
         full_shape=(rows, width),
         offsets=(shard.offsets[0], before),
         sizes=(shard.sizes[0], mine),
+    )
+
+
+def _rows_of_stack(shard: TensorShard) -> TensorShard:
+    """Whole experts of a stack [E, K, N], as rows of the matrix [E N, K] that is quantized."""
+    experts, columns, rows = shard.full_shape
+    return replace(
+        shard,
+        full_shape=(experts * rows, columns),
+        offsets=(shard.offsets[0] * rows, 0),
+        sizes=(shard.sizes[0] * rows, columns),
     )
 
 

@@ -92,7 +92,8 @@ class BaseModelWeights:
                 source = ConvertedWeights(inner, self.hf_config, self.names)
             else:
                 inner = inner.renamed(text_name) if self.names.multimodal else inner
-                source = Mxfp4Tensors(inner) if published is None else inner
+                is_stacked = published is None or published.is_stacked
+                source = Mxfp4Tensors(inner) if is_stacked else inner
         if not self.formats and published is None:
             return source
         return QuantizeOnLoad(source, self.formats, published, device)

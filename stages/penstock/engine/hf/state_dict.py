@@ -1,5 +1,6 @@
 """Hugging Face state dict: a model's tensors by name, read a few at a time from any source."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -56,7 +57,9 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
     found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
     for name, shape in shapes.items():
         there = found.get(f"{name}.codes" if name in kept else name, (None,))[0]
-        wanted = (shape[0], kept[name].row_bytes(shape[1])) if name in kept else shape
+        # A stack of experts [E, K, N] is quantized as rows of K columns.
+        rows = shape[0] * math.prod(shape[2:])
+        wanted = (rows, kept[name].row_bytes(shape[1])) if name in kept else shape
         if there != wanted:
             raise ArtifactError(
                 f"{name} is {there or 'absent'} in {reader.folder}, and the config makes it "
@@ -73,6 +76,9 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
                 of_leaf = {leaf: stored[f"{name}.{leaf}"] for leaf in leaves}
                 value = QuantizedTensor.of_bytes(kept[name], shapes[name][1], of_leaf)
                 plain[name] = dequantize(value, torch.float32)
+                if len(shapes[name]) == 3:
+                    experts, _, outputs = shapes[name]
+                    plain[name] = plain[name].unflatten(0, (experts, outputs)).mT.contiguous()
         return {name: plain[name] for name in names}
 
     return HFStateDict(shapes, read, _exact(names, shapes))

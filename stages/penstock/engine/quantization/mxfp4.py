@@ -1,4 +1,4 @@
-"""Read MXFP4 experts, as gpt-oss is published, as bfloat16.
+"""Read MXFP4 experts, as gpt-oss is published: as bfloat16, or their codes.
 
 `experts.gate_up_proj` is stored as two uint8 tensors: `gate_up_proj_blocks` [E, N, G, 16], two
 codes per byte with the earlier one in the low bits, and `gate_up_proj_scales` [E, N, G], exponents
@@ -7,79 +7,115 @@ Under its own name it is [E, K, N], as an unquantized checkpoint has it.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.models.quantization_config import malformed
-from penstock_kernels.quant.levels import E2M1
+from penstock_kernels.quant import QuantizedTensor, cat, dequantize
+from penstock_kernels.quant.prequantized import mxfp4_of_blocks
 
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
-BIAS = 127
-"""Of the exponents."""
 
 
 class Mxfp4Tensors:
     """The tensors of a folder, with MXFP4 ones dequantized to bfloat16, which is exact."""
 
     def __init__(self, folder: SafetensorsFolder) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def stored(self, name: str) -> Stored:
         """Shape and dtype. Raises CapabilityError if blocks and scales do not fit together."""
         if not self._is_quantized(name):
-            return self._folder.stored(name)
-        experts, outputs, groups = self._shape(name)
+            return self.folder.stored(name)
+        experts, outputs, groups = _shape(self.folder, name)
         return Stored((experts, groups * GROUP, outputs), torch.bfloat16, 0)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU; reads only its groups."""
         if not self._is_quantized(name):
-            return self._folder.box(name, offsets, sizes)
-        self._shape(name)
+            return self.folder.box(name, offsets, sizes)
+        _shape(self.folder, name)
         (expert, first, output), (experts, inputs, outputs) = offsets, sizes
         group, end = first // GROUP, -(-(first + inputs) // GROUP)
         at, size = (expert, output, group), (experts, outputs, end - group)
-        blocks = self._folder.box(name + BLOCKS, (*at, 0), (*size, GROUP // 2))
-        weight_ENK = dequantize_blocks(blocks, self._folder.box(name + SCALES, at, size))
+        weight_ENK = dequantize(_read(self.folder, name, at, size), torch.bfloat16)
         return weight_ENK.narrow(2, first - group * GROUP, inputs).mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of tensors in the files."""
-        return self._folder.order(name + BLOCKS if self._is_quantized(name) else name)
+        return self.folder.order(name + BLOCKS if self._is_quantized(name) else name)
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name, or its blocks, exists."""
-        self._folder.require(name for name in names if not self._is_quantized(name))
+        self.folder.require(name for name in names if not self._is_quantized(name))
 
     def _is_quantized(self, name: str) -> bool:
-        return name + BLOCKS in self._folder
-
-    def _shape(self, name: str) -> tuple[int, int, int]:
-        """E, N and G."""
-        scales = name + SCALES
-        if scales not in self._folder:
-            raise malformed(scales, "it is not there")
-        blocks, exponents = self._folder.stored(name + BLOCKS), self._folder.stored(scales)
-        if blocks.dtype != torch.uint8 or blocks.shape[3:] != (GROUP // 2,):
-            raise malformed(
-                name + BLOCKS,
-                f"it is {blocks.dtype} {blocks.shape}, and would be torch.uint8 of groups of "
-                f"{GROUP // 2} bytes",
-            )
-        if exponents.dtype != torch.uint8 or exponents.shape != blocks.shape[:3]:
-            raise malformed(
-                scales,
-                f"it is {exponents.dtype} {exponents.shape}, and would be torch.uint8 "
-                f"{blocks.shape[:3]}",
-            )
-        experts, outputs, groups = exponents.shape
-        return experts, outputs, groups
+        return name + BLOCKS in self.folder
 
 
-def dequantize_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bfloat16 [..., G * 32] of codes uint8 [..., G, 16] and exponents uint8 [..., G]."""
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    levels = torch.tensor(E2M1)[codes.int()]
-    return torch.ldexp(levels, scales.int().unsqueeze(-1) - BIAS).bfloat16().flatten(-2)
+@dataclass(frozen=True)
+class Mxfp4:
+    """Reads the codes of stacks as they are. A stack is one matrix [E N, K]: the rows of each
+    expert, one expert after another.
+    """
+
+    def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
+        """Whether this weight is stored quantized."""
+        return name + BLOCKS in folder
+
+    def codes_of(self, name: str) -> str:
+        """The tensor that holds a weight's codes."""
+        return name + BLOCKS
+
+    def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
+        """(E N, K) of a stack. Raises CapabilityError if its tensors are malformed."""
+        experts, outputs, groups = _shape(folder, name)
+        return experts * outputs, groups * GROUP
+
+    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
+        """Rows `first` to `end` of a stack, on the CPU.
+
+        Raises:
+            CapabilityError: a tensor is missing or malformed.
+        """
+        _, outputs, groups = _shape(folder, name)
+        found: list[QuantizedTensor] = []
+        for expert in range(first // outputs, -(-end // outputs)):
+            start = expert * outputs
+            low, high = max(first - start, 0), min(end - start, outputs)
+            part = _read(folder, name, (expert, low, 0), (1, high - low, groups))
+            found.append(QuantizedTensor(part.format, part.columns, part.codes[0], part.scales[0]))
+        return cat(found)
+
+
+def _read(
+    folder: SafetensorsFolder, name: str, offsets: Sequence[int], sizes: Sequence[int]
+) -> QuantizedTensor:
+    """A box of the groups of a stack."""
+    blocks = folder.box(name + BLOCKS, (*offsets, 0), (*sizes, GROUP // 2))
+    return mxfp4_of_blocks(blocks, folder.box(name + SCALES, offsets, sizes))
+
+
+def _shape(folder: SafetensorsFolder, name: str) -> tuple[int, int, int]:
+    """E, N and G."""
+    scales = name + SCALES
+    if scales not in folder:
+        raise malformed(scales, "it is not there")
+    blocks, exponents = folder.stored(name + BLOCKS), folder.stored(scales)
+    if blocks.dtype != torch.uint8 or blocks.shape[3:] != (GROUP // 2,):
+        raise malformed(
+            name + BLOCKS,
+            f"it is {blocks.dtype} {blocks.shape}, and would be torch.uint8 of groups of "
+            f"{GROUP // 2} bytes",
+        )
+    if exponents.dtype != torch.uint8 or exponents.shape != blocks.shape[:3]:
+        raise malformed(
+            scales,
+            f"it is {exponents.dtype} {exponents.shape}, and would be torch.uint8 "
+            f"{blocks.shape[:3]}",
+        )
+    experts, outputs, groups = exponents.shape
+    return experts, outputs, groups

@@ -17,6 +17,7 @@ from penstock.core.errors import CapabilityError
 from penstock.core.files import read_json
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
+from penstock.engine.quantization.mxfp4 import Mxfp4
 from penstock.models.quantization_config import (
     FP8_BLOCK_SHAPE,
     UNQUANTIZED_HINT,
@@ -188,6 +189,11 @@ class PrequantizedFormat:
         """Modules that the publisher left unquantized."""
         return self.declared.ignored_modules
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether one tensor has the matrices of all experts; see mxfp4.py."""
+        return self.publisher == "mxfp4"
+
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized, whatever the config says."""
         return self._reader.is_quantized(folder, name)
@@ -213,7 +219,9 @@ class PrequantizedFormat:
         return self._reader.rows(folder, name, first, end)
 
     @cached_property
-    def _reader(self) -> RowwiseFormat | Nf4:
+    def _reader(self) -> RowwiseFormat | Nf4 | Mxfp4:
+        if self.publisher == "mxfp4":
+            return Mxfp4()
         if self.publisher == "bitsandbytes":
             return Nf4(self.format)
         return RowwiseFormat(self.format, self.publisher)
@@ -222,7 +230,7 @@ class PrequantizedFormat:
 def published_in(
     hf_config: Mapping[str, Any], folder: Path | None = None
 ) -> PrequantizedFormat | None:
-    """The format of a pre-quantized model; None if its matrices are read as floats.
+    """The format of a pre-quantized model; None if it is not quantized.
 
     `folder`, which holds the weights, provides what config.json lacks: ModelOpt's own file, and the
     block size of bitsandbytes NF4 (64 without a folder).
@@ -234,8 +242,7 @@ def published_in(
     declared = parse_quantization_config(
         hf_config, read_json(beside) if beside and beside.is_file() else None
     )
-    # MXFP4 is read as bfloat16; see mxfp4.py.
-    if declared is None or declared.quant_method == "mxfp4":
+    if declared is None:
         return None
     if folder and declared.quant_method == "bitsandbytes":
         with SafetensorsFolder(folder) as tensors:

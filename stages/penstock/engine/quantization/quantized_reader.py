@@ -15,6 +15,7 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.initialize import initialize
@@ -114,6 +115,7 @@ class QuantizeOnLoad:
         device: torch.device,
     ) -> None:
         self._inner, self._formats, self._published = inner, formats, published
+        self._folder = inner.folder if isinstance(inner, Mxfp4Tensors) else inner
         self._device = device
         self._largest: dict[str, torch.Tensor] = {}
         self._kept = _Kept("", {})
@@ -168,25 +170,28 @@ class QuantizeOnLoad:
             self._largest |= some
 
     def _is_published(self, name: str) -> bool:
-        published, inner = self._published, self._inner
+        published, folder = self._published, self._folder
         return (
             published is not None
-            and isinstance(inner, SafetensorsFolder)
-            and published.is_quantized(inner, name)
+            and isinstance(folder, SafetensorsFolder)
+            and published.is_quantized(folder, name)
         )
 
     def _of_others(self) -> tuple[PrequantizedFormat, SafetensorsFolder]:
         assert self._published is not None
-        assert isinstance(self._inner, SafetensorsFolder)
-        return self._published, self._inner
+        assert isinstance(self._folder, SafetensorsFolder)
+        return self._published, self._folder
 
     def _is_quantized(self, name: str) -> bool:
-        return name in self._formats or self._is_published(name)
+        """Whether this matrix is dequantized here; `inner` dequantizes stacks."""
+        if self._is_published(name):
+            return not self._of_others()[0].is_stacked
+        return name in self._formats
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if self._is_published(name):
-            published, inner = self._of_others()
-            return published.shape(inner, name)
+            published, folder = self._of_others()
+            return published.shape(folder, name)
         return self._inner.stored(name).shape
 
     def _format(self, name: str) -> Format:
@@ -221,8 +226,8 @@ class QuantizeOnLoad:
 
     def _quantized(self, name: str, block: range) -> QuantizedTensor:
         if self._is_published(name):
-            published, inner = self._of_others()
-            return published.rows(inner, name, block.start, block.stop)
+            published, folder = self._of_others()
+            return published.rows(folder, name, block.start, block.stop)
         return self._made(name, self._rows(name, block))
 
     def _made(self, name: str, rows: torch.Tensor) -> QuantizedTensor:

@@ -157,17 +157,23 @@ class MergeIntoQuantized:
         starts = [start for start, _ in in_order]
         for piece, of_scales in zip(codes, scales, strict=True):
             row = begin + piece.start
-            number = bisect_right(starts, row) - 1
-            if number < 0 or row >= starts[number] + in_order[number][1].shape[0]:
-                continue
-            yield _Rows(
-                matrix=piece.tensor.removesuffix(f".{COMPONENTS[0]}"),
-                first=piece.offsets[0],
-                columns=_entries_of_columns(weight, of_scales),
-                value=value.narrow(-2, piece.start, piece.num_rows),
-                product=in_order[number][1],
-                start=row - starts[number],
-            )
+            # One product, or those of the experts in a stack.
+            number = max(bisect_right(starts, row) - 1, 0)
+            for start, product in in_order[number:]:
+                if start >= row + piece.num_rows:
+                    break
+                low = max(row, start)
+                count = min(row + piece.num_rows, start + product.shape[0]) - low
+                if count <= 0:
+                    continue
+                yield _Rows(
+                    matrix=piece.tensor.removesuffix(f".{COMPONENTS[0]}"),
+                    first=piece.offsets[0] + low - row,
+                    columns=_entries_of_columns(weight, of_scales),
+                    value=value.narrow(-2, low - begin, count),
+                    product=product,
+                    start=low - start,
+                )
 
     def _tables(self, weight: QuantizedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
         """The amax tables of all checkpoint matrices in a weight, reduced over all ranks.
@@ -179,7 +185,7 @@ class MergeIntoQuantized:
         )
         shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
         sizes: dict[str, tuple[int, int]] = {}
-        for matrix, (rows, columns) in shapes.items():
+        for matrix, (*_, rows, columns) in shapes.items():
             if tall := _tall(weight, rows, columns):
                 wide = weight.format.num_groups(columns) if weight.format.tile_rows > 1 else 1
                 sizes[matrix] = -(-rows // tall), wide

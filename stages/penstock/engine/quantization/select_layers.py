@@ -61,8 +61,9 @@ def select_formats(
             continue
         if len(kept) < len(parts):
             raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
-        experts = names.config.experts
-        if role is ParallelStyle.EXPERTS and experts and experts.is_stacked:
+        is_stack = bool(names.config.experts and names.config.experts.is_stacked)
+        keeps_stack = published is not None and published.is_stacked
+        if role is ParallelStyle.EXPERTS and is_stack and not keeps_stack:
             raise CapabilityError(
                 f"lora.enable_qlora: {parts[0]} holds all experts of a layer, which no format here "
                 "takes.\n"

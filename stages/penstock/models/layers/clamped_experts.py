@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import ExpertOperations, Experts, Matrix
+from penstock.models.layers.quantized_linear import QuantizedMatrix
 
 BIAS_GEMM_WIDTH = 8
 """Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
@@ -20,6 +21,9 @@ that every grouped GEMM backend supports."""
 
 class ClampedExperts(Experts):
     """`down(clamp(gate(x)) * sigmoid(alpha * clamp(gate(x))) * (clamp(up(x)) + 1))`."""
+
+    is_transposed = True
+    """Parameters are [E, inputs, outputs]; quantized matrices are [E, outputs, inputs]."""
 
     def __init__(
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
@@ -37,8 +41,7 @@ class ClampedExperts(Experts):
     @property
     def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
         """Output and input features of each of an expert's matrices."""
-        _, inner, width = self.down_proj.shape
-        return {"gate_up_proj": (2 * inner, width), "down_proj": (width, inner)}
+        return {"gate_up_proj": (2 * self.inner, self.width), "down_proj": (self.width, self.inner)}
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
@@ -56,13 +59,16 @@ class ClampedExperts(Experts):
     def _biased_group_linear(
         self,
         x_RK: torch.Tensor,
-        weight_EKN: torch.Tensor,
+        weight_EKN: torch.Tensor | QuantizedMatrix,
         bias_EN: torch.Tensor,
         counts_E: torch.Tensor,
     ) -> torch.Tensor:
         """Each row times its expert's matrix plus its expert's bias, [R, N]."""
         multiply, dtype = self.operations.group_gemm, x_RK.dtype
-        y_RN = multiply(x_RK, weight_EKN.to(dtype).mT, counts_E)
+        if isinstance(weight_EKN, QuantizedMatrix):
+            y_RN = weight_EKN.group_linear(x_RK, counts_E, multiply)
+        else:
+            y_RN = multiply(x_RK, weight_EKN.to(dtype).mT, counts_E)
         # The bias is added by a grouped GEMM too, so that its gradient is a sum over the expert's
         # rows in fp32 and in a fixed order, wherever the rows are.
         ones_RC = x_RK.new_zeros(x_RK.shape[0], BIAS_GEMM_WIDTH)
@@ -72,5 +78,4 @@ class ClampedExperts(Experts):
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
-        experts, inner, width = self.down_proj.shape
-        return f"{experts} x {width} -> {inner} -> {width}, alpha={self.alpha}, limit={self.limit}"
+        return f"{super().extra_repr()}, alpha={self.alpha}, limit={self.limit}"

@@ -90,6 +90,7 @@ class Experts(nn.Module):
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
     ) -> None:
         super().__init__()
+        self.inner, self.width = config.intermediate_size, hidden_size
         self.num_experts, self.is_stacked = config.num_experts, config.is_stacked
         self._add_parameters(config.num_experts, config.intermediate_size, hidden_size)
         self.operations = operations
@@ -150,5 +151,5 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
-        experts, width, inner = self.down_proj.shape
-        return f"{experts} x {width} -> {inner} -> {width}"
+        experts, width = self.down_proj.shape[0], self.width
+        return f"{experts} x {width} -> {self.inner} -> {width}"

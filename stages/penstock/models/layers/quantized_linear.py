@@ -149,12 +149,15 @@ def dequantize_rows(weight: torch.Tensor | QuantizedMatrix, start: int, end: int
 
 
 def keep_quantized(model: nn.Module, name: str, format: Format) -> None:
-    """Replace the parameter `name` of a model by an uninitialized matrix of the format."""
+    """Replace the parameter `name` of a model by an uninitialized matrix of the format. A stack of
+    experts' matrices [E, K, N] becomes [E, N, K]."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     if isinstance(module, nn.Linear):
         model.set_submodule(owner, QuantizedLinear(module, format))
         return
     weight = module.get_parameter(leaf)
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    shape = weight.mT.shape if is_transposed else weight.shape
     delattr(module, leaf)
-    setattr(module, leaf, QuantizedMatrix(format, weight.shape, weight.device))
+    setattr(module, leaf, QuantizedMatrix(format, shape, weight.device))
