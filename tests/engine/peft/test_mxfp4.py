@@ -170,7 +170,7 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         jobs[name] = runs.job_of(run, tmp_path / "packed")
     found = on_ranks(2, each, steps, jobs)[0]
     stored = {name: tensor for name, tensor in plain.items() if not is_mxfp4(name)}
-    for name, (begun, ended, losses) in found.items():
+    for name, (begun, _, losses) in found.items():
         for tensor, value in {**stored, **({} if name == "codes" else floats)}.items():
             assert np.array_equal(begun[tensor], value.float().numpy()), (name, tensor)
         assert losses[-1] < losses[0], name
