@@ -19,6 +19,7 @@ from penstock.models.automodel.build import (
     computed_buffers,
     persistent_buffers,
 )
+from penstock.models.automodel.complete_gradients import complete_gradients
 from penstock.models.automodel.outline import AutoModelConfig, Head
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.attention import AttentionFn
@@ -80,6 +81,7 @@ class AutoCausalLM(nn.Module):
         self._takes = accepted(model.base_model if config.outline.traits.head else model)
         self.run_layer: CallHook = call
         self.blocks = [self.get_submodule(name) for name in config.outline.layers]
+        self.has_experts = any(".experts." in name for name in config.outline.params)
         for number, layer in enumerate(self.blocks):
             layer.forward = partial(self._call_layer, number, layer.forward)
 
@@ -95,12 +97,9 @@ class AutoCausalLM(nn.Module):
         outline = self.config.outline
         if not outline.norm or not outline.traits.head:
             return None, None, None
-        return self.get_submodule(outline.embedding), self.get_submodule(outline.norm), self.head
-
-    @property
-    def head(self) -> nn.Module:
-        """The head."""
-        return self.get_submodule(self.config.outline.head)
+        names = outline.embedding, outline.norm, outline.head
+        embedding, norm, head = map(self.get_submodule, names)
+        return embedding, norm, head
 
     def routers(self) -> dict[int, Router]:
         """None: routers are the model's own."""
@@ -128,7 +127,8 @@ class AutoCausalLM(nn.Module):
         if traits.head is None:
             return y_TD if output_fn is None else output_fn(y_TD, nn.Identity())
         y_TD = as_autocast(y_TD)
-        head = self.head if traits.head == Head() else ScaledHead(self.head, traits.head)
+        head = self.get_submodule(self.config.outline.head)
+        head = head if traits.head == Head() else ScaledHead(head, traits.head)
         return head(y_TD) if output_fn is None else output_fn(y_TD, head)
 
     def _packed(
@@ -168,6 +168,8 @@ class AutoCausalLM(nn.Module):
         if not args:
             first = next(iter(inspect.signature(forward).parameters))
             args = (kwargs.pop(first),)
+        if self.has_experts:
+            args = (complete_gradients(args[0], self.blocks[number]), *args[1:])
         run = keep_documents(self._with_dropout(f"layer.{number}", partial(forward, **kwargs)))
         return self.run_layer(run, *args)
 

@@ -1,0 +1,37 @@
+"""Zero gradients for parameters that a pass did not use, such as those of experts without tokens.
+
+FSDP reduces the gradients of a unit together, so every rank must have the same ones.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _CompleteGradients(torch.autograd.Function):
+    """Returns the layer's input unchanged. Its backward is the last of the layer's, and the first
+    before FSDP reduces the layer's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+        ctx.layer = layer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for parameter in ctx.layer.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return dx, None
+
+
+def complete_gradients(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """The input of a layer, such that each of its parameters gets a gradient in the backward pass.
+
+    The input gets a gradient even if nothing before the layer is trained.
+    """
+    if not torch.is_grad_enabled():
+        return x
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    return _CompleteGradients.apply(x, layer)

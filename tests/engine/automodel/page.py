@@ -1,0 +1,69 @@
+"""Writes docs/models.md from what was proved: `python -m tests.engine.automodel.page`."""
+
+from pathlib import Path
+
+from penstock.models.automodel.proved import ProvedModel, ProvedModels
+from penstock.models.registry import FAMILIES
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+HEAD = """\
+# Model types: every causal language model of transformers, its backend and what was tested
+
+One line for each model type that transformers {version} lists as a causal language model:
+{trained} of {all} train. `penstock models` prints the same list, and `penstock models check PATH`
+examines one model. How the two backends differ is in [guide/models.md](guide/models.md#any-other-
+model-of-transformers).
+
+The table is made by `python -m tests.engine.automodel.sweep` and `python -m
+tests.engine.automodel.page`. For each type a tiny model with random weights is made from its own
+config class. Through transformers' own code, under FSDP2 on two ranks, its loss is that of
+transformers on separate documents (relative difference at most 1e-4), it falls in three steps
+over one batch, with all weights and with LoRA, a run that resumes from a checkpoint ends with the
+same bits, and the exported model has equal logits in transformers.
+
+- *backend*: the one that `model.backend: auto` takes.
+- *documents*: `packed` rows give the outputs and gradients of separate documents; otherwise a
+  micro-batch is computed as a `padded` batch of its documents.
+- *attention*: `varlen` is Penstock's attention over packed documents; otherwise that of
+  transformers.
+- *head*: `apart` if the loss computes logits in chunks from the head's weights; otherwise all
+  logits are computed.
+
+The last three are of the transformers backend.
+"""
+
+
+def page(proved: ProvedModels) -> str:
+    """The page."""
+    trained = {name: one for name, one in proved.models.items() if not one.reason}
+    head = HEAD.format(version=proved.transformers, trained=len(trained), all=len(proved.models))
+    rows = [_row(name, one) for name, one in sorted(trained.items())]
+    refused = [
+        f"| `{name}` | {_cell(one.reason)} |"
+        for name, one in sorted(proved.models.items())
+        if one.reason
+    ]
+    table = [
+        "| `model_type` | backend | documents | attention | head | LoRA |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+    rest = ["| `model_type` | reason |", "|---|---|", *refused]
+    return "\n".join([head, *table, "", "## Not trained", "", *rest, ""])
+
+
+def _row(name: str, one: ProvedModel) -> str:
+    backend = "native" if name in FAMILIES else "transformers"
+    documents = "packed" if one.packing else "padded"
+    head = "apart" if one.head else "all logits"
+    lora = "yes" if one.lora else "no"
+    return f"| `{name}` | {backend} | {documents} | {one.attention} | {head} | {lora} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(ProvedModels.read()))
