@@ -34,7 +34,7 @@ KINDS = (
     "modernbert-decoder",  # a head of several layers
     "phi3",  # fused projections
     "qwen3_next",  # linear attention and gated attention
-    "zamba2",  # a layer that is used several times
+    "longcat_flash",  # experts without tokens on one of the ranks
 )
 """Model types of different kinds; all others are examined by an exhaustive test."""
 

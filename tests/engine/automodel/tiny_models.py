@@ -41,7 +41,20 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    },
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+        },
+    ),
     "reformer": {
         "is_decoder": True,
         "axial_pos_shape": [16, 16],
@@ -54,13 +67,23 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
 """What the default config of a type lacks to be a decoder, or to be built at all."""
 
 NOT_BUILT: Mapping[str, str] = {
-    "cohere_compass_text": "it is the text encoder of an embedding model, without causal layers",
+    "blt": "it reads bytes in patches that a model of its own cuts; no tiny config fits together",
+    "cohere_compass_text": "transformers cannot build it from its default config",
     "cpmant": "tokens see later ones: its prompt is read in both directions",
+    "dbrx": "transformers cannot build it: its attention config lacks rope_theta",
+    "dots3_note": "its sizes must agree across layers of several kinds; no tiny config fits",
+    "dots3_note_text": "its sizes must agree across layers of several kinds; no tiny config fits",
+    "emu3": "its language model is saved with a type that transformers cannot load again",
     "gemma4_assistant": "it drafts tokens from the hidden states of another model",
     "gemma4_unified_assistant": "it drafts tokens from the hidden states of another model",
+    "mllama": "its language model is saved with a type that transformers cannot load again",
     "musicgen": "it is a decoder of audio codes, several per step",
     "musicgen_melody": "it is a decoder of audio codes, several per step",
+    "reformer": "its attention hashes at random: the same tokens give other results",
+    "xlm": "its attention keeps keys of the first pass, so layers cannot be recomputed",
     "xlnet": "it is trained on permutations, where tokens see later ones",
+    "zamba": "its shared layers have names that a tiny config does not give them",
+    "zamba2": "its shared layers have sizes that a tiny config does not give them",
 }
 """Types that are not examined, and why."""
 
