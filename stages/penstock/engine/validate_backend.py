@@ -92,6 +92,8 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
     for field, (why, instead) in UNSUPPORTED.items():
         section, name = field.split(".")
         settings: ConfigSection = getattr(run, section)
+        if _has_no_effect(run, family, name):
+            continue
         if name in type(settings).model_fields and settings.is_non_default(name):
             yield (
                 f"{field}: {_shown(getattr(settings, name))} ({why}); "
@@ -113,6 +115,13 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         )
     if run.data.shares_prompts:
         yield "data.share_prompts: true (documents are causal); write share_prompts: false"
+
+
+def _has_no_effect(run: RunConfig, family: AutoFamily, name: str) -> bool:
+    """Whether a setting of routers, which a server writes, changes nothing here."""
+    if name == "freeze_router":
+        return run.lora.enable_lora or not family.outline.num_experts
+    return name == "moe_aux_loss_coef" and run.train.moe_aux_loss_coef == 0
 
 
 def _shown(value: object) -> str:

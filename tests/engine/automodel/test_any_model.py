@@ -183,7 +183,7 @@ def test_greedy_samples_are_those_of_transformers(folder, model_type):
             ids = torch.cat((ids, torch.tensor([[token]])), dim=1)
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
+@pytest.mark.parametrize("field", [name for name in UNSUPPORTED if "freeze" not in name])
 def test_a_setting_that_the_backend_cannot_honour_is_refused(folder, field):
     own = folder / "refused"
     if not own.is_dir():
@@ -193,7 +193,7 @@ def test_a_setting_that_the_backend_cannot_honour_is_refused(folder, field):
     settings = getattr(run, section)
     kind = type(settings).model_fields[name]
     default = kind.get_default(call_default_factory=True)
-    other = not default if isinstance(default, bool) else "other"
+    other = not default if isinstance(default, bool) else 1
     changed = run.model_copy(update={section: settings.model_copy(update={name: other})})
     hf_config = json.loads((own / "config.json").read_text())
     family = auto_family(hf_config)

@@ -15,6 +15,13 @@ MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """As the installed transformers lists them."""
 
 _DECODER = {"is_decoder": True}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
 OVERRIDES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -45,16 +52,8 @@ OVERRIDES: Mapping[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
-    **dict.fromkeys(
-        ("qwen4_exp", "qwen4_exp_text"),
-        {
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
-        },
-    ),
+    "qwen4_exp": _INDEXER,
+    "qwen4_exp_text": _INDEXER,
     "reformer": {
         "is_decoder": True,
         "axial_pos_shape": [16, 16],

@@ -5,6 +5,7 @@ broke; on one rank and on two.
 from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from penstock.core.errors import ArtifactError, StageError
@@ -101,6 +102,32 @@ def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothin
     assert not refused.needs_restart
     assert isinstance(passed.result, ForwardBackwardResult)
     assert closed == Reply(id="3", result=Done())
+
+
+def test_clients_get_the_same_from_either_model_code(model, tmp_path):
+    orders = [opening("a"), opening("b"), passing("a", data(3)), stepping("a")]
+    orders += [passing("b", data(3, seed=1)), stepping("b"), passing("a", data(3))]
+    found = {
+        backend: done(
+            model, tmp_path / backend, [*orders, *_sampled(tmp_path)], model={"backend": backend}
+        )
+        for backend in ("native", "transformers")
+    }
+    for ours, others in zip(*found.values(), strict=True):
+        if isinstance(ours, ForwardBackwardResult):
+            for output, other in zip(ours.outputs, others.outputs, strict=True):
+                logprobs = (one["logprobs"].numpy() for one in (output, other))
+                assert np.allclose(*logprobs, rtol=1e-5)
+    ours, others = (
+        results[-1].results[0].sequences[0].tokens.numpy() for results in found.values()
+    )
+    assert np.array_equal(ours, others)
+
+
+def _sampled(folder):
+    """What saves the adapter of a model, and answers with it."""
+    kept = str(folder / "sampler")
+    return [ExportCommand(model="a", folder=kept), answering(kept)]
 
 
 def test_what_a_model_will_take_on_disk_is_told_and_holds(model, tmp_path):

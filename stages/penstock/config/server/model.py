@@ -25,6 +25,7 @@ class ServerModel(ConfigSection):
 
     config_path: str | None = Field(default=None, min_length=1)
     tokenizer_path: str | None = Field(default=None, min_length=1)
+    backend: Literal["auto", "native", "transformers"] = "auto"
     attn_implementation: Attention = "flash_attention_3"
     """Attention backend, as `model.attn_implementation` of a run. If it is not written: the best
     one on this machine; `flash_attention_3` is preferred where it is installed."""

@@ -22,7 +22,7 @@ BUILT_IN = "builtin:"
 """Prefix of models with random weights."""
 
 MODEL = (
-    *("config_path", "tokenizer_path", "attn_implementation", "moe_implementation"),
+    *("config_path", "tokenizer_path", "backend", "attn_implementation", "moe_implementation"),
     *("ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine"),
     *("merge_qkv", "basic_modules", "foundation", "encoders", "router_fp32", "lm_head_fp32"),
     *("rmsnorm_native", "activation_native", "rope_native", "attention_cast_bf16"),

@@ -27,6 +27,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.model_source import quantization_args
 from penstock.engine.quantization.select_layers import Formats
+from penstock.models.automodel.family import AutoFamily
 from penstock.models.family import Family
 from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
@@ -175,7 +176,8 @@ def build_shared_base(
         )
     if lora.enable_lora and lora.lora_target_modules is None:
         is_tied = family.read(hf_config).tie_word_embeddings
-        targets = [*family.lora_targets, *([] if is_tied else [HEAD])]
+        head = family.outline.head if isinstance(family, AutoFamily) else HEAD
+        targets = [*family.lora_targets, *([] if is_tied else [head])]
         lora = lora.model_copy(update={"lora_target_modules": targets})
     train = run.train.model_copy(update={"moe_aux_loss_coef": 0.0})
     run = run.model_copy(update={"lora": lora, "train": train})
