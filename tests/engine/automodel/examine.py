@@ -13,6 +13,7 @@ from penstock.core.sources.pin import pin_model, pin_tokenizer
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.models.automodel.family import auto_family
+from penstock.models.automodel.outline import ModelOutline
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import CHECKPOINTS, Job
 from tests.engine import loops, runs
@@ -106,7 +107,7 @@ def losses_with_lora(job: Job) -> list[float]:
 
 def on_rank(folder: Path) -> dict[str, Any] | None:
     """What one of two ranks finds."""
-    outline = auto_family(json.loads((folder / "config.json").read_text())).outline
+    outline = _outline(folder)
     found = trained(job_of(folder, "full"))
     adapted = []
     if set(outline.linear) - {outline.head}:
@@ -119,7 +120,7 @@ def on_rank(folder: Path) -> dict[str, Any] | None:
 def examine(folder: Path, model_type: str) -> Finding:
     """What comes of a tiny model of this type. `folder` is its own; rows are beside it."""
     write_model(folder, model_type)
-    outline = auto_family(json.loads((folder / "config.json").read_text())).outline
+    outline = _outline(folder)
     found = next(one for one in on_ranks(2, on_rank, folder) if one)
     exported = export(folder, job_of(folder, "full"), STEPS)
     with torch.no_grad():
@@ -140,6 +141,10 @@ def examine(folder: Path, model_type: str) -> Finding:
     )
 
 
+def _outline(folder: Path) -> ModelOutline:
+    return auto_family(json.loads((folder / "config.json").read_text())).outline
+
+
 def _load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -147,9 +152,12 @@ def _load(folder: Path) -> Any:
 @torch.no_grad()
 def _logits_error(folder: Path, weights: loops.Arrays, exported: Path) -> float:
     model = _load(folder)
+    transposed = _outline(folder).transposed
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in weights:
-            tensor.copy_(torch.tensor(weights[name]).reshape(tensor.shape))
+            value = torch.tensor(weights[name])
+            is_turned = name.endswith(".weight") and name.removesuffix(".weight") in transposed
+            tensor.copy_((value.t() if is_turned else value).reshape(tensor.shape))
     ids = torch.arange(8, 40)[None]
     wanted = model(input_ids=ids, use_cache=False).logits
     got = _load(exported)(input_ids=ids, use_cache=False).logits

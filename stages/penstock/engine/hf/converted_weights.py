@@ -61,8 +61,8 @@ class ConvertedWeights:
         group = self._groups.get(name)
         if isinstance(group, str):
             found = self._folder.stored(group)
-            is_scalar = name in self._names.config.outline.scalars
-            return replace(found, shape=(1,)) if is_scalar else found
+            changes = _changes_form(self._names, name)
+            return replace(found, shape=self._shapes[name]) if changes else found
         if group is None:
             return self._folder.stored(name)
         first = self._folder.stored(group.sources[0][0])
@@ -71,17 +71,14 @@ class ConvertedWeights:
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
         group = self._groups[name]
-        if isinstance(group, str) and name in self._names.config.outline.scalars:
-            return self._folder[group].reshape(1)
+        if isinstance(group, str) and _changes_form(self._names, name):
+            return _box(_change_form(self._folder[group]), offsets, sizes)
         if isinstance(group, str):
             return self._folder.box(group, offsets, sizes)
         if self._last is None or self._last[0] != id(group):
             sources = {source: self._folder[source] for source, _ in group.sources}
             self._last = id(group), group.convert(sources, self._model)
-        found = self._last[1][name]
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            found = found.narrow(dim, offset, size)
-        return found
+        return _box(self._last[1][name], offsets, sizes)
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of the sources in the files."""
@@ -165,10 +162,9 @@ class InitializedWeights:
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
-        found = self._tensors[name].float().reshape(self._names.native_shape(name))
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            found = found.narrow(dim, offset, size)
-        return found
+        found = self._tensors[name].float()
+        found = _change_form(found) if _changes_form(self._names, name) else found
+        return _box(found, offsets, sizes)
 
     def order(self, name: str) -> tuple[str, int]:
         """Sort by name."""
@@ -193,7 +189,6 @@ def as_published(
     )
 
     model = _meta_model(hf_config)
-    scalars = names.config.outline.scalars
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # Whether a prefix was removed on loading is not known; none is added.
     kept = [one for one in transforms if not isinstance(one, PrefixChange)]
@@ -217,7 +212,7 @@ def as_published(
     dtypes: dict[str, torch.dtype] = {}
     for group in groups.values():
         meta = {
-            name: torch.empty(() if name in scalars else weights.shapes[name], device="meta")
+            name: _stored_form(names, name, torch.empty(weights.shapes[name], device="meta"))
             for name, _ in group.sources
         }
         own = final[id(group)] = {}
@@ -238,8 +233,7 @@ def as_published(
             if id(group) not in last:
                 sources = weights.read([source for source, _ in group.sources])
                 sources = {
-                    name: value.reshape(()) if name in scalars else value
-                    for name, value in sources.items()
+                    name: _stored_form(names, name, value) for name, value in sources.items()
                 }
                 last.clear()
                 last[id(group)] = {
@@ -250,6 +244,31 @@ def as_published(
         return found
 
     return HFStateDict(shapes, read, dtypes)
+
+
+def _changes_form(names: AutoWeightMap, name: str) -> bool:
+    """Whether files have this tensor in another form: as a scalar, or transposed."""
+    outline = names.config.outline
+    layer, _, leaf = name.rpartition(".")
+    return name in outline.scalars or (leaf == "weight" and layer in outline.transposed)
+
+
+def _change_form(tensor: torch.Tensor) -> torch.Tensor:
+    """The model's form of a tensor in a file: [1] of a scalar, [out, in] of [in, out]."""
+    return tensor.t() if tensor.dim() else tensor.reshape(1)
+
+
+def _stored_form(names: AutoWeightMap, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The form in files of one of the model's tensors."""
+    if not _changes_form(names, name):
+        return tensor
+    return tensor.t() if tensor.dim() == 2 else tensor.reshape(())
+
+
+def _box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def _meta_model(hf_config: Mapping[str, Any]) -> Any:

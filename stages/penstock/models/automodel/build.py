@@ -6,7 +6,6 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import NAME, register
@@ -91,9 +90,3 @@ def computed_buffers(model: Any) -> dict[str, torch.Tensor]:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
     return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
-
-
-def persistent_buffers(model: nn.Module) -> list[str]:
-    """The names of buffers that are part of checkpoints."""
-    saved = model.state_dict(keep_vars=True)
-    return [name for name, _ in model.named_buffers() if name in saved]

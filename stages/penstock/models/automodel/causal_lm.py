@@ -4,7 +4,7 @@ T packed tokens, D model width, V vocabulary; B documents of a padded batch, of 
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ from penstock.models.automodel.build import (
     build_config,
     build_meta,
     computed_buffers,
-    persistent_buffers,
 )
 from penstock.models.automodel.complete_gradients import complete_gradients
+from penstock.models.automodel.normalize import normalize
 from penstock.models.automodel.outline import AutoModelConfig, Head
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.attention import AttentionFn
@@ -69,8 +69,7 @@ class AutoCausalLM(nn.Module):
         self._hf = [model]
         self.config, self.attend = config, attend
         self.buffer_values = computed_buffers(model)
-        _store_buffers_as_params(model, persistent_buffers(model))
-        _make_vectors_of(model, config.outline.scalars)
+        normalize(model)
         for name, module in model.named_children():
             self.add_module(name, module)
         for name, parameter in model.named_parameters(recurse=False):
@@ -214,26 +213,6 @@ class AutoCausalLM(nn.Module):
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and "_hf" in self.__dict__:
             setattr(self._hf[0], name, value)
-
-
-def _store_buffers_as_params(model: nn.Module, names: list[str]) -> None:
-    """Replace persistent buffers by parameters without gradients, so that they are loaded, sharded
-    and saved as these are."""
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        value = module._buffers.pop(leaf)
-        assert value is not None
-        module.register_parameter(leaf, nn.Parameter(value.to("meta"), requires_grad=False))
-
-
-def _make_vectors_of(model: nn.Module, names: Sequence[str]) -> None:
-    """Replace scalar parameters by vectors of one element."""
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        scalar = model.get_parameter(name)
-        vector = nn.Parameter(scalar.detach().reshape(1), requires_grad=scalar.requires_grad)
-        setattr(model.get_submodule(owner), leaf, vector)
 
 
 def accepted(model: nn.Module) -> Callable[[str], bool]:

@@ -3,6 +3,8 @@
 FSDP reduces the gradients of a unit together, so every rank must have the same ones.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import torch

@@ -6,7 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from penstock.models.automodel.build import build_config, build_meta, persistent_buffers
+from penstock.models.automodel.build import build_config, build_meta
+from penstock.models.automodel.normalize import (
+    normalize,
+    persistent_buffers,
+    scalars,
+    transposed_layers,
+)
 from penstock.models.automodel.outline import ModelOutline, Shape
 from penstock.models.automodel.traits import find_traits, with_real_head
 
@@ -28,20 +34,19 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     traits = with_real_head(find_traits(hf_config), hf_config)
     config = build_config(hf_config)
     model = build_meta(config, traits.attention)
-    buffers = persistent_buffers(model)
+    changed = {
+        "buffers": tuple(persistent_buffers(model)),
+        "scalars": tuple(scalars(model)),
+        "transposed": tuple(transposed_layers(model)),
+    }
+    normalize(model)
     params: dict[str, Shape] = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    named = dict(model.named_buffers())
-    params |= {name: tuple(named[name].shape) for name in buffers}
-    scalars = tuple(name for name, shape in params.items() if not shape)
-    # FSDP2 shards rows, so a scalar is a vector of one.
-    params |= dict.fromkeys(scalars, (1,))
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     return ModelOutline(
         architecture=type(model).__name__,
         params=params,
-        buffers=tuple(buffers),
-        scalars=scalars,
+        **changed,
         tied=_tied(model),
         layers=tuple(repeated_layers(model)),
         linear={

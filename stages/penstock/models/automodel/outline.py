@@ -50,6 +50,8 @@ class ModelOutline:
     """Those of them that are persistent buffers: saved, but not trained."""
     scalars: tuple[str, ...]
     """Those that are scalars in files."""
+    transposed: tuple[str, ...]
+    """Linear layers whose weights files store as [in, out]."""
     tied: Mapping[str, str]
     """Other names of parameters, and the name in `params`."""
     layers: tuple[str, ...]
@@ -86,6 +88,7 @@ class ModelOutline:
                 "layers": tuple(found["layers"]),
                 "buffers": tuple(found["buffers"]),
                 "scalars": tuple(found["scalars"]),
+                "transposed": tuple(found["transposed"]),
                 "fp32": tuple(found["fp32"]),
                 "traits": Traits(**traits, head=head and Head(**head)),
             }
