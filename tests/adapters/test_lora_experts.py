@@ -164,6 +164,7 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32():
         ("gpt_oss", ["gate_up_proj"], {f"{layer}.mlp.experts.*" for layer in range(3)}),
         ("qwen2_moe", ["shared_expert_gate"], {f"{i}.mlp" for i in (0, 2)}),
         ("qwen2_moe", ["shared_expert.up_proj"], {f"{i}.mlp.shared_expert" for i in (0, 2)}),
+        ("granitemoe", ["down_proj"], {f"{i}.block_sparse_moe.experts.*" for i in range(3)}),
         ("ernie4_5_moe", ["shared_experts.up_proj"], {f"{i}.mlp.shared_experts" for i in (1, 2)}),
     ],
 )

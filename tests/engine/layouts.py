@@ -169,6 +169,27 @@ GATED = (
 """Shared experts whose output has a gate: one row, of which not every rank has one."""
 
 
+EP_SHARD: dict[str, Any] = {"shard": 2, "expert_parallel_size": 2}
+EP_TP: dict[str, Any] = {"tp": 2, "expert_parallel_size": 2, **SPLIT}
+MORE_EXPERTS = tuple(
+    laid(f"{kind}, {name}", kind=kind, **settings)
+    for kind, layouts in {
+        "dots1": {"ep 2 over shard 2": EP_SHARD, "ep 2 over tp 2": EP_TP},
+        "granitemoe": {
+            "ep 2 over shard 2": {**EP_SHARD, "moe_checkpoint_method": "moe_act"},
+            "ep 2 over tp 2": EP_TP,
+            "ep 2 over shard 2, adapters": {**EP_SHARD, "lora": True},
+            "pp 2": {"pp": 2},
+        },
+        "minimax_m2": {"ep 2 over tp 2": EP_TP, "ring 2": {"ring": 2}},
+        "hunyuan_v1_moe": {"ep 2 over tp 2": EP_TP, "ulysses 2": {"ulysses": 2}},
+        "olmoe": {"ep 2 over shard 2": EP_SHARD, "tp 2": {"tp": 2, "lora": True}},
+    }.items()
+    for name, settings in layouts.items()
+)
+"""What other families have: other routers, stacks of experts, norms and names."""
+
+
 def _sinks(name: str, /, **settings: Any) -> Layout:
     return laid(f"gpt-oss, {name}", kind="sinks", **settings)
 
@@ -393,6 +414,7 @@ LAYOUTS = {
         *EXPERTS,
         *ADAPTED,
         *GATED,
+        *MORE_EXPERTS,
         *SINKS,
         *WITH_LAYER_NORMS,
         *WITH_LEARNED_POSITIONS,

@@ -134,6 +134,16 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ({"model_type": "minimax_m2", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        (
+            {"model_type": "minimax_m2", "output_router_logits": True},
+            "output_router_logits is true",
+        ),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (
+            {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [1, 2, 2]},
+            "moe_topk differs between layers",
+        ),
         ({"model_type": "ernie4_5_moe", "use_bias": True}, "use_bias is true"),
         ({"model_type": "ernie4_5_moe", "moe_norm_min": 0.5}, "moe_norm_min is 0.5"),
         ({"model_type": "qwen4"}, "model_type 'qwen4', which neither .* Did you mean qwen"),

@@ -36,6 +36,7 @@ def test_splitting_and_joining_returns_every_tensor_to_the_bit(family):
 @pytest.mark.parametrize("family", SPARSE)
 def test_exact_tensors_are_those_that_transformers_keeps_in_fp32(family):
     pair = twins(family)
-    kept = pair.theirs._keep_in_fp32_modules_strict or set()
+    # Of MiniMax M2 transformers rounds the bias, of no other family; Hunyuan's router is made fp32.
+    kept = {*(pair.theirs._keep_in_fp32_modules_strict or ()), "e_score_correction_bias", ".wg."}
     for name in pair.weights.hf_shapes():
         assert pair.weights.is_exact(name) == any(part in name for part in kept), name

@@ -185,6 +185,37 @@ SPARSE = {
         "attention_bias": True,
         "num_mtp_layers": 0,
     },
+    "granitemoe": {
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 6.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+    },
+    "minimax_m2": {
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+        "rope_parameters": {**FAST},  # to which transformers adds the share
+    },
+    "hunyuan_v1_moe": {
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "num_experts": 8,
+        "moe_topk": 3,
+        "rope_parameters": FAST,
+    },
+    "olmoe": {
+        "intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "rope_parameters": FAST,
+    },
     "dots1": {
         "head_dim": 16,
         "n_routed_experts": 8,

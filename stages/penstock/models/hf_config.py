@@ -154,10 +154,10 @@ def config_get(hf: HfConfig, name: str, default: Any) -> Any:
     return default if value is None else value
 
 
-def aux_loss_coef(hf: HfConfig) -> float:
+def aux_loss_coef(hf: HfConfig, default: float = 0.001) -> float:
     """The coefficient of the load-balancing loss. As in transformers it is 0 unless
-    `output_router_logits` is true."""
-    return config_get(hf, "router_aux_loss_coef", 0.001) * bool(
+    `output_router_logits` is true. `default` is the family's."""
+    return config_get(hf, "router_aux_loss_coef", default) * bool(
         config_get(hf, "output_router_logits", False)
     )
 

@@ -18,9 +18,12 @@ from penstock.models.families.glm4 import GLM4
 from penstock.models.families.glm4_moe import GLM4_MOE
 from penstock.models.families.gpt_oss import GPT_OSS
 from penstock.models.families.granite import GRANITE
+from penstock.models.families.granitemoe import GRANITEMOE
 from penstock.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+from penstock.models.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from penstock.models.families.jais2 import JAIS2
 from penstock.models.families.llama import LLAMA
+from penstock.models.families.minimax_m2 import MINIMAX_M2
 from penstock.models.families.ministral import MINISTRAL
 from penstock.models.families.ministral3 import MINISTRAL3
 from penstock.models.families.mistral import MISTRAL
@@ -28,6 +31,7 @@ from penstock.models.families.mixtral import MIXTRAL
 from penstock.models.families.nemotron import NEMOTRON
 from penstock.models.families.olmo2 import OLMO2
 from penstock.models.families.olmo3 import OLMO3
+from penstock.models.families.olmoe import OLMOE
 from penstock.models.families.opt import OPT
 from penstock.models.families.phi3 import PHI3
 from penstock.models.families.qwen2 import QWEN2
@@ -56,6 +60,10 @@ FAMILIES = {
         GLM4_MOE,
         DOTS1,
         GPT_OSS,
+        GRANITEMOE,
+        HUNYUAN_V1_MOE,
+        MINIMAX_M2,
+        OLMOE,
         ARCEE,
         JAIS2,
         NEMOTRON,

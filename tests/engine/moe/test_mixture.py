@@ -121,6 +121,8 @@ def test_in_bf16_what_decides_between_experts_is_exported_in_fp32(folder, family
             in_source(opened, names), tmp_path / "ours", dtype=torch.bfloat16, max_shard_size="1GB"
         )
     theirs, ours = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
+    if family == "minimax_m2":  # of which transformers rounds the bias
+        theirs |= {n: t for n, t in stored.items() if n.endswith("e_score_correction_bias")}
     assert {n: t.dtype for n, t in ours.items()} == {n: t.dtype for n, t in theirs.items()}
     assert all(torch.equal(ours[name], theirs[name]) for name in stored)
 

@@ -39,6 +39,12 @@ CASES = {
         experts="hybrid",
         scaling="root",
     ),
+    # Tensors of all experts that the model and the checkpoint call otherwise.
+    "granitemoe": LoraSpec(4, 6.0, ["gate_up_proj", "down_proj"], experts="shared", scaling="root"),
+    "dots1": LoraSpec(4, 6.0, ["mlp.experts.*.gate_proj", "shared_experts.down_proj"]),
+    "minimax_m2": LoraSpec(4, 6.0, ["w2", "layers.1.self_attn.k_proj"], experts="hybrid"),
+    "hunyuan_v1_moe": LoraSpec(4, 6.0, ["gate_proj", "v_proj"]),
+    "olmoe": LoraSpec(4, 6.0, experts="shared"),
     # The experts of one layer of two.
     "ernie4_5_moe": LoraSpec(
         4,

@@ -14,10 +14,19 @@ from penstock.engine.distributed.validate_layout import EXPERTS
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef
 
-BIAS_FAMILIES = ("dots1", "ernie4_5_moe", "glm4_moe")
+BIAS_FAMILIES = ("dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2")
 """Families with a load-balancing bias on expert choice that has no gradient."""
 
-MOE_FAMILIES = (*BIAS_FAMILIES, "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+MOE_FAMILIES = (
+    *BIAS_FAMILIES,
+    "gpt_oss",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 """Families that are always MoE, even if config.json does not give the number of experts."""
 
 ROUTER_SETTINGS = (

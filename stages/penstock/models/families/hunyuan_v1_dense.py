@@ -21,6 +21,11 @@ NAMES = TensorNames(q_norm="query_layernorm", k_norm="key_layernorm")
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Hunyuan's config.json."""
+    return hunyuan_config(hf)
+
+
+def hunyuan_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
+    """The DecoderConfig of a Hunyuan, dense or MoE, with these values."""
     width = config_require(hf, "hidden_size") // config_require(hf, "num_attention_heads")
     head_dim = config_get(hf, "head_dim", width)
     bias = bool(config_get(hf, "attention_bias", False))
@@ -34,6 +39,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
         names=NAMES,
+        **specific,
     )
 
 
