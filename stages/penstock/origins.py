@@ -49,6 +49,9 @@ UNSUPPORTED_KEYS = {
     "lora_bias": "biases of its own",
 }
 """Features of adapters that can be merged but not trained further."""
+DOUBLED = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+"""What PEFT says twice for `gate_up_proj`, which is two matrices of an expert; the file may have
+one pair for each."""
 
 OTHER_TARGET_KEYS = (
     "target_parameters",
@@ -112,7 +115,8 @@ def with_adapter(run: RunConfig) -> RunConfig:
         return run
     peft_config = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
     for key, what in UNSUPPORTED_KEYS.items():
-        if peft_config.get(key):
+        value, single = peft_config.get(key), peft_config.get(DOUBLED.get(key, "")) or 0
+        if value and value != {"gate_up_proj": 2 * single}:
             raise CapabilityError(
                 f"lora.init_adapter_path: {redact(path)} has {what} ({key}), which are not trained "
                 "on.\n"

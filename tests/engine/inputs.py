@@ -249,6 +249,8 @@ def write_rows(folder: Path, num_rows: int) -> None:
 BASES: Mapping[str, dict[str, Any]] = {
     "dense": {"attention_bias": True, "tie_word_embeddings": False},
     "experts": {**MODELS["experts"], "mlp_only_layers": []},
+    "gated experts": MODELS["gated experts"],
+    "granitemoe": MODELS["granitemoe"],
     "sinks": MODELS["sinks"],
 }
 """Models to put adapters on."""

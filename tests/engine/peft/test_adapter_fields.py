@@ -198,6 +198,8 @@ OF_EXPERTS = {
     "shared": ("experts", {"moe_shared_lora": True, "use_rslora": True}),
     "half shared": ("experts", {"moe_hybrid_shared_lora": True}),
     "in one": ("sinks", {"lora_rank": 3}),
+    "in one, otherwise called": ("granitemoe", {"moe_shared_lora": True}),
+    "gated": ("gated experts", {"lora_target_modules": "all-linear"}),
 }
 
 
@@ -213,7 +215,7 @@ def test_an_exported_adapter_of_experts_is_gone_on_with_as_it_is(folder):
         adapter = exported(job, 1) / "adapter"
         of, lora = OF_EXPERTS[name]
         written = {field: lora[field] for field in lora if field.startswith(("lora_t", "moe"))}
-        if of == "sinks":
+        if of in ("sinks", "granitemoe"):
             written["lora_target_modules"] = "all-linear"
         run = run_of(folder, f"second {name}", {**written, "init_adapter_path": str(adapter)}, of)
         second[name] = runs.job_of(run, folder / "packed", adapter=adapter)
