@@ -149,26 +149,6 @@ ADAPTED = (
 """Experts with adapters, which lie where they do, or on all ranks if experts share them."""
 
 
-def _gated(name: str, expert: int, /, **settings: Any) -> Layout:
-    return laid(name, kind="gated experts", expert_parallel_size=expert, **settings)
-
-
-GATED = (
-    _gated(
-        "gated, ep 2 over shard 2, gates recomputed", 2, shard=2, moe_checkpoint_method="moe_act"
-    ),
-    _gated("gated, ep 2 over tp 2, sequence parallel", 2, tp=2, **SPLIT),
-    _gated("gated, ep 2 over tp 2, adapters", 2, tp=2, lora="of all"),
-    _gated("gated, pp 2", 1, pp=2),
-    _gated("gated, balance of rows, ring 2", 1, balance="of rows", ring=2),
-    _gated("gated, ep 2 over replicate 2, ddp", 2, replicate=2, data_parallel_mode="ddp"),
-    _gated("gated, ep 2 over ulysses 2", 2, ulysses=2),
-    _gated("gated, ep 4 over pp 2 x shard 2 x tp 2", 4, pp=2, shard=2, tp=2),
-    _gated("gated, ep 4 over shard 2 x ulysses 2 x tp 2", 4, shard=2, ulysses=2, tp=2, **SPLIT),
-)
-"""Shared experts whose output has a gate: one row, of which not every rank has one."""
-
-
 EP_SHARD: dict[str, Any] = {"shard": 2, "expert_parallel_size": 2}
 EP_TP: dict[str, Any] = {"tp": 2, "expert_parallel_size": 2, **SPLIT}
 MORE_EXPERTS = tuple(
@@ -404,6 +384,15 @@ BALANCED = (
 )
 """Losses of routers, of rows that are cut or several at once, and of steps of several passes."""
 
+OF_GATED_EXPERTS = (
+    *(
+        replace(layout, name=f"gated, {layout.name}", kind="gated experts")
+        for layout in (*EXPERTS, *ADAPTED, *BALANCED)
+    ),
+    laid("gated, adapters of all, ep 2 over tp 2", kind="gated experts", lora="of all", **EP_TP),
+)
+"""A shared expert whose output has a gate: one row, of which not every rank has a part."""
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -413,7 +402,6 @@ LAYOUTS = {
         *TRIPLES,
         *EXPERTS,
         *ADAPTED,
-        *GATED,
         *MORE_EXPERTS,
         *SINKS,
         *WITH_LAYER_NORMS,
@@ -426,5 +414,6 @@ LAYOUTS = {
         *OFFLOADED,
         *DROPPING,
         *BALANCED,
+        *OF_GATED_EXPERTS,
     )
 }

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.engine.inputs import MODELS, write_inputs
 from tests.engine.laid import MAX_NORM, alone
-from tests.engine.layouts import LAYOUTS, OF_GEMMA3
+from tests.engine.layouts import LAYOUTS, OF_GATED_EXPERTS, OF_GEMMA3
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
@@ -23,6 +23,12 @@ CORE = {
     4: ["replicate 2 x shard 2", "pp 2 x tp 2", "shard 2 x ulysses 2", "ring 2 x tp 2"],
 }
 """Every axis at once and each in a pair, in two starts of the ranks."""
+OFTEN_OF_GATED_EXPERTS = {
+    "gated, ep 2 over shard 2",
+    "gated, ep 2 over tp 2, sequence parallel",
+    "gated, adapters of all, ep 2 over tp 2",
+    "gated, balance of rows, pp 2, ZBV",
+}
 OFTEN_OF_GEMMA3 = {
     "gemma 3, tp 2, sequence parallel",
     "gemma 3, tp 2, adapters",
@@ -52,10 +58,7 @@ LARGE = {
     "pp 2 x ring 2 x ulysses 2",
     "ep 4 over pp 2 x shard 2 x tp 2",
     *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
-    "gated, ep 2 over replicate 2, ddp",
-    "gated, ep 2 over ulysses 2",
-    "gated, ep 4 over pp 2 x shard 2 x tp 2",
-    "gated, ep 4 over shard 2 x ulysses 2 x tp 2",
+    *({layout.name for layout in OF_GATED_EXPERTS} - OFTEN_OF_GATED_EXPERTS),
 }
 """Many processes for what others show as well: run with `pytest -m exhaustive`."""
 
