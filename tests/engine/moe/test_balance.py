@@ -20,8 +20,8 @@ from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
+from tests.models.twins import NEEDED, hf_model
 from tests.models.twins import SPARSE as SHAPES
-from tests.models.twins import hf_model
 from tests.ranks import on_ranks
 
 LOAD, RATE = 0.5, 0.25
@@ -181,10 +181,9 @@ def test_what_routers_cannot_do_is_refused_before_anything_starts(tmp_path, fami
 
 def test_the_families_with_experts_and_with_biases_are_those_that_are_listed():
     sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
-    sizes |= {"ffn_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
     found = {
-        name: family.read({**sizes, **SHAPES.get(name, {})}).experts
+        name: family.read({**sizes, **NEEDED.get(name, {}), **SHAPES.get(name, {})}).experts
         for name, family in FAMILIES.items()
     }
     assert {name for name, experts in found.items() if experts} == set(MOE_FAMILIES)
