@@ -20,6 +20,7 @@ from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
+from penstock.models.registry import FAMILIES
 from tests.models.stored import to_hf
 from tests.models.twins import (
     assert_gradients_equal,
@@ -59,9 +60,9 @@ def linear_layers(model):
     return [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
 
 
-def adapted_twins(folder, merge_qkv, spec=SPEC):
+def adapted_twins(folder, merge_qkv, spec=SPEC, family="qwen2"):
     """Both models with the same adapter, which changes what they compute, theirs loaded by PEFT."""
-    pair = twins("qwen2", merge_qkv=merge_qkv)
+    pair = twins(family, merge_qkv=merge_qkv)
     layers = linear_layers(pair.theirs)
     chosen = inject(pair.ours, spec)
     trained = {n: p for n, p in pair.ours.named_parameters() if p.requires_grad}
@@ -118,8 +119,20 @@ def pairs_of(state):
     [*((form, True) for form in FORMS), ("some", False), ("dora", False), ("biases", False)],
 )
 def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, form):
-    spec = FORMS[form]
-    pair, theirs, trained = adapted_twins(tmp_path, merge_qkv, spec)
+    check_against_peft(*adapted_twins(tmp_path, merge_qkv, FORMS[form]))
+
+
+@pytest.mark.parametrize("normed", ["plain", "dora"])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "olmo3", "gemma3_text", "granite"])
+def test_default_targets_of_other_families_are_layers_that_peft_adapts(tmp_path, family, normed):
+    spec = LoraSpec(4, 6.0, FAMILIES[family].lora_targets, 11, normed=normed)
+    pair, theirs, trained = adapted_twins(tmp_path, merge_qkv=True, spec=spec, family=family)
+    chosen = {factor.hf_module for name in trained if (factor := parse_lora_name(name))}
+    assert chosen == {n for n in linear_layers(twins(family).theirs) if n != "lm_head"}
+    check_against_peft(pair, theirs, trained)
+
+
+def check_against_peft(pair, theirs, trained):
     ids, labels = documents()
     with torch.no_grad():
         packed = packed_logits(pair.ours, ids).split([len(document) for document in ids])
@@ -200,7 +213,7 @@ def test_training_starts_at_the_base_model(merge_qkv):
 
 
 @BOTH
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "glm4"])
 def test_all_linear_means_the_layers_that_peft_means_by_it(family, merge_qkv):
     pair = twins(family, merge_qkv=merge_qkv)
     theirs = peft.get_peft_model(pair.theirs, peft.LoraConfig(r=2, target_modules="all-linear"))
@@ -209,7 +222,7 @@ def test_all_linear_means_the_layers_that_peft_means_by_it(family, merge_qkv):
         for name, module in theirs.named_modules()
         if isinstance(module, peft.tuners.lora.Linear)
     }
-    assert len(wanted) > 7
+    assert len(wanted) >= 4 * 3
     assert set(inject(pair.ours, LoraSpec(2, 2.0, ["all-linear"]))) == wanted
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,8 +17,10 @@ from penstock.models.registry import FAMILIES
 from penstock.models.tp_roles import DECODER_SHARD_UNITS, ParallelStyle, find_parallel_style
 from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.stored import from_hf
-from tests.models.twins import NEEDED, SIZES, documents, packed_logits, packed_loss
+from tests.models.twins import FAMILIES as DENSE
+from tests.models.twins import NEEDED, SIZES, SPARSE, documents, packed_logits, packed_loss
 
+SHAPES = DENSE | SPARSE
 CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
 
 
@@ -100,7 +103,18 @@ def test_a_start_depends_on_seed_and_name_alone():
     assert not torch.equal(first, initialize(other, shapes[other], 7, config))
     assert not torch.equal(first, initialize(name, shapes[name], 8, config))
     assert abs(first.std().item() / config.initializer_range - 1) < 0.05
-    assert initialize("model.norm.weight", [48], 7, config).eq(1).all()
+
+
+# Nemotron's start there with the factor 2.
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "nemotron"])
+def test_norms_start_as_in_transformers(model_type):
+    theirs = transformers.AutoConfig.for_model(model_type, **{**SIZES, **SHAPES[model_type]})
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    config = FAMILIES[model_type].read(theirs.to_dict())
+    norms = {n: w for n, w in model.state_dict().items() if n.endswith("norm.weight")}
+    assert len(norms) >= 7
+    for name, tensor in norms.items():
+        assert initialize(name, tensor.shape, 7, config).equal(tensor), name
 
 
 def test_tied_weights_stay_one_through_every_move():

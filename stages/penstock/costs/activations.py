@@ -10,6 +10,9 @@ from penstock.costs.sharded_model import ShardedModel
 from penstock.models.decoder_config import ExpertsConfig
 
 FP32 = 4
+QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
+"""Layers that read one input, by the names that checkpoints have for them."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +44,20 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     split = tensor if sharded.run.train.sequence_parallel else 1
     stream_row = config.hidden_size * width
     saved_inputs = _SavedInputs(sharded, number)
-    # Inputs of the two norms, with one fp32 statistic per row; and their outputs if a trainable
-    # linear layer reads them.
+    # Inputs of norms, with one fp32 statistic per row; and those of attention and network, normed
+    # or not, if a trainable linear layer reads them.
     normed = tokens * stream_row
-    stream = 2 * (tokens / split) * (stream_row + FP32)
-    attention = normed * saved_inputs.num_copies("q_proj", "k_proj", "v_proj") + _attention(
-        sharded, saved_inputs
-    )
+    norms = 2 * (config.input_norms + config.output_norms)
+    stream = norms * (tokens / split) * (stream_row + FP32)
+    attention = normed * saved_inputs.num_copies(*QKV) + _attention(sharded, saved_inputs)
     experts = config.layer_experts(number)
     if experts:
         network = _experts(sharded, experts, saved_inputs)
         gradients = _expert_gradients(sharded, experts)
     else:
         features = config.intermediate_size / tensor
-        network = normed * saved_inputs.num_copies("gate_proj", "up_proj") + _network(
-            sharded, saved_inputs, features
-        )
+        network = normed * saved_inputs.num_copies(*GATE_UP)
+        network += _network(sharded, saved_inputs, features)
         gradients = tokens * width * (2 * features + 2 * config.hidden_size)
     return Layer(stream, attention, network, gradients, tokens / split * stream_row)
 
@@ -96,20 +97,20 @@ def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs) -> float:
     projected = row * width * (heads + 2 * keys)
     if config.qk_norm:
         kept += projected + tokens * FP32 * (heads + keys)
-    if sharded.kind == "cuda" and sharded.run.model.merge_qkv:
+    if sharded.kind == "cuda" and (sharded.run.model.merge_qkv or config.fused_qkv):
         # v is a view of the fused qkv output, so saving v keeps all of that output.
         kept += (0 if config.qk_norm else projected) - row * width * keys
     if sharded.kind == "cpu" and within != width:
         # o_proj reads (and saves) a cast copy of the attention output.
         kept += row * width * heads * saved_inputs.num_copies("o_proj")
-    return kept + saved_inputs.lora_a_bytes("q_proj", "k_proj", "v_proj", "o_proj")
+    return kept + saved_inputs.lora_a_bytes(*QKV, "o_proj")
 
 
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:
     """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains."""
     per_feature = (3 if sharded.kind == "cpu" else 2) + saved_inputs.num_copies("down_proj")
     kept = sharded.tokens * features * sharded.compute_bytes * per_feature
-    return kept + saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj")
+    return kept + saved_inputs.lora_a_bytes(*GATE_UP, "down_proj")
 
 
 def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:

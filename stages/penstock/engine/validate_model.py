@@ -11,7 +11,7 @@ from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import language_config
-from penstock.models.registry import get_family
+from penstock.models.registry import FAMILIES
 
 
 def uses_context_parallel(train: TrainConfig) -> bool:
@@ -24,7 +24,7 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
     The RoPE type in this config.json may depend on the document length.
     """
-    kind = get_family(hf).read(hf).length_dependent_rope
+    kind = _length_dependent_rope(hf)
     if kind is None or not uses_context_parallel(train):
         return
     names = [
@@ -45,7 +45,7 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
 
     The RoPE type is that in this config.json.
     """
-    kind = get_family(hf).read(hf).length_dependent_rope
+    kind = _length_dependent_rope(hf)
     if kind is not None and data.shares_prompts:
         raise CapabilityError(
             "data.share_prompts lays both answers to a prompt into one document, and the model's "
@@ -88,7 +88,7 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
 
 def require_fused_projections(run: RunConfig, hf: HfConfig) -> None:
     """Raise CapabilityError if a layer of the checkpoint would be split."""
-    if not run.model.merge_qkv and get_family(hf).read(hf).fused_qkv:
+    if not run.model.merge_qkv and FAMILIES[hf["model_type"]].read(hf).fused_qkv:
         raise CapabilityError(
             f"model.merge_qkv is false, and q, k and v of a {hf.get('model_type')} are one layer "
             "in its checkpoints.\n  Leave merge_qkv out."
@@ -103,3 +103,10 @@ def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
             "experts, within which nothing is dropped.\n"
             "  Write train.dropout.hidden instead: it drops from what experts make of a token too."
         )
+
+
+def _length_dependent_rope(hf: HfConfig) -> str | None:
+    """The RoPE type of a native model whose angles depend on document lengths, if it has one."""
+    hf = language_config(hf)
+    family = FAMILIES.get(hf.get("model_type", ""))
+    return family.read(hf).length_dependent_rope if family else None

@@ -33,6 +33,9 @@ MIXED_ATOL = 0.2
 NEW = 24
 PROMPTS = ([5, 6, 7, 8, 9], [301], list(range(40, 77)), [3, 1, 4, 1, 5, 9, 2, 6])
 LONG = {"num_hidden_layers": 3}
+# Scaled embeddings that are the head too would write one token again and again.
+APART = {"tie_word_embeddings": False}
+TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
     "model": {},
     "llama": {
@@ -52,6 +55,12 @@ FAMILIES = {
     "gated experts": MODELS["gated experts"],
     "sinks": {**MODELS["sinks"], "sliding_window": 11},
     "learned positions": MODELS["learned positions"],
+    "soft caps": {**MODELS["soft caps"], "sliding_window": 11, **APART},
+    "gemma 3": {**MODELS["gemma 3"], "sliding_window": 11, **TWO_LAYERS, **APART},
+    "output norms": {**MODELS["output norms"], "sliding_window": 11, **TWO_LAYERS},
+    "scales": {**MODELS["scales"], **APART},
+    "query scales": MODELS["query scales"],
+    "fused layers": MODELS["fused layers"],
     "dynamic": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -28,6 +28,13 @@ LAYOUTS = {
     },
     "sinks, adapters": {"kind": "sinks", "data_parallel_mode": "none", "lora": True},
     "few bits, adapters": {"kind": "experts", "shard": 2, "lora": "over few bits"},
+    "gemma 3": {"kind": "gemma 3", "data_parallel_mode": "none"},
+    "output norms, tp 2": {"kind": "output norms", "tp": 2},
+    "fused layers, adapters": {
+        "kind": "fused layers",
+        "data_parallel_mode": "none",
+        "lora": True,
+    },
 }
 PROGRAMS = {
     "one process": 3,
@@ -35,6 +42,9 @@ PROGRAMS = {
     "experts of two": 9,
     "sinks, adapters": 6,
     "few bits, adapters": 9,
+    "gemma 3": 4,
+    "output norms, tp 2": 6,
+    "fused layers, adapters": 5,
 }
 """For twelve rows of documents of 1 to 97 tokens. Below the first adapter no gradient is wanted,
 which is another program; so is a layer of another kind, and what only begins where tokens travel.

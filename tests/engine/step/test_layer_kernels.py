@@ -10,7 +10,11 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.config import read_hf_config
-from penstock.engine.validate_model import require_prompts_apart, require_whole_documents
+from penstock.engine.validate_model import (
+    require_fused_projections,
+    require_prompts_apart,
+    require_whole_documents,
+)
 from penstock.models.layers.block import Block
 from penstock.plan import check_machine
 from penstock_kernels.op import Op
@@ -130,6 +134,15 @@ def test_documents_that_turn_by_their_length_are_not_shared_out(folder, name):
     changed = {"model": run.model.model_copy(update={"foundation": {"rope_parameters": rope}})}
     with pytest.raises(CapabilityError, match=f"train.{name} share"):
         check_machine(run.model_copy(update=changed))
+
+
+def test_projections_that_a_checkpoint_has_as_one_layer_are_not_split(folder):
+    split = job(folder, "split", model={"merge_qkv": False}).config
+    phi3 = {**runs.TINY, "model_type": "phi3"}
+    require_fused_projections(split, runs.TINY)
+    require_fused_projections(job(folder, "merged").config, phi3)
+    with pytest.raises(CapabilityError, match=r"merge_qkv is false, and q, k and v of a phi3"):
+        require_fused_projections(split, phi3)
 
 
 def test_prompts_are_not_shared_where_documents_turn_by_their_length(folder):
