@@ -21,7 +21,7 @@ BASES: dict[str, dict[str, Any]] = {
     for name in FAMILIES
 }
 
-for name in ("ministral", "olmo3", "gemma2", "gemma3_text"):
+for name in ("ministral", "olmo3", "gemma2", "gemma3_text", "exaone4", "vaultgemma"):
     BASES[name] |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 OTHER: dict[str, Any] = {

@@ -130,6 +130,20 @@ FAMILIES |= {
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {**WINDOWS, "head_dim": 16, "rope_parameters": BY_KIND},
+    "exaone4": {**WINDOWS, "head_dim": 16},
+    "hyperclovax": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.3,
+    },
+    "vaultgemma": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "hunyuan_v1_dense": {
         "head_dim": 16,
         "rope_parameters": {
@@ -266,13 +280,16 @@ class Twins:
     weights: WeightMap
 
 
+CAPPED = ("gpt_oss", "gemma2", "vaultgemma")
+
+
 def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel:
     model_type = family.partition("-")[0]
     config = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, **(FAMILIES | SPARSE)[family], **more}, tie_word_embeddings=tied
     )
     # Of sinks and soft caps transformers' sdpa knows nothing.
-    attention = "eager" if model_type in ("gpt_oss", "gemma2") else "sdpa"
+    attention = "eager" if model_type in CAPPED else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -281,7 +298,7 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
         for parameter in (p for p in model.parameters() if p.requires_grad):
             # Not the usual start: biases and norms must differ from 0 and 1 to be told apart.
-            centre = 1.0 if parameter.ndim == 1 and not model_type.startswith("gemma") else 0.0
+            centre = 1.0 if parameter.ndim == 1 and "gemma" not in model_type else 0.0
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + 0.15 * noise)
     return model.eval()

@@ -28,7 +28,7 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     with torch.device("cpu"):
         if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
-        if module.endswith("norm"):
+        if "norm" in module:
             is_of_stream = module.endswith("layernorm") or module == "norm"
             is_plus_one = config.norm == "rms_1p" or (config.norm == "layer_1p" and is_of_stream)
             return torch.full(shape, 0.0 if is_plus_one else 1.0, dtype=torch.float32)

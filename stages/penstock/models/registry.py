@@ -10,6 +10,7 @@ from penstock.models.families.arcee import ARCEE
 from penstock.models.families.dots1 import DOTS1
 from penstock.models.families.ernie4_5 import ERNIE4_5
 from penstock.models.families.ernie4_5_moe import ERNIE4_5_MOE
+from penstock.models.families.exaone4 import EXAONE4
 from penstock.models.families.gemma import GEMMA
 from penstock.models.families.gemma2 import GEMMA2
 from penstock.models.families.gemma3 import GEMMA3
@@ -21,6 +22,7 @@ from penstock.models.families.granite import GRANITE
 from penstock.models.families.granitemoe import GRANITEMOE
 from penstock.models.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from penstock.models.families.hunyuan_v1_moe import HUNYUAN_V1_MOE
+from penstock.models.families.hyperclovax import HYPERCLOVAX
 from penstock.models.families.jais2 import JAIS2
 from penstock.models.families.llama import LLAMA
 from penstock.models.families.minimax_m2 import MINIMAX_M2
@@ -41,6 +43,7 @@ from penstock.models.families.qwen3_moe import QWEN3_MOE
 from penstock.models.families.seed_oss import SEED_OSS
 from penstock.models.families.smollm3 import SMOLLM3
 from penstock.models.families.stablelm import STABLELM
+from penstock.models.families.vaultgemma import VAULTGEMMA
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import MULTIMODAL, language_config
@@ -84,6 +87,9 @@ FAMILIES = {
         GEMMA2,
         GEMMA3,
         HUNYUAN_V1_DENSE,
+        EXAONE4,
+        HYPERCLOVAX,
+        VAULTGEMMA,
     )
 }
 

@@ -15,11 +15,16 @@ NAMES = TensorNames(
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Gemma 2's config.json."""
+    return gemma2_config(hf, output_norms=True)
+
+
+def gemma2_config(hf: HfConfig, *, output_norms: bool) -> DecoderConfig:
+    """The DecoderConfig of a Gemma 2, with or without norms of outputs."""
     num_layers = config_require(hf, "num_hidden_layers")
     return gemma_config(
         hf,
         hidden_act="hidden_activation",
-        output_norms=True,
+        output_norms=output_norms,
         attention_scale=config_get(hf, "query_pre_attn_scalar", 256) ** -0.5,
         attention_soft_cap=hf.get("attn_logit_softcapping", 50.0),
         logit_soft_cap=hf.get("final_logit_softcapping", 30.0),
