@@ -45,6 +45,26 @@ CASES: Mapping[str, Case] = {
         "hf": EXPERTS,
         "expert_parallel_size": 2,
     },
+    "norms around layers, in full precision": {
+        "lengths": LONG,
+        "hf": {
+            "model_type": "gemma3_text",
+            "sliding_window": 256,
+            "pad_token_id": None,
+            "rope_parameters": {"full_attention": {"rope_theta": 1e6}},
+        },
+        "enable_mixed_precision": False,
+    },
+    "fused layers, in full precision": {
+        "lengths": LONG,
+        "hf": {"model_type": "phi3", "pad_token_id": None},
+        "enable_mixed_precision": False,
+    },
+    "norms of outputs, in full precision": {
+        "lengths": LONG,
+        "hf": {"model_type": "olmo2", "pad_token_id": None},
+        "enable_mixed_precision": False,
+    },
     "sharded": {"world": 2, "lengths": [512, 512]},
     "split matrices": {"world": 2, "lengths": [512, 512], "tensor_parallel_size": 2},
 }

@@ -33,6 +33,9 @@ MODELS = {
     "dense": ("qwen3", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gated experts": ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "split norms": ("olmo3", {"pad_token_id": None}),
+    "fused layers": ("phi3", {"pad_token_id": None}),
+    "norms around layers": ("gemma3_text", {}),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
