@@ -164,6 +164,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "fused layers": {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
+        "intermediate_size": 64,
         "tie_word_embeddings": False,
         "num_key_value_heads": 2,
         "pad_token_id": None,

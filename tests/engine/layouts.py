@@ -235,6 +235,8 @@ DESCRIBED = (
     _of("fused layers", "tp 4, two key heads", tp=4),
     _of("fused layers", "tp 2, adapters", tp=2, lora=True),
     _of("fused layers", "normed adapters, tp 2", tp=2, lora="normed"),
+    _of("fused layers", "merged adapters, tp 2", tp=2, lora="merged"),
+    _of("fused layers", "over nf4, shard 2 x tp 2", shard=2, tp=2, lora="over nf4", **SPLIT),
     _of("fused layers", "pp 2 x shard 2", pp=2, shard=2),
     _of("soft caps", "shard 2", shard=2),
     _of("soft caps", "tp 2, sequence parallel", tp=2, **SPLIT),
