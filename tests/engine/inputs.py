@@ -198,7 +198,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "embedding_multiplier": 6.0,
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
-        "logits_scaling": 3.0,
+        "logits_scaling": 0.3,
     },
     # Queries are scaled by their position, and some layers turn nothing.
     "query scales": {
