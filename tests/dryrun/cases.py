@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dryrun.summary import DryRun, RankSummary
-from tests.dryrun.layouts import MOE, Case, dry_runs
+from tests.dryrun.layouts import GEMMA3, MOE, OLMO2, PHI3, Case, dry_runs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
 
@@ -55,6 +55,9 @@ CASES: Mapping[str, Case] = {
     "hsdp": Case(train={"data_parallel_replicate_size": 2}),
     "tp": Case(train={"tensor_parallel_size": 2}),
     "tp, sequence parallel": Case(train={"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "gemma 3, no recomputation": Case(model=GEMMA3, train={"enable_gradient_checkpointing": False}),
+    "olmo 2, tp": Case(model=OLMO2, train={"tensor_parallel_size": 2}),
+    "phi 3, tp": Case(model=PHI3, train={"tensor_parallel_size": 2}),
     "tp, gathered logits": Case(train={"tensor_parallel_size": 2, "tp_vocab_parallel_loss": False}),
     "ring": Case(train={"ringattn_parallel_size": 2}),
     "ulysses": Case(train={"ulysses_parallel_size": 2}),

@@ -38,6 +38,20 @@ MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+GEMMA3: dict[str, Any] = {
+    **DENSE,
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 1024,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"full_attention": {"rope_theta": 1e6}},
+}
+OLMO2: dict[str, Any] = {
+    **DENSE,
+    "model_type": "olmo2",
+    "architectures": ["Olmo2ForCausalLM"],
+}
+PHI3: dict[str, Any] = {**DENSE, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 
 DEVICE = "H100"
 ROW = 8192
