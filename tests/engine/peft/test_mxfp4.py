@@ -184,6 +184,7 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
             assert np.array_equal(values[f"{name}.codes"], codes.reshape(rows, -1).numpy())
             assert np.array_equal(values[f"{name}.scales"], scales.flatten(0, 1).numpy())
             assert name not in values
+    exported = {}
     for name in ("weights", "adapters", "codes"):
         saved = tmp_path / name / "checkpoints/global_step_3"
         out = tmp_path / name / "exported"
@@ -194,11 +195,9 @@ def test_weights_and_adapters_learn_from_published_experts_and_are_exported_in_b
         merged = load_file(out / "hf/model.safetensors")
         assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
         assert merged.keys() == stored.keys() | floats.keys()
-        if name == "adapters":
-            of_floats = merged
-        elif name == "codes":
-            for tensor, value in of_floats.items():
-                torch.testing.assert_close(merged[tensor], value, rtol=2**-7, atol=1e-6)
+        exported[name] = merged
+    for name, value in exported["adapters"].items():
+        torch.testing.assert_close(exported["codes"][name], value, rtol=2**-7, atol=1e-6)
     # peft's adapter on transformers' own reading of the published folder is what was merged.
     named = read_json(tmp_path / "adapters/exported/adapter/adapter_config.json")
     assert named["base_model_name_or_path"] == str(tmp_path / "published")
