@@ -68,12 +68,6 @@ def test_the_language_model_of_a_multimodal_one_has_its_numbers_and_defaults(mod
         assert get_family(flat).read(flat) == config
 
 
-def test_the_text_config_of_a_gemma_3_may_leave_out_its_sizes():
-    written = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}
-    full = transformers.AutoConfig.for_model(**written).to_dict()
-    assert get_family(written).read(written) == get_family(full).read(full)
-
-
 EVERY_LAYER, WINDOW = (4, 4, 4), {"sliding_window": 4}
 USED = {"use_sliding_window": True, **WINDOW}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]

@@ -35,7 +35,6 @@ class Multimodal:
 
 
 MULTIMODAL: Mapping[str, Multimodal] = {
-    "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
@@ -59,18 +58,6 @@ class TextType:
 
 
 TEXT_TYPES: Mapping[str, TextType] = {
-    # Published files leave out what is as in transformers.
-    "gemma3_text": TextType(
-        "gemma3_text",
-        {
-            "vocab_size": 262_208,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "max_position_embeddings": 131_072,
-        },
-    ),
     # Their rotary positions in three axes are those of the text model where there are no images.
     "qwen2_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
     "qwen2_5_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),

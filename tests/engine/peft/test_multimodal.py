@@ -73,27 +73,6 @@ CONFIGS = {
         "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
         "tie_word_embeddings": False,
     },
-    "gemma3": {
-        "text_config": {
-            **TEXT,
-            "head_dim": 8,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "vision_config": {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 32,
-            "patch_size": 8,
-        },
-        "mm_tokens_per_image": 4,
-        "image_token_index": 5,
-        "boi_token_index": 6,
-        "eoi_token_index": 7,
-    },
     "llava": {
         "text_config": {**TEXT, "model_type": "llama"},
         "vision_config": CLIP,
