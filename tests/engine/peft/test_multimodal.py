@@ -21,76 +21,19 @@ from penstock.origins import resolve_model_source, with_adapter
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, loop_of, parameters_of, save, step
+from tests.models.multimodal import multimodal_model
 from tests.models.twins import documents, packed_logits, their_logits
 from tests.ranks import on_ranks
 
-TEXT = {
-    "vocab_size": runs.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.05,
-    "pad_token_id": None,
-}
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
-CLIP = {
-    "model_type": "clip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "projection_dim": 8,
-}
-CONFIGS = {
-    "qwen3_vl": {
-        "text_config": {
-            **TEXT,
-            "head_dim": 8,
-            "rope_parameters": {**MROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {
-            **QWEN_VISION,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
-        "tie_word_embeddings": True,
-    },
-    "qwen2_5_vl": {
-        "text_config": {**TEXT, "rope_parameters": MROPE},
-        "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
-        "tie_word_embeddings": False,
-    },
-    "llava": {
-        "text_config": {**TEXT, "model_type": "llama"},
-        "vision_config": CLIP,
-        "image_token_index": 5,
-    },
-}
+MODELS = ("qwen3_vl", "qwen2_5_vl", "llava")
+"""Three ways to name the backbone in files: `model.language_model`, `model` and
+`language_model.model`."""
 
 
 def write_multimodal(folder, model_type):
     """A checkpoint that transformers wrote, in several files, with a processor and a tokenizer; its
     other parts are in other dtypes than the language model."""
-    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder, max_shard_size="50KB")
+    multimodal_model(model_type).save_pretrained(folder, max_shard_size="50KB")
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         others = {name: t.bfloat16() for name, t in tensors.items() if not is_language(name)}
@@ -142,7 +85,7 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
     runs.write_rows(tmp_path / "packed", 4)
     made, jobs = {}, {}
     lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "gate_proj"]}
-    for model_type in CONFIGS:
+    for model_type in MODELS:
         model = tmp_path / model_type
         write_multimodal(model, model_type)
         # All weights of one, adapters of each.

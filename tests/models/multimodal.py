@@ -1,0 +1,104 @@
+"""Tiny multimodal models of transformers, of every type whose language model is trained."""
+
+import torch
+import transformers
+
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.05,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+LLAVA = {
+    "text_config": {**TEXT, "model_type": "llama"},
+    "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 8},
+    "image_token_index": 5,
+}
+CONFIGS = {
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {
+            **VISION,
+            "model_type": "internvl_vision",
+            "image_size": [32, 32],
+            "patch_size": [8, 8],
+        },
+        "tie_word_embeddings": False,
+    },
+    "llava": LLAVA,
+    "llava_next": {**LLAVA, "image_grid_pinpoints": [[32, 32]]},
+    "llava_onevision": {
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        "image_grid_pinpoints": [[32, 32]],
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "llama", "head_dim": 8},
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+    "qwen2_vl": {
+        "text_config": {**TEXT, "rope_parameters": MROPE},
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+        },
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": MROPE},
+        "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
+        "tie_word_embeddings": False,
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "rope_parameters": {**MROPE, "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **QWEN_VISION,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def multimodal_model(model_type):
+    """A model with random weights, of which no tensor is ones or zeros."""
+    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
