@@ -39,6 +39,16 @@ LLAVA = {
     "image_token_index": 5,
 }
 CONFIGS = {
+    "gemma3": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+    },
     "internvl": {
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {
@@ -57,7 +67,7 @@ CONFIGS = {
         "image_grid_pinpoints": [[32, 32]],
     },
     "mistral3": {
-        "text_config": {**TEXT, "model_type": "llama", "head_dim": 8},
+        "text_config": {**TEXT, "model_type": "mistral", "head_dim": 8, "sliding_window": None},
         "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
         "tie_word_embeddings": False,
     },

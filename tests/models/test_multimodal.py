@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import ModelDims
@@ -9,6 +10,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.foundation import apply_overrides, check_foundation
 from penstock.models.multimodal import (
     MULTIMODAL,
+    TEXT_TYPES,
     is_language,
     module_name,
     stored_backbone,
@@ -58,3 +60,16 @@ def test_overrides_of_the_language_model_are_those_of_its_own_table():
     for wrong in ({"num_hidden_layers": 1}, {"text_config": {"num_layers": 1}}):
         with pytest.raises(ConfigError, match=r"has no effect: models of the type qwen3_vl"):
             check_foundation(hf_config, wrong)
+
+
+@pytest.mark.parametrize("text_type", TEXT_TYPES)
+def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(text_type):
+    model_type = text_type.removesuffix("_text")
+    model_type = model_type if model_type in MULTIMODAL else "llava"
+    full = transformers.AutoConfig.for_model(text_type).to_dict()
+    configs = [
+        {"model_type": model_type, "text_config": text, "tie_word_embeddings": False}
+        for text in ({"model_type": text_type}, full)
+    ]
+    bare, complete = (get_family(config, "native").read(config) for config in configs)
+    assert bare == complete

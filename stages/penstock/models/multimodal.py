@@ -35,6 +35,7 @@ class Multimodal:
 
 
 MULTIMODAL: Mapping[str, Multimodal] = {
+    "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
@@ -49,19 +50,48 @@ MULTIMODAL: Mapping[str, Multimodal] = {
 
 @dataclass(frozen=True)
 class TextType:
-    """A model type of `text_config` that computes what a text model computes, on text."""
+    """A model type of `text_config`."""
 
     model_type: str
-    """The text model's."""
+    """The text model that computes the same on text."""
     defaults: Mapping[str, Any]
-    """Values of fields that config.json lacks, where they differ from the text model's."""
+    """Values of fields that `text_config` lacks: files may leave out what is transformers' default
+    for this type."""
 
+
+def _sizes(
+    vocab_size: int, hidden_size: int, intermediate_size: int, layers: int, heads: int, length: int
+) -> dict[str, int]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": length,
+    }
+
+
+_QWEN = {**_sizes(151936, 4096, 22016, 32, 32, 32768), "num_key_value_heads": 32}
+_QWEN_VL = {
+    **_sizes(152064, 8192, 29568, 80, 64, 32768),
+    "num_key_value_heads": 8,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-5,
+}
 
 TEXT_TYPES: Mapping[str, TextType] = {
-    # Their rotary positions in three axes are those of the text model where there are no images.
-    "qwen2_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
-    "qwen2_5_vl_text": TextType("qwen2", {"rope_theta": 1e6, "rms_norm_eps": 1e-5}),
-    "qwen3_vl_text": TextType("qwen3", {"rope_theta": 5e5}),
+    "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+    "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+    "mistral": TextType("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
+    "qwen2": TextType("qwen2", _QWEN),
+    "qwen3": TextType("qwen3", _QWEN),
+    # Rotary positions in three axes are those of the text model where there are no images.
+    "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen3_vl_text": TextType(
+        "qwen3", {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
 }
 
 

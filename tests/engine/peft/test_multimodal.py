@@ -25,8 +25,8 @@ from tests.models.multimodal import multimodal_model
 from tests.models.twins import documents, packed_logits, their_logits
 from tests.ranks import on_ranks
 
-MODELS = ("qwen3_vl", "qwen2_5_vl", "llava")
-"""Three ways to name the backbone in files: `model.language_model`, `model` and
+MODELS = ("qwen3_vl", "gemma3", "qwen2_5_vl", "llava")
+"""The ways to name the backbone in files: `model.language_model`, `model` and
 `language_model.model`."""
 
 
@@ -88,10 +88,10 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
     for model_type in MODELS:
         model = tmp_path / model_type
         write_multimodal(model, model_type)
-        # All weights of one, adapters of each.
-        kinds = (
-            {"weights": {}, "adapters": lora} if model_type == "qwen3_vl" else {"adapters": lora}
-        )
+        # All weights of two, adapters of each.
+        kinds = {"weights": {}, "adapters": lora}
+        if model_type not in MODELS[:2]:
+            del kinds["weights"]
         for kind, adapters in kinds.items():
             name = f"{model_type} {kind}"
             run = runs.run_config(
