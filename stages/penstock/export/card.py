@@ -78,9 +78,9 @@ def write_cards(
             continue
         folder = out / facts["folders"][name]
         if name == "hf":
-            use = model_snippet(prompting)
+            use = model_snippet(prompting, facts["model_type"])
         else:
-            use = adapter_snippet(prompting, _locate_tokenizer(export))
+            use = adapter_snippet(prompting, facts["model_type"], _locate_tokenizer(export))
         save_card(folder, _front_matter(export, name), _body(export, name, use))
         if export.base and export.base.folder:
             copy_license_files(export.base.folder, folder)

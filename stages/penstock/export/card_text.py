@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.core.remote.urls import redact_text
+from penstock.models.multimodal import MULTIMODAL
 
 MAX_LAYER_NAMES = 16
 """Maximum number of layer names in one sentence."""
@@ -24,17 +25,26 @@ answer = output[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(answer, skip_special_tokens=True))"""
 
 _MODEL = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto_class}, AutoTokenizer
 
 name = "."  # this folder, or the repository that holds it
 tokenizer = AutoTokenizer.from_pretrained(name)
-model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")"""
+model = {auto_class}.from_pretrained(name, dtype="auto")"""
 _ADAPTER = """\
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
 name = "."  # this folder, or the repository that holds it
 model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained({tokenizer})"""
+_MULTIMODAL_ADAPTER = """\
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+name = "."  # this folder, or the repository that holds it
+base = PeftConfig.from_pretrained(name).base_model_name_or_path
+base_model = AutoModelForImageTextToText.from_pretrained(base, dtype="auto")
+model = PeftModel.from_pretrained(base_model, name)
 tokenizer = AutoTokenizer.from_pretrained({tokenizer})"""
 _BASE_MODEL_OF_ADAPTER = 'model.peft_config["default"].base_model_name_or_path'
 
@@ -95,17 +105,19 @@ def _adapter_type(config: Mapping[str, Any]) -> str:
     return f"rank-stabilized {kind}" if config.get("use_rslora") else kind
 
 
-def model_snippet(prompting: Prompting) -> str:
+def model_snippet(prompting: Prompting, model_type: str) -> str:
     """Snippet that loads the folder with transformers."""
-    return _snippet(_MODEL, prompting)
+    what = "ImageTextToText" if model_type in MULTIMODAL else "CausalLM"
+    return _snippet(_MODEL.format(auto_class=f"AutoModelFor{what}"), prompting)
 
 
 def adapter_snippet(
-    prompting: Prompting, tokenizer: Literal["here", "of the base", "in hf"]
+    prompting: Prompting, model_type: str, tokenizer: Literal["here", "of the base", "in hf"]
 ) -> str:
     """Snippet that loads the folder with peft; `tokenizer` says which folder has the tokenizer."""
     places = {"here": "name", "of the base": _BASE_MODEL_OF_ADAPTER, "in hf": '"../hf"'}
-    return _snippet(_ADAPTER.format(tokenizer=places[tokenizer]), prompting)
+    loading = _MULTIMODAL_ADAPTER if model_type in MULTIMODAL else _ADAPTER
+    return _snippet(loading.format(tokenizer=places[tokenizer]), prompting)
 
 
 def _snippet(loading: str, prompting: Prompting) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.core.files import read_json
 from penstock.export.base_model import BaseModel, read_model_folder
 from penstock.export.card import describe_base, describe_license, front_matter, heading, save_card
 from penstock.export.card_text import code, count, describe_adapter, model_snippet, pairs, section
@@ -20,10 +21,12 @@ def write_merged_card(
     are copied; if names collide, the base model's is used.
     """
     start, adapter_model = read_model_folder(base), read_model_folder(adapter)
+    prompting = "chat" if has_chat_template(out) else "text"
+    model_type = read_json(out / "config.json").get("model_type")
     body = [
         heading(f"{_short_name(start)} with {_short_name(adapter_model)}"),
         pairs(_summary(start, adapter_model, config, facts)),
-        section("Use", model_snippet("chat" if has_chat_template(out) else "text")),
+        section("Use", model_snippet(prompting, str(model_type))),
     ]
     data = front_matter(
         start, "finetune", library_name="transformers", tags=["penstock", "lora", "merged"]

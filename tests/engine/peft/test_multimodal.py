@@ -11,12 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from penstock.adapters.names import parse_lora_name
 from penstock.adapters.peft_format import PREFIX, peft_name
-from penstock.core.files import read_json
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.files import read_json, write_json
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.export import write_folders
-from penstock.engine.model_source import ExportFormat
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.model_source import ExportFormat, QuantizationArgs
+from penstock.export.card_text import adapter_snippet, model_snippet
 from penstock.export.merge import merge_folders
 from penstock.machine import check_model
 from penstock.models.multimodal import is_language, module_name
+from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source, with_adapter
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
@@ -79,9 +84,23 @@ def assert_same(theirs, ours):
     assert (torch.from_numpy(ours) - wanted).norm() <= 1e-5 * wanted.norm()
 
 
+def assert_kept(model, out):
+    """Tensors that are not the language model's, and all other files, are as they were."""
+    was, now = stored(model), stored(out)
+    assert was.keys() == now.keys()
+    others = [tensor for tensor in was if not is_language(tensor)]
+    assert {was[tensor][0] for tensor in others} == {"BF16"}
+    assert all(now[tensor] == was[tensor] for tensor in others)
+    assert read_json(out / "config.json") == read_json(model / "config.json")
+    for file in ("preprocessor_config.json", "tokenizer.json"):
+        assert (out / file).read_bytes() == (model / file).read_bytes()
+
+
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(tmp_path):
+def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(
+    tmp_path, monkeypatch
+):
     runs.write_rows(tmp_path / "packed", 4)
     made, jobs = {}, {}
     lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "gate_proj"]}
@@ -113,14 +132,7 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
         saved = tmp_path / name / "checkpoints/global_step_2"
         write_folders(saved, resolve_model_source(made[name]), ExportFormat(), out)
         assert_same(loaded(out / "hf"), ended)
-        was, now = stored(model), stored(out / "hf")
-        assert was.keys() == now.keys()
-        others = [tensor for tensor in was if not is_language(tensor)]
-        assert {was[tensor][0] for tensor in others} == {"BF16"}
-        assert all(now[tensor] == was[tensor] for tensor in others)
-        assert read_json(out / "hf/config.json") == read_json(model / "config.json")
-        for file in ("preprocessor_config.json", "tokenizer.json"):
-            assert (out / "hf" / file).read_bytes() == (model / file).read_bytes()
+        assert_kept(model, out / "hf")
         if kind == "adapters":
             adapted = PeftModel.from_pretrained(loaded(model), out / "adapter")
             assert_same(adapted, ended)
@@ -128,6 +140,17 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
             assert targets[0] == "model.language_model.layers.0.mlp.gate_proj"
             merge_folders(model, out / "adapter", out / "merged")
             assert_same(loaded(out / "merged"), ended)
+    # As the card says how to load them.
+    snippets = {
+        "hf": model_snippet("text", MODELS[0]),
+        "adapter": adapter_snippet("text", MODELS[0], "of the base"),
+    }
+    for name, snippet in snippets.items():
+        monkeypatch.chdir(tmp_path / f"{MODELS[0]} adapters/exported" / name)
+        scope = {}
+        exec(snippet.removeprefix("```python\n").partition("inputs =")[0], scope)
+        assert_same(scope["model"], found[f"{MODELS[0]} adapters"][1])
+        assert len(scope["tokenizer"])
     # Another run goes on from an adapter, on two ranks.
     model, adapter = tmp_path / "qwen2_5_vl", tmp_path / "qwen2_5_vl adapters/exported/adapter"
     resumed = runs.run_config(
@@ -148,3 +171,40 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
         if parse_lora_name(name):
             stored_as = PREFIX + module_name(peft_name(name).removeprefix(PREFIX))
         assert np.array_equal(value, wanted[stored_as].numpy()), name
+
+
+def test_published_codes_of_a_language_model_are_read_and_other_quantized_parts_refused(tmp_path):
+    model = multimodal_model("qwen3_vl")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    codes, scales = torch.randn(48, 32).to(torch.float8_e4m3fn), torch.rand(1, 1)
+    layer = "layers.1.mlp.up_proj.weight"
+    at = f"model.language_model.{layer}"
+    save_file({**tensors, at: codes, f"{at}_scale_inv": scales}, tmp_path / "model.safetensors")
+    kept = {"quant_method": "fp8", "modules_to_not_convert": ["model.language_model.layers.0"]}
+    hf_config = {**read_json(tmp_path / "config.json"), "quantization_config": kept}
+    write_json(tmp_path / "config.json", hf_config)
+    family = get_family(hf_config)
+    names = family.weight_map(family.read(hf_config))
+    run = {"model_path": str(tmp_path)}
+    check_model(runs.run_config(tmp_path / "out", tmp_path, model=run))
+    for quantizing in (None, QuantizationArgs()):
+        base = BaseModelWeights(names, quantizing, hf_config, family.roles, tmp_path)
+        with SafetensorsFolder(tmp_path) as folder:
+            reader = base.quantized_reader(folder)
+            read = reader.box(f"model.{layer}", (0, 0), (48, 32))
+            assert torch.equal(read, codes.float() * scales)
+            plain = reader.box("model.norm.weight", (0,), (32,))
+            assert torch.equal(plain, tensors["model.language_model.norm.weight"])
+            if quantizing:
+                kept_codes = reader.box(f"model.{layer}.codes", (0, 0), (48, 32))
+                assert torch.equal(kept_codes, codes.view(torch.uint8))
+    assert f"model.{layer}" in base.formats
+    assert not any(".layers.0." in name for name in base.formats)
+    vision = "model.visual.merger.linear_fc1.weight"
+    quantized = {**tensors, vision: tensors[vision].to(torch.float8_e4m3fn)}
+    save_file(quantized, tmp_path / "model.safetensors")
+    with pytest.raises(CapabilityError, match=r"linear_fc1.weight of the checkpoint is F8_E4M3"):
+        check_model(runs.run_config(tmp_path / "out", tmp_path, model=run))
+    with pytest.raises(ConfigError, match=r"model_path is not set.*of a qwen3_vl"):
+        check_model(runs.run_config(tmp_path / "out", tmp_path))
