@@ -10,16 +10,19 @@ import peft
 import pytest
 import torch
 import transformers
+from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.cli.chat.resolve_model import load_target, resolve_target
 from penstock.cli.chat.session import ChatOptions, ChatSession, Conversation
 from penstock.cli.console import Console
 from penstock.core.errors import ConfigError
+from penstock.core.files import read_json, write_json
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.evaluate.chat_model import ChatModel, Reply, StoppedError
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
+from tests.engine.peft.test_mxfp4 import publish
 from tests.ranks import on_ranks
 
 NEW = 20
@@ -98,6 +101,24 @@ def test_a_model_answers_what_transformers_generates(form: str, tmp_path: Path) 
     [(streamed, text, tokens)] = on_ranks(1, replies_of, typed, adapter, str(tmp_path / "scratch"))
     assert (text, tokens) == generated(theirs)
     assert streamed == text
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_published_codes_are_dequantized_to_answer(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    publish(base)
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {**config, "dtype": "float32"})
+    byte_tokenizer().save_pretrained(base)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        base,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=Mxfp4Config(dequantize=True),
+    )
+    [(_, text, tokens)] = on_ranks(1, replies_of, str(base), None, str(tmp_path))
+    assert (text, tokens) == generated(theirs)
 
 
 class Echo:

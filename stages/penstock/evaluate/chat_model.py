@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from penstock.config.schema.run import RunConfig
-from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.engine.build import assemble
 from penstock.engine.distributed.ranks import ProcessInfo
@@ -154,13 +154,3 @@ def end_tokens(
         ends = each.get("eos_token_id")
         found += ends if isinstance(ends, list) else [ends]
     return tuple(sorted({end for end in found if isinstance(end, int)}))
-
-
-def require_not_quantized(folder: Path) -> None:
-    """Raise CapabilityError for a folder with quantized weights, which the generator does not
-    support."""
-    if read_json(folder / "config.json").get("quantization_config"):
-        raise CapabilityError(
-            f"{folder} is quantized, and penstock chat supports unquantized weights only.\n"
-            "  Serve it with vLLM, or export without export.quantise."
-        )

@@ -71,10 +71,9 @@ def load_target(
 ) -> "ChatModel":
     """Load the model. An adapter that the engine cannot run unmerged is merged into a copy of the
     base model in `scratch`."""
-    from penstock.evaluate.chat_model import load_chat_model, require_not_quantized
+    from penstock.evaluate.chat_model import load_chat_model
 
     model, adapter = target.model, target.adapter
-    require_not_quantized(model)
     tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
     try:
         run = _build_config(model, adapter)
@@ -91,9 +90,11 @@ def load_target(
 
 
 def _build_config(model: Path, adapter: Path | None) -> RunConfig:
-    """A run config for this model, with the precision of the stored weights."""
+    """A run config for this model, with the precision of the stored weights; quantized ones are
+    dequantized."""
     said = read_json(model / MODEL)
-    stored = said.get("dtype") or said.get("torch_dtype") or "float32"
+    unsaid = "bfloat16" if said.get("quantization_config") else "float32"
+    stored = said.get("dtype") or said.get("torch_dtype") or unsaid
     run = loads(
         {
             "model": {"model_path": str(model)},
