@@ -144,15 +144,31 @@ def test_runs_that_would_not_use_published_codes_are_refused_before_any_work(tmp
     assert re.search("(?s)quant_format is nf4, .* block_fp8", str(refusal))
 
 
+MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+
+
 @pytest.mark.parametrize(
-    ("tied", "merge_qkv", "max_shard_size"), [(True, True, "100KB"), (False, False, "5GB")]
+    ("changes", "merge_qkv", "max_shard_size"),
+    [
+        ({"tie_word_embeddings": True}, True, "100KB"),
+        ({"tie_word_embeddings": False}, False, "5GB"),
+        (MOE, True, "300KB"),
+    ],
+    ids=["tied, fused, in shards", "untied, apart, in one file", "experts"],
 )
 def test_weights_and_adapters_learn_from_fp8_tiles_as_from_the_floats_they_stand_for(
-    tied, merge_qkv, max_shard_size, tmp_path
+    changes, merge_qkv, max_shard_size, tmp_path
 ):
     runs.write_rows(tmp_path / "packed", 8)
-    model = publish(tmp_path, "block_fp8", max_shard_size, tie_word_embeddings=tied)
-    assert (model / "model.safetensors.index.json").is_file() == tied
+    model = publish(tmp_path, "block_fp8", max_shard_size, **changes)
+    assert (model / "model.safetensors.index.json").is_file() == (max_shard_size != "5GB")
     plain = tmp_path / "plain"
     dequantized(model, plain)
     jobs = {}
