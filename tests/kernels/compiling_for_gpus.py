@@ -223,7 +223,8 @@ def compile_quant() -> None:
     from penstock_kernels.quant import triton_quantize as quantize
 
     for kept in (*FORMATS.values(), *([get_format("nf4", 4096)] if ALL else [])):
-        scale, whole = ("*u8", "*fp32") if kept.scales == "e4m3" else ("*fp32", None)
+        scale = "*fp32" if kept.scales == "float32" else "*u8"
+        whole = "*fp32" if kept.scales == "e4m3" else None
         tensors = {"codes_ptr": "*u8", "scales_ptr": scale}
         rows, columns = dequantize.tile(4096, kept.group)
         tile = {"ROWS": rows, "COLUMNS": columns}
