@@ -11,12 +11,15 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.core.errors import CapabilityError
 from penstock.core.files import read_json, write_json
+from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.model_source import ExportFormat
+from penstock.engine.model_source import ExportFormat, QuantizationArgs
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
 from penstock.machine import check_model, check_weights
+from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source
+from penstock_kernels.quant import FORMATS
 from penstock_kernels.quant.levels import E2M1
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
@@ -40,6 +43,18 @@ GPT_OSS = {
 }
 
 
+QUANTIZATION = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+"""As OpenAI publishes it."""
+
+
 def quantized(weight_EKN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks and scales of OCP's reference: the exponent of the largest magnitude, less 2."""
     groups = weight_EKN.mT.float().unflatten(-1, (-1, 32))
@@ -61,8 +76,7 @@ def publish(folder):
     plain = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
     save_file(plain, folder / "model.safetensors")
     config = {n: v for n, v in read_json(folder / "config.json").items() if n != "dtype"}
-    kept = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    write_json(folder / "config.json", {**config, "quantization_config": kept})
+    write_json(folder / "config.json", {**config, "quantization_config": QUANTIZATION})
     return plain, floats
 
 
@@ -249,3 +263,15 @@ def test_adapters_are_merged_into_published_experts_and_quantized_again(tmp_path
     for name, begun in floats.items():
         change, wanted = (merged[kind][name].float() - begun.float() for kind in made)
         assert (change - wanted).norm() < 0.25 * wanted.norm()
+
+
+def test_formats_are_known_without_the_weights_as_dry_runs_are():
+    hf_config = {**runs.TINY, **GPT_OSS, "quantization_config": QUANTIZATION}
+    family = get_family(hf_config)
+    names = family.weight_map(family.read(hf_config))
+    base = BaseModelWeights(names, QuantizationArgs(), hf_config, family.roles, None)
+    experts = "model.layers.0.mlp.experts"
+    assert dict(base.formats) == {
+        f"{experts}.gate_up_proj": FORMATS["mxfp4"],
+        f"{experts}.down_proj": FORMATS["mxfp4"],
+    }

@@ -45,7 +45,7 @@ class BaseModelWeights:
     hf_config: Mapping[str, Any]
     roles: Roles
     folder: Path | None
-    """The folder of its weights; None for a random initialization."""
+    """The folder of its weights; None for a random initialization, or where none are read."""
 
     @cached_property
     def formats(self) -> Formats:
@@ -55,7 +55,7 @@ class BaseModelWeights:
     @cached_property
     def published(self) -> PrequantizedFormat | None:
         """The format of a pre-quantized checkpoint."""
-        found = published_in(self.hf_config, self.folder) if self.folder else None
+        found = published_in(self.hf_config, self.folder)
         if found is None or not self.names.multimodal:
             return found
         ignored = tuple(map(text_name, found.ignored_modules))
