@@ -76,10 +76,9 @@ class LoraLinear(nn.Linear, LinearTerms):
             columns = [(self.first_row(part), self.parts[part]) for part in deltas]
             factors = [tensor for pair in deltas.values() for tensor in pair]
             return AddLowRank.apply(y, self.scale, columns, *factors)
+        # Not `torch.add` with alpha: compiled by Inductor (PyTorch 2.13) it adds the product alone.
         outputs = [
-            torch.add(rows, F.linear(*deltas[part]), alpha=self.scale).to(y.dtype)
-            if part in deltas
-            else rows
+            (rows + self.scale * F.linear(*deltas[part])).to(y.dtype) if part in deltas else rows
             for part, rows in self._split_by_part(y)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

@@ -18,6 +18,7 @@ from tests.ranks import on_ranks
 
 LAYOUTS = {
     "one process": {"kind": "untied", "data_parallel_mode": "none"},
+    "adapters": {"kind": "untied", "data_parallel_mode": "none", "lora": True},
     "shard 2, adapters": {"kind": "untied", "shard": 2, "lora": True},
     "experts of two": {
         "kind": "experts",
@@ -38,6 +39,7 @@ LAYOUTS = {
 }
 PROGRAMS = {
     "one process": 3,
+    "adapters": 6,
     "shard 2, adapters": 6,
     "experts of two": 9,
     "sinks, adapters": 6,
@@ -51,7 +53,8 @@ which is another program; so is a layer of another kind, and what only begins wh
 """
 
 
-OTHERS = [name for name in LAYOUTS if name != "one process"]
+COMPILED = ("one process", "adapters")
+OTHERS = [name for name in LAYOUTS if name not in COMPILED]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def counted(job, backend):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("one process", "inductor"),
+        *((name, "inductor") for name in COMPILED),
         # The same programs, which nobody turns into code.
         *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in OTHERS),
     ],
