@@ -36,7 +36,6 @@ from penstock.engine.distributed.validate_layout import (
 from penstock.engine.model_source import quantization_args
 from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
 from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
-from penstock.engine.validate_backend import require_backend
 from penstock.engine.validate_model import (
     require_dense_networks,
     require_prompts_apart,
@@ -259,6 +258,7 @@ def check_model(run: RunConfig) -> None:
     not those its config.json implies: what only the ranks would find out otherwise."""
     from penstock.adapters.match_targets import require_adaptable
     from penstock.engine.hf.weight_files import require_plain, require_weights
+    from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
     from penstock.models.multimodal import is_language, text_name
     from penstock.models.quantization_config import parse_quantization_config

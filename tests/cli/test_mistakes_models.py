@@ -84,7 +84,7 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "weights cut short": ("whole", cut(5000), "would be bytes"),
     "weights without their end": ("whole", cut(-100), "would be bytes"),
     "a pointer for weights": ("whole", write(WEIGHTS, LFS), "git lfs pull fetches the file"),
-    "another architecture": ("whole", say(model_type="bert"), "Use a model of one of these"),
+    "another architecture": ("whole", say(model_type="bert"), "tokens see the tokens after"),
     "no architecture": ("whole", say(model_type=None), "says model_type None"),
     "no vocabulary size": ("whole", say(vocab_size=None), "has no vocab_size"),
     "wider layers": ("whole", say(hidden_size=64), "the config makes it (320, 64)"),

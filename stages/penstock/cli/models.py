@@ -17,7 +17,7 @@ AUTO_AXES = "fsdp, ddp"
 
 
 def list_models(console: Console) -> JsonObject:
-    """List the model types that can be trained: backend, parallelism, packing, LoRA."""
+    """List the model types that can be trained."""
     from penstock.models.automodel.proved import ProvedModels
     from penstock.models.registry import FAMILIES
 
@@ -47,7 +47,7 @@ def check_one(
         str, typer.Option(help="auto, native or transformers, as model.backend.")
     ] = "auto",
 ) -> JsonObject:
-    """Say whether and how this model can be trained, by its config.json; exit 3 if it cannot."""
+    """Print how this model can be trained, or why it cannot."""
     from penstock.config.loading.load import loads
     from penstock.machine import resolve_hf_config
     from penstock.models.automodel.family import AutoFamily

@@ -11,7 +11,6 @@ from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import language_config
-from penstock.models.registry import FAMILIES
 
 
 def uses_context_parallel(train: TrainConfig) -> bool:
@@ -88,6 +87,8 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
 
 def require_fused_projections(run: RunConfig, hf: HfConfig) -> None:
     """Raise CapabilityError if a layer of the checkpoint would be split."""
+    from penstock.models.registry import FAMILIES  # noqa: PLC0415
+
     if not run.model.merge_qkv and FAMILIES[hf["model_type"]].read(hf).fused_qkv:
         raise CapabilityError(
             f"model.merge_qkv is false, and q, k and v of a {hf.get('model_type')} are one layer "
@@ -107,6 +108,9 @@ def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
 
 def _length_dependent_rope(hf: HfConfig) -> str | None:
     """The RoPE type of a native model whose angles depend on document lengths, if it has one."""
+    # Imported here: a finished run needs no families.
+    from penstock.models.registry import FAMILIES  # noqa: PLC0415
+
     hf = language_config(hf)
     family = FAMILIES.get(hf.get("model_type", ""))
     return family.read(hf).length_dependent_rope if family else None

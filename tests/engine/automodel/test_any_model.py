@@ -193,7 +193,7 @@ def test_a_setting_that_the_backend_cannot_honour_is_refused(folder, field):
     settings = getattr(run, section)
     kind = type(settings).model_fields[name]
     default = kind.get_default(call_default_factory=True)
-    other = not default if isinstance(default, bool) else 1
+    other = not default if isinstance(default, bool) else 2
     changed = run.model_copy(update={section: settings.model_copy(update={name: other})})
     hf_config = json.loads((own / "config.json").read_text())
     family = auto_family(hf_config)

@@ -22,6 +22,7 @@ SAID_BY_OTHERS = {"model_name": None, "config_path": None, "tokenizer_path": Non
 OTHERS: dict[str, Any] = {
     "config_path": "org/config",
     "tokenizer_path": "builtin:bytes",
+    "backend": "transformers",
     "attn_implementation": "sdpa",
     "moe_implementation": "eager",
     "ep_dispatch": "deepep",
