@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.engine.distributed import data_parallel
 from penstock.engine.distributed.param_shards import local
+from penstock.models.decoder import Decoder
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, step
 from tests.ranks import on_ranks
@@ -51,6 +52,12 @@ def tensors(values):
             yield from tensors(value)
 
 
+def _numbers(part):
+    """The layers of a pipeline stage."""
+    assert isinstance(part, Decoder)
+    return list(map(int, part.model.layers))
+
+
 def look(job):
     """One step: what this rank holds, what passes through it, and what comes out."""
     policies = []
@@ -66,9 +73,9 @@ def look(job):
     parameters = [one.parameter for one in layout.params]
     lengths, order = set(), []
     for part in layout.parts:
-        for layer in part.model.layers.values():
+        for layer in part.blocks:
             layer.register_forward_pre_hook(lambda _, inputs: lengths.add(inputs[0].shape[0]))
-        first = next(iter(part.model.layers.values()), None)
+        first = next(iter(part.blocks), None)
         if first is not None and job.config.train.data_parallel_mode == "none":
             first.register_forward_pre_hook(lambda *_: order.append("F"))
             first.get_parameter("mlp.down_proj.weight").register_post_accumulate_grad_hook(
@@ -79,7 +86,7 @@ def look(job):
     sharded = [p.device_mesh for p in parameters if isinstance(p, DTensor)]
     return {
         "held": sum(local(p).numel() for p in parameters),
-        "layers": [list(map(int, part.model.layers)) for part in layout.parts],
+        "layers": [_numbers(part) for part in layout.parts],
         "shards": sharded[0]["shard"].mesh.tolist() if sharded else [],
         "lengths": sorted(lengths),
         "order": "".join(order),

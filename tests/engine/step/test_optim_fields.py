@@ -40,7 +40,7 @@ def kept(job):
     engine = loop.built.engine
     [model] = engine.model.parts
     computed, gradients = set(), set()
-    layer = model.model.layers["1"]
+    layer = model.blocks[1]
     layer.register_forward_pre_hook(lambda _, inputs: computed.add(str(inputs[0].dtype)))
     engine.optimizer.register_step_pre_hook(
         lambda *_: gradients.update(
