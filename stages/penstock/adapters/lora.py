@@ -76,12 +76,19 @@ class LoraLinear(nn.Linear, LinearTerms):
             columns = [(self.first_row(part), self.parts[part]) for part in deltas]
             factors = [tensor for pair in deltas.values() for tensor in pair]
             return AddLowRank.apply(y, self.scale, columns, *factors)
-        # Not `torch.add` with alpha: compiled by Inductor (PyTorch 2.13) it adds the product alone.
         outputs = [
-            (rows + self.scale * F.linear(*deltas[part])).to(y.dtype) if part in deltas else rows
+            self._add_scaled(rows, *deltas[part]).to(y.dtype) if part in deltas else rows
             for part, rows in self._split_by_part(y)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def _add_scaled(self, rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """`rows + s down B^T`, of one part."""
+        product = F.linear(down, up)
+        if torch.compiler.is_compiling():
+            # Inductor of PyTorch 2.13 drops alpha where it makes one `addmm` of both.
+            return rows + self.scale * product
+        return torch.add(rows, product, alpha=self.scale)
 
     def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
         """The terms of the weight and of B, for a layer with one part and without bias and

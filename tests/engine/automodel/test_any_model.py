@@ -118,6 +118,31 @@ def test_any_layout_gives_the_same_loss_norm_and_weights(folder, model_type):
             assert error <= 2e-4, f"{name}: {tensor} by {error}"
 
 
+def _with_dropout(folder: Path) -> dict[str, tuple[list[float], loops.Arrays, bool] | None]:
+    forms = {"recomputed": True, "kept": False}
+    jobs = {
+        name: examine.job_of(folder, name, enable_gradient_checkpointing=recomputes)
+        for name, recomputes in forms.items()
+    }
+    return {name: examine.trained(job) for name, job in jobs.items()}
+
+
+def test_dropout_of_the_model_is_the_same_when_recomputed_and_resumed(folder):
+    own = folder / "dropout"
+    tiny_models.write_model(own, "gpt2", resid_pdrop=0.3, embd_pdrop=0.1, attn_pdrop=0.1)
+    found = on_ranks(2, _with_dropout, own)[0]
+    (losses, weights, resumes), (kept_losses, kept, kept_resumes) = found.values()
+    assert resumes
+    assert kept_resumes
+    assert losses == pytest.approx(kept_losses, rel=1e-5)
+    for name, value in kept.items():
+        np.testing.assert_allclose(weights[name], value, atol=2e-4, err_msg=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
+    rows = PackedRows(folder / "packed" / "data" / "train")
+    without = loss_of_transformers(model, rows, [0, 1, 2, 3]).item()
+    assert abs(losses[0] - without) > 1e-3 * without
+
+
 def _gradients(folder: Path) -> tuple[float, loops.Arrays] | None:
     loop = loops.loop_of(examine.job_of(folder, "gradients", max_grad_norm=0.0))
     found = loops.before_each_update(loop, lambda: loops.gradients_of(loop))

@@ -108,12 +108,16 @@ def _without_dropout(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, model_type: str, *, seed: int = 0, noise: float = 0.02) -> Any:
-    """Save a tiny model with random weights, of which no tensor is ones or zeros."""
+def write_model(
+    folder: Path, model_type: str, *, seed: int = 0, noise: float = 0.02, **changes: Any
+) -> Any:
+    """Save a tiny model with random weights, of which no tensor is ones or zeros. `changes` are
+    values of its config."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        tiny_config(model_type), dtype=torch.float32
-    )
+    config = tiny_config(model_type)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(noise * torch.randn_like(parameter))

@@ -29,6 +29,8 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
+        if "auto_map" in hf_config:
+            hint = " Its own code (auto_map) is not run."
         raise CapabilityError(
             f"the model's config.json says model_type {kind!r}, which neither is native nor known "
             f"to the installed transformers.{hint}\n"

@@ -5,7 +5,6 @@ T packed tokens, D model width, V vocabulary; B documents of a padded batch, of 
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -77,6 +76,7 @@ class AutoCausalLM(nn.Module):
         for name, buffer in model.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=False)
         self._base = [model.base_model]
+        self._dropout_seed: int | None = None
         self._takes = accepted(model.base_model if config.outline.traits.head else model)
         self.run_layer: CallHook = call
         self.blocks = [self.get_submodule(name) for name in config.outline.layers]
@@ -118,7 +118,9 @@ class AutoCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Logits [T, V] of token ids [T], or `output_fn(hidden_TD, head)`."""
         traits = self.config.outline.traits
-        with attention_over(segments, self.attend), self._dropout("model"):
+        self._dropout_seed = self._seed_of_pass()
+        seed_dropout(self._dropout_seed)
+        with attention_over(segments, self.attend):
             if traits.packing:
                 y_TD = self._packed(inputs, position_ids_T, segments)
             else:
@@ -169,24 +171,21 @@ class AutoCausalLM(nn.Module):
             args = (kwargs.pop(first),)
         if self.has_experts:
             args = (complete_gradients(args[0], self.blocks[number]), *args[1:])
-        run = keep_documents(self._with_dropout(f"layer.{number}", partial(forward, **kwargs)))
-        return self.run_layer(run, *args)
+        seed = None if self._dropout_seed is None else self._dropout_seed + 1 + number
 
-    def _with_dropout(self, site: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_with_seed(*args: Any) -> Any:
-            with self._dropout(site):
-                return run(*args)
+        def run(*args: Any) -> Any:
+            seed_dropout(seed)
+            return forward(*args, **kwargs)
 
-        return run_with_seed
+        return self.run_layer(keep_documents(run), *args)
 
-    def _dropout(self, site: str) -> AbstractContextManager[object]:
-        """Seed torch's generators, of which the model's dropout draws: a recomputed layer and a
-        resumed run draw the same masks."""
+    def _seed_of_pass(self) -> int | None:
+        """The seed of the dropout of a forward pass, from the run's seed, the step and the first
+        token; None without dropout."""
         rng = current_dropout_rng()
         if not (self.training and self.config.outline.dropout and rng):
-            return nullcontext()
-        torch.manual_seed(rng.key(f"{site}.{int(rng.token_indices_T[0])}") >> 1)
-        return nullcontext()
+            return None
+        return rng.key(f"pass.{int(rng.token_indices_T[0])}") >> 8
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
         """Allocate the parameters, and copy the computed buffers to the device."""
@@ -213,6 +212,13 @@ class AutoCausalLM(nn.Module):
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and "_hf" in self.__dict__:
             setattr(self._hf[0], name, value)
+
+
+def seed_dropout(seed: int | None) -> None:
+    """Seed torch's generators, from which the models' dropout draws: a recomputed layer and a
+    resumed run then draw the same masks."""
+    if seed is not None:
+        torch.manual_seed(seed)
 
 
 def accepted(model: nn.Module) -> Callable[[str], bool]:

@@ -1,7 +1,7 @@
 """OLMo 3: OLMo 2 with sliding-window attention, and its own RoPE, in three of four layers."""
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.olmo2 import ROLES, olmo_config
+from penstock.models.families.dense.olmo2 import ROLES, olmo_config
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_require, rope_by_layer, sliding
 

@@ -1,7 +1,7 @@
 """GLM-4-0414: GLM with norms of the outputs of layers as well."""
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.glm import ROLES, glm_config
+from penstock.models.families.dense.glm import ROLES, glm_config
 from penstock.models.family import FUSED_GATE_UP_PARTS, Family
 from penstock.models.hf_config import HfConfig
 

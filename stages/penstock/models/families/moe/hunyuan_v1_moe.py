@@ -4,7 +4,7 @@ dense model."""
 from typing import Any
 
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
-from penstock.models.families.hunyuan_v1_dense import hunyuan_config
+from penstock.models.families.dense.hunyuan_v1_dense import hunyuan_config
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_get, config_require
 from penstock.models.tp_roles import DECODER_ROLES

@@ -1,7 +1,7 @@
 """ERNIE 4.5 MoE: softmax router with a bias, shared experts, dense first layers."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
-from penstock.models.families.ernie4_5 import THETA
+from penstock.models.families.dense.ernie4_5 import THETA
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,

@@ -1,7 +1,7 @@
 """Qwen 1.5 and Qwen 2 MoE: softmax top-k router, a shared expert with a gated output."""
 
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
-from penstock.models.families.qwen3_moe import moe_layers
+from penstock.models.families.moe.qwen3_moe import moe_layers
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,

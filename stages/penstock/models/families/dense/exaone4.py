@@ -2,7 +2,7 @@
 in three of four layers, and no RoPE in the others."""
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.olmo2 import NAMES
+from penstock.models.families.dense.olmo2 import NAMES
 from penstock.models.family import Family
 from penstock.models.hf_config import (
     HfConfig,
