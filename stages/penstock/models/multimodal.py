@@ -36,11 +36,11 @@ class Multimodal:
 
 MULTIMODAL: Mapping[str, Multimodal] = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
-    "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2"),
+    "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", tied=True),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
     "llava_onevision": Multimodal("LlavaOnevisionForConditionalGeneration", "qwen2"),
-    "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral"),
+    "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen2_vl": Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
