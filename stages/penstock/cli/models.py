@@ -35,7 +35,7 @@ def list_models(console: Console) -> JsonObject:
     other = "" if installed == proved.transformers else f" (installed: {installed})"
     console.result(
         f"{table(rows)}\n\n{len(rows) - 1} model types, proved with transformers "
-        f"{proved.transformers}{other}. Not trained:\n" + "\n".join(refused)
+        f"{proved.transformers}{other}. Not proved:\n" + "\n".join(refused)
     )
     return {"transformers": proved.transformers, "installed": installed, "models": found}
 

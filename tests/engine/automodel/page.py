@@ -12,8 +12,8 @@ HEAD = """\
 
 One line for each model type that transformers {version} lists as a causal language model:
 {trained} of {all} train. `penstock models` prints the same list, and `penstock models check PATH`
-examines one model. How the two backends differ is in [guide/models.md](guide/models.md#any-other-
-model-of-transformers).
+examines one model. The two backends are compared in
+[guide/models.md](guide/models.md#any-other-model-of-transformers).
 
 The table is made by `python -m tests.engine.automodel.sweep` and `python -m
 tests.engine.automodel.page`. For each type a tiny model with random weights is made from its own
@@ -50,7 +50,7 @@ def page(proved: ProvedModels) -> str:
         *rows,
     ]
     rest = ["| `model_type` | reason |", "|---|---|", *refused]
-    return "\n".join([head, *table, "", "## Not trained", "", *rest, ""])
+    return "\n".join([head, *table, "", "## Not proved", "", *rest, ""])
 
 
 def _row(name: str, one: ProvedModel) -> str:

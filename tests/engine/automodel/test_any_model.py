@@ -18,7 +18,7 @@ from penstock.models.automodel.proved import ProvedModels
 from penstock.models.registry import FAMILIES, get_family
 from penstock.rows.reader import PackedRows
 from tests.engine import loops, runs
-from tests.engine.automodel import examine, tiny_models
+from tests.engine.automodel import examine, page, tiny_models
 from tests.engine.traces import loss_of_transformers
 from tests.ranks import on_ranks
 
@@ -77,6 +77,10 @@ def test_what_was_proved_is_of_every_type_that_the_library_lists():
     assert sorted(proved.models) == tiny_models.MODEL_TYPES
     assert sum(not one.reason for one in proved.models.values()) >= 150
     assert all(one.packing for name, one in proved.models.items() if name in ("gemma2", "phi3"))
+
+
+def test_the_page_of_model_types_is_fresh():
+    assert page.PAGE.read_text() == page.page(ProvedModels.read())
 
 
 LAYOUTS = {
