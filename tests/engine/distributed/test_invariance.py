@@ -8,7 +8,13 @@ from safetensors.torch import load_file
 
 from tests.engine.inputs import MODELS, write_inputs
 from tests.engine.laid import MAX_NORM, alone
-from tests.engine.layouts import LAYOUTS, OF_GATED_EXPERTS, OF_GEMMA3
+from tests.engine.layouts import (
+    DESCRIBED,
+    LAYOUTS,
+    MORE_EXPERTS,
+    OF_GATED_EXPERTS,
+    OF_GEMMA3,
+)
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
@@ -34,6 +40,21 @@ OFTEN_OF_GEMMA3 = {
     "gemma 3, tp 2, adapters",
     "gemma 3, pp 2 x ring 2",
 }
+OFTEN = {
+    "output norms, tp 2, sequence parallel",
+    "output norms, pp 2 x ring 2",
+    "fused layers, tp 2, sequence parallel",
+    "fused layers, over nf4, shard 2 x tp 2",
+    "soft caps, tp 2, sequence parallel",
+    "scales, pp 2",
+    "query scales, pp 2 x ring 2",
+    "dots1, ep 2 over tp 2",
+    "granitemoe, ep 2 over shard 2, adapters",
+    "minimax_m2, ep 2 over tp 2",
+    "hunyuan_v1_moe, ulysses 2",
+    "olmoe, tp 2",
+}
+"""Of families that the decoder describes: one layout of each feature."""
 LARGE = {
     "shard 4",
     "replicate 4, ddp",
@@ -57,6 +78,7 @@ LARGE = {
     "pp 2 x shard 2 x tp 2",
     "pp 2 x ring 2 x ulysses 2",
     "ep 4 over pp 2 x shard 2 x tp 2",
+    *({layout.name for layout in (*DESCRIBED, *MORE_EXPERTS)} - OFTEN),
     *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
     *({layout.name for layout in OF_GATED_EXPERTS} - OFTEN_OF_GATED_EXPERTS),
 }
