@@ -94,6 +94,7 @@ LAYOUTS = {
     },
     "nothing recomputed": {"enable_gradient_checkpointing": False},
     "each reads": {"load_weights_mode": "all_ranks"},
+    "on the host": {"enable_fsdp_offload": True},
 }
 
 
