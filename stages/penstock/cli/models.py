@@ -1,5 +1,6 @@
 """`penstock models [check]`: the model types that can be trained, and one model in particular."""
 
+import math
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def check_one(
     family = get_family(hf_config, settings.model.backend)
     config = family.read(hf_config)
     shapes = family.weight_map(config).hf_shapes()
-    parameters = sum(_size(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     found: JsonObject = {
         "model_type": family.model_type,
         "architecture": family.architecture,
@@ -112,13 +113,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 commands = typer.Typer(help="List the models that can be trained, or check one.")

@@ -43,7 +43,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "train.moe_z_loss_coef": (OWN_EXPERTS, ""),
     "train.moe_bias_update_rate": (OWN_EXPERTS, ""),
     "train.moe_global_load_balancing": (OWN_EXPERTS, ""),
-    "train.log_router_stats": (OWN_EXPERTS, ""),
     "model.moe_implementation": (OWN_EXPERTS, ""),
     "model.router_fp32": (OWN_EXPERTS, ""),
     "model.freeze_router": (OWN_EXPERTS, ""),
@@ -94,7 +93,7 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         settings: ConfigSection = getattr(run, section)
         if _has_no_effect(run, family, name):
             continue
-        if name in type(settings).model_fields and settings.is_non_default(name):
+        if settings.is_non_default(name):
             yield (
                 f"{field}: {_shown(getattr(settings, name))} ({why}); "
                 + (f"write {instead}" if instead else "leave it out")

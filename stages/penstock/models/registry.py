@@ -12,8 +12,7 @@ from penstock.models.families.dense.exaone4 import EXAONE4
 from penstock.models.families.dense.gemma import GEMMA
 from penstock.models.families.dense.gemma2 import GEMMA2
 from penstock.models.families.dense.gemma3 import GEMMA3
-from penstock.models.families.dense.glm import GLM
-from penstock.models.families.dense.glm4 import GLM4
+from penstock.models.families.dense.glm import GLM, GLM4
 from penstock.models.families.dense.granite import GRANITE
 from penstock.models.families.dense.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from penstock.models.families.dense.hyperclovax import HYPERCLOVAX
@@ -23,8 +22,7 @@ from penstock.models.families.dense.ministral import MINISTRAL
 from penstock.models.families.dense.ministral3 import MINISTRAL3
 from penstock.models.families.dense.mistral import MISTRAL
 from penstock.models.families.dense.nemotron import NEMOTRON
-from penstock.models.families.dense.olmo2 import OLMO2
-from penstock.models.families.dense.olmo3 import OLMO3
+from penstock.models.families.dense.olmo2 import OLMO2, OLMO3
 from penstock.models.families.dense.opt import OPT
 from penstock.models.families.dense.phi3 import PHI3
 from penstock.models.families.dense.qwen2 import QWEN2

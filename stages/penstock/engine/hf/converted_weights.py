@@ -58,13 +58,11 @@ class ConvertedWeights:
 
     def stored(self, name: str) -> Stored:
         """Shape and dtype."""
-        group = self._groups.get(name)
+        group = self._groups[name]
         if isinstance(group, str):
             found = self._folder.stored(group)
             changes = _changes_form(self._names, name)
             return replace(found, shape=self._shapes[name]) if changes else found
-        if group is None:
-            return self._folder.stored(name)
         first = self._folder.stored(group.sources[0][0])
         return Stored(self._shapes[name], first.dtype, first.start)
 
@@ -82,7 +80,7 @@ class ConvertedWeights:
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of the sources in the files."""
-        group = self._groups.get(name, name)
+        group = self._groups[name]
         return self._folder.order(group if isinstance(group, str) else group.sources[0][0])
 
     def require(self, names: Iterable[str]) -> None:

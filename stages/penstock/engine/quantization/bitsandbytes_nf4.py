@@ -45,7 +45,7 @@ class Nf4:
             f"{name}{STATE}" in folder or folder.stored(name).dtype == torch.uint8
         )
 
-    def codes_of(self, name: str) -> str:
+    def codes_tensor_name(self, name: str) -> str:
         """The tensor that holds a weight's codes."""
         return name
 

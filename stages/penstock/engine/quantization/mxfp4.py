@@ -66,7 +66,7 @@ class Mxfp4:
         """Whether this weight is stored quantized."""
         return name + BLOCKS in folder
 
-    def codes_of(self, name: str) -> str:
+    def codes_tensor_name(self, name: str) -> str:
         """The tensor that holds a weight's codes."""
         return name + BLOCKS
 

@@ -71,17 +71,17 @@ class RowwiseFormat:
 
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
         """Whether this weight is stored quantized."""
-        codes = self.codes_of(name)
+        codes = self.codes_tensor_name(name)
         return codes in folder and folder.stored(codes).dtype not in FLOATS
 
-    def codes_of(self, name: str) -> str:
+    def codes_tensor_name(self, name: str) -> str:
         """The tensor that holds a weight's codes."""
         is_packed = self.publisher == "compressed-tensors" and self.format.codes == "levels"
         return f"{name}{PACKED}" if is_packed else name
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
         """(N, K) of a weight. Raises CapabilityError if its codes are malformed."""
-        codes, kept = self.codes_of(name), self.format
+        codes, kept = self.codes_tensor_name(name), self.format
         if codes not in folder:
             raise malformed(codes, "it is not there")
         stored = folder.stored(codes)
@@ -108,7 +108,7 @@ class RowwiseFormat:
         """
         whole, wanted = self.shape(folder, name), range(first, end)
         self._require_no_more(folder, name)
-        codes_name, names, kept = self.codes_of(name), NAMES[self.publisher], self.format
+        codes_name, names, kept = self.codes_tensor_name(name), NAMES[self.publisher], self.format
         width = folder.stored(codes_name).shape[1]
         codes = folder.box(codes_name, (first, 0), (len(wanted), width)).view(torch.uint8)
         if kept.tile_rows > 1:
@@ -198,9 +198,9 @@ class PrequantizedFormat:
         """Whether this weight is stored quantized, whatever the config says."""
         return self._reader.is_quantized(folder, name)
 
-    def codes_of(self, name: str) -> str:
+    def codes_tensor_name(self, name: str) -> str:
         """The tensor that holds the codes of a quantized weight."""
-        return self._reader.codes_of(name)
+        return self._reader.codes_tensor_name(name)
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
         """Rows and columns of a quantized weight.

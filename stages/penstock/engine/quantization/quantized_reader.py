@@ -146,7 +146,7 @@ class QuantizeOnLoad:
     def order(self, name: str) -> tuple[str, int]:
         """The order of the source tensors."""
         base, _ = split_name(name)
-        at = self._of_others()[0].codes_of(base) if self._is_published(base) else base
+        at = self._of_others()[0].codes_tensor_name(base) if self._is_published(base) else base
         return self._inner.order(at)
 
     def require(self, names: Iterable[str]) -> None:

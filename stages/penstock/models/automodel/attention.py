@@ -18,6 +18,7 @@ from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.reference import eager
+from penstock_kernels.op import UnsupportedError
 
 NAME = "penstock_varlen"
 
@@ -75,21 +76,21 @@ def varlen_attention(
     `query` [B, N, L, H], `key` and `value` [B, K, L, H] in, [B, L, N, H] out. Values may be
     narrower or wider than keys.
 
-    Raises NotImplementedError for attention that is not causal, or with a mask or a score function
+    Raises UnsupportedError for attention that is not causal, or with a mask or a score function
     of the model's own; the model is then run with transformers' attention.
     """
     if attention_mask is not None:
-        raise NotImplementedError("attention with a mask of the model's own")
+        raise UnsupportedError("attention with a mask of the model's own")
     if others.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise NotImplementedError("attention that is not causal")
+        raise UnsupportedError("attention that is not causal")
     if unknown := [
         name for name in ("position_bias", "indexer_mask") if others.get(name) is not None
     ]:
-        raise NotImplementedError(f"attention with {unknown[0]}")
+        raise UnsupportedError(f"attention with {unknown[0]}")
     current = _DOCUMENTS.get()
     batch, _, length, width = query.shape
     if key.shape[2] != length:
-        raise NotImplementedError("keys of other tokens than the queries'")
+        raise UnsupportedError("keys of other tokens than the queries'")
     # The documents of one packed sequence, or each sequence of a batch.
     segments, attend = current or (None, attention)
     if segments is None or batch > 1:
@@ -107,9 +108,7 @@ def varlen_attention(
     if dropout:
         drop = partial(F.dropout, p=dropout)
         y_TNH = eager(*args, softcap, drop=lambda weights, _first: drop(weights))
-    elif softcap is not None:
-        y_TNH = attention(*args, softcap)
     else:
-        y_TNH = attend(*args)
+        y_TNH = attend(*args, softcap)
     y_TNH = y_TNH[..., :value_width]
     return y_TNH.unflatten(0, (batch, length)), None

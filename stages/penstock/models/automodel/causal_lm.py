@@ -18,6 +18,7 @@ from penstock.models.automodel.build import (
     computed_buffers,
 )
 from penstock.models.automodel.complete_gradients import complete_gradients
+from penstock.models.automodel.inputs import accepted, packed_inputs
 from penstock.models.automodel.normalize import normalize
 from penstock.models.automodel.outline import AutoModelConfig, Head
 from penstock.models.decoder import OutputFn
@@ -77,7 +78,6 @@ class AutoCausalLM(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         self._base = [model.base_model]
         self._dropout_seed: int | None = None
-        self._takes = accepted(model.base_model if config.outline.traits.head else model)
         self.run_layer: CallHook = call
         self.blocks = [self.get_submodule(name) for name in config.outline.layers]
         self.has_experts = any(".experts." in name for name in config.outline.params)
@@ -136,15 +136,7 @@ class AutoCausalLM(nn.Module):
         self, ids_T: torch.Tensor, position_ids_T: torch.Tensor, segments: VarlenMetadata
     ) -> torch.Tensor:
         """Hidden states [T, D], or logits, of documents as one sequence."""
-        longest = segments.max_length
-        known = {
-            "position_ids": position_ids_T[None],
-            "cu_seq_lens_q": segments.cu_seqlens,
-            "cu_seq_lens_k": segments.cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
-        return self._run(ids_T[None], known)[0]
+        return self._run(ids_T[None], packed_inputs(position_ids_T, segments))[0]
 
     def _padded(self, ids_T: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
         """The same of documents as a padded batch."""
@@ -155,12 +147,9 @@ class AutoCausalLM(nn.Module):
         return self._run(ids_BL, {})[here_BL]
 
     def _run(self, ids_BL: torch.Tensor, known: Mapping[str, Any]) -> torch.Tensor:
-        inputs = {name: value for name, value in known.items() if self._takes(name)}
-        if self._takes("use_cache"):
-            inputs["use_cache"] = False
         model = self._base[0] if self.config.outline.traits.head else self._hf[0]
-        found = model(input_ids=ids_BL, return_dict=True, **inputs)
-        return found[0]
+        inputs = accepted(model, {"use_cache": False, "return_dict": True, **known})
+        return model(input_ids=ids_BL, **inputs)[0]
 
     def _call_layer(
         self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -219,10 +208,3 @@ def seed_dropout(seed: int | None) -> None:
     resumed run then draw the same masks."""
     if seed is not None:
         torch.manual_seed(seed)
-
-
-def accepted(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a model's forward takes an argument of this name."""
-    params = inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in params.values())
-    return lambda name: takes_any or name in params

@@ -9,12 +9,11 @@ from torch import nn
 from penstock.models.automodel.build import build_config, build_meta
 from penstock.models.automodel.normalize import (
     normalize,
-    persistent_buffers,
     scalars,
     transposed_layers,
 )
 from penstock.models.automodel.outline import ModelOutline, Shape
-from penstock.models.automodel.traits import find_traits, with_real_head
+from penstock.models.automodel.traits import find_traits
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
@@ -31,11 +30,10 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
 
     Raises CapabilityError for a model that cannot be trained, with the reason.
     """
-    traits = with_real_head(find_traits(hf_config), hf_config)
+    traits = find_traits(hf_config)
     config = build_config(hf_config)
     model = build_meta(config, traits.attention)
     changed = {
-        "buffers": tuple(persistent_buffers(model)),
         "scalars": tuple(scalars(model)),
         "transposed": tuple(transposed_layers(model)),
     }

@@ -23,7 +23,7 @@ from penstock.models.decoder_config import (
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
-REVISION = 5
+REVISION = 6
 """Raised when `describe` finds something else for the same config."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
@@ -65,6 +65,7 @@ def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
         max_position_embeddings=positions,
         tie_word_embeddings=f"{outline.head}.weight" in outline.tied,
         learned_positions=LearnedPositions(positions, 0) if outline.traits.positions_end else None,
+        attention_soft_cap=text.get("attn_logit_softcapping"),
         outline=outline,
         rope_limit=_rope_limit(text, positions),
     )

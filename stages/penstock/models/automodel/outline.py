@@ -46,10 +46,8 @@ class ModelOutline:
     """The model's class."""
     params: Mapping[str, Shape]
     """Parameter shapes by state-dict name, without tied copies; persistent buffers included."""
-    buffers: tuple[str, ...]
-    """Those of them that are persistent buffers: saved, but not trained."""
     scalars: tuple[str, ...]
-    """Those that are scalars in files."""
+    """Those of them that are scalars in files."""
     transposed: tuple[str, ...]
     """Linear layers whose weights files store as [in, out]."""
     tied: Mapping[str, str]
@@ -86,7 +84,6 @@ class ModelOutline:
                 "params": {name: tuple(shape) for name, shape in found["params"].items()},
                 "linear": {name: (out, into) for name, (out, into) in found["linear"].items()},
                 "layers": tuple(found["layers"]),
-                "buffers": tuple(found["buffers"]),
                 "scalars": tuple(found["scalars"]),
                 "transposed": tuple(found["transposed"]),
                 "fp32": tuple(found["fp32"]),
@@ -102,9 +99,7 @@ class ModelOutline:
             module = name.removesuffix(".weight")
             if module in (self.embedding, self.head) or len(shape) < 2:
                 continue
-            size = 1
-            for length in shape:
-                size *= length
+            size = math.prod(shape)
             if ".experts." in name and self.num_experts:
                 total += size * self.experts_per_token // self.num_experts
             elif module in self.linear:

@@ -7,15 +7,14 @@ layers with state. So two short documents are run packed and apart, forward and 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model
+from penstock.models.automodel.inputs import accepted, packed_inputs
 from penstock.models.automodel.outline import AttentionImpl, Head, Traits
 from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
@@ -57,8 +56,8 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
             continue
         if _difference(apart, expected.apart()):
             continue
-        difference = _difference_of(run.packed, apart)
-        head, why = find_head(run)
+        difference = _compare_packed(run.packed, apart)
+        head, why = find_head(run, config)
         traits = Traits(
             name,
             packing=not difference,
@@ -103,9 +102,10 @@ def require_causal(model: Any, model_type: str) -> None:
         )
 
 
-def find_head(run: "_Run") -> tuple[Head | None, str]:
-    """How logits follow from the base model's hidden states and the head, or None and the reason if
-    they do not."""
+def find_head(run: "_Run", config: Any) -> tuple[Head | None, str]:
+    """How logits follow from the base model's hidden states and the head in the model of `config`,
+    or None and the reason if they do not. Factors may follow from a model's width, so those of the
+    tiny model are others."""
     model = run.model
     head = model.get_output_embeddings()
     base = model.base_model
@@ -118,8 +118,8 @@ def find_head(run: "_Run") -> tuple[Head | None, str]:
             parameter.mul_(500.0)
     with torch.no_grad(), attention_over(VarlenMetadata.of([ids_1L.shape[1]], ids_1L.device)):
         wanted = _logits(model, ids_1L)
-        hidden = base(input_ids=ids_1L, **_options(base))[0]
-        for form in _forms(model.config):
+        hidden = base(input_ids=ids_1L, **accepted(base, {"use_cache": False}))[0]
+        for form, form_of_config in zip(_forms(model.config), _forms(config), strict=True):
             try:
                 logits = head(hidden) * form.scale
             except (RuntimeError, TypeError):
@@ -127,7 +127,7 @@ def find_head(run: "_Run") -> tuple[Head | None, str]:
             if form.soft_cap:
                 logits = (logits / form.soft_cap).tanh() * form.soft_cap
             if logits.shape == wanted.shape and not _is_different(logits, wanted):
-                return form, ""
+                return form_of_config, ""
     return None, "its logits are not those of its head alone; all logits are computed"
 
 
@@ -170,15 +170,10 @@ class _Run:
         """The same, of both documents in one sequence."""
         segments = VarlenMetadata.of(list(LENGTHS), self.ids[0].device)
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
-        known = {
-            "position_ids": positions[None],
-            "cu_seq_lens_q": segments.cu_seqlens,
-            "cu_seq_lens_k": segments.cu_seqlens,
-            "max_length_q": segments.max_length,
-            "max_length_k": segments.max_length,
-        }
         with attention_over(segments):
-            logits = _logits(self.model, torch.cat(self.ids)[None], known)[0]
+            logits = _logits(
+                self.model, torch.cat(self.ids)[None], packed_inputs(positions, segments)
+            )[0]
         return self._with_gradients(list(logits.split(list(LENGTHS))))
 
     def _with_gradients(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -193,15 +188,8 @@ class _Run:
 def _logits(
     model: Any, ids_BL: torch.Tensor, known: Mapping[str, Any] | None = None
 ) -> torch.Tensor:
-    return model(input_ids=ids_BL, **_options(model, known or {})).logits
-
-
-def _options(model: nn.Module, known: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    from penstock.models.automodel.causal_lm import accepted  # noqa: PLC0415 - it imports decoders
-
-    takes = accepted(model)
-    wanted = {"use_cache": False, "return_dict": True, **(known or {})}
-    return {name: value for name, value in wanted.items() if takes(name)}
+    inputs = {"use_cache": False, "return_dict": True, **(known or {})}
+    return model(input_ids=ids_BL, **accepted(model, inputs)).logits
 
 
 def _ids(model: Any, length: int) -> torch.Tensor:
@@ -215,7 +203,7 @@ def _ids(model: Any, length: int) -> torch.Tensor:
         )
 
 
-def _difference_of(run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> str:
+def _compare_packed(run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> str:
     try:
         return _difference(run(), expected)
     except Exception as error:  # noqa: BLE001 - whatever a model raises for a packed sequence
@@ -245,18 +233,3 @@ def _seed(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def with_real_head(traits: Traits, hf_config: Mapping[str, Any]) -> Traits:
-    """The traits with the factor and the soft cap of the model itself: a tiny model's may differ,
-    where they follow from its width."""
-    if traits.head is None:
-        return traits
-    config = build_config(hf_config)
-    tiny = type(config).from_dict(shrink(config.to_dict()))
-    forms = dict(zip(map(_key, _forms(tiny)), _forms(config), strict=True))
-    return replace(traits, head=forms[_key(traits.head)])
-
-
-def _key(form: Head) -> tuple[float, float | None]:
-    return form.scale, form.soft_cap

@@ -1,4 +1,7 @@
-"""GLM-4-9B: partial interleaved RoPE, biases on q, k and v; gate and up are one layer."""
+"""GLM-4-9B: partial interleaved RoPE, biases on q, k and v; gate and up are one layer.
+
+GLM-4-0414 has norms of the outputs of layers as well.
+"""
 
 from typing import Any
 
@@ -13,6 +16,11 @@ ROLES = DECODER_ROLES
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a GLM's config.json."""
     return glm_config(hf)
+
+
+def read_glm4(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a GLM-4-0414's config.json."""
+    return glm_config(hf, output_norms=True)
 
 
 def glm_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
@@ -31,3 +39,4 @@ def glm_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
 
 
 GLM = Family("glm", "GlmForCausalLM", read, ROLES, lora_targets=FUSED_GATE_UP_PARTS)
+GLM4 = Family("glm4", "Glm4ForCausalLM", read_glm4, ROLES, lora_targets=FUSED_GATE_UP_PARTS)

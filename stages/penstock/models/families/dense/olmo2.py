@@ -1,13 +1,24 @@
-"""OLMo 2: norms of the outputs of layers, not of their inputs; QK norm over whole projections."""
+"""OLMo 2: norms of the outputs of layers, not of their inputs; QK norm over whole projections.
+
+OLMo 3 has sliding-window attention, with its own RoPE, in three of four layers.
+"""
 
 from typing import Any
 
 from penstock.models.decoder_config import DecoderConfig, TensorNames
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, config_get, decoder_config
+from penstock.models.hf_config import (
+    HfConfig,
+    config_get,
+    config_require,
+    decoder_config,
+    rope_by_layer,
+    sliding,
+)
 from penstock.models.tp_roles import SPLIT_QK_NORM_ROLES
 
 ROLES = SPLIT_QK_NORM_ROLES
+OLMO3_THETA = 500_000.0
 NAMES = TensorNames(
     attention_output_norm="post_attention_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
@@ -17,6 +28,16 @@ NAMES = TensorNames(
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an OLMo 2's config.json."""
     return olmo_config(hf)
+
+
+def read_olmo3(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of an OLMo 3's config.json."""
+    layers = range(config_require(hf, "num_hidden_layers"))
+    return olmo_config(
+        hf,
+        **rope_by_layer(hf, theta=OLMO3_THETA, sliding_theta=OLMO3_THETA),
+        **sliding(hf, hf.get("sliding_window", 4096), (at for at in layers if (at + 1) % 4)),
+    )
 
 
 def olmo_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
@@ -38,3 +59,4 @@ def olmo_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", read, ROLES)
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", read_olmo3, ROLES)

@@ -1,0 +1,28 @@
+"""The arguments with which transformers models are called. T packed tokens."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock_kernels.attention import VarlenMetadata
+
+
+def packed_inputs(position_ids_T: torch.Tensor, segments: VarlenMetadata) -> dict[str, Any]:
+    """What tells a model the documents of one packed sequence."""
+    return {
+        "position_ids": position_ids_T[None],
+        "cu_seq_lens_q": segments.cu_seqlens,
+        "cu_seq_lens_k": segments.cu_seqlens,
+        "max_length_q": segments.max_length,
+        "max_length_k": segments.max_length,
+    }
+
+
+def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the inputs that the model's forward takes."""
+    params = inspect.signature(model.forward).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in params.values())
+    return {name: value for name, value in inputs.items() if takes_any or name in params}
