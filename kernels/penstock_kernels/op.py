@@ -114,11 +114,19 @@ def cache_home() -> Path:
 
 
 def needs_cuda(*tensors: torch.Tensor) -> str | None:
-    """Common to all Triton kernels: they run on CUDA, or on a CPU when interpreted."""
-    kinds = {t.device.type for t in tensors}
-    if INTERPRETED or kinds == {"cuda"}:
+    """Common to all Triton kernels: they run on the current CUDA device, which is where Triton
+    launches, or on a CPU when interpreted."""
+    if INTERPRETED:
         return None
-    return f"its tensors are on {', '.join(sorted(kinds))}, and it needs cuda"
+    devices = {tensor.device for tensor in tensors}
+    if any(device.type != "cuda" for device in devices):
+        kinds = sorted({device.type for device in devices})
+        return f"its tensors are on {', '.join(kinds)}, and it needs cuda"
+    current = torch.cuda.current_device()
+    if any(device.index != current for device in devices):
+        found = ", ".join(sorted(map(str, devices)))
+        return f"its tensors are on {found}, and cuda:{current} is the current device"
+    return None
 
 
 def needs_floats(*tensors: torch.Tensor) -> str | None:
