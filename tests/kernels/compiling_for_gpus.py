@@ -124,6 +124,21 @@ def compile_cross_entropy() -> None:
             compiled(cross_entropy._slope, turned, {**kinds, "BLOCK": block}, num_warps=warps)
 
 
+def compile_max_logits() -> None:
+    import torch
+
+    from penstock_kernels.max_logits import triton as max_logits
+
+    widths = (("*bf16", 64, torch.bfloat16), ("*bf16", 192, torch.bfloat16))
+    widths += (("*fp32", 128, torch.float32), ("*fp32", 256, torch.float32))
+    for (data, width, dtype), windowed, starts in ways(widths, (True, False), ("*i32", None)):
+        types = {"q_ptr": data, "k_ptr": data, "first_ptr": "*i32", "start_rows_ptr": starts}
+        types |= {"largest_ptr": "*fp32", "scale": "fp32"}
+        sizes = {**max_logits.tile(width, dtype), "GROUPS": 4, "WINDOWED": windowed}
+        sizes["UPCAST"] = False
+        compiled(max_logits._max_logits, types, sizes, num_warps=4)
+
+
 def _parted(tile) -> dict:
     """Constants, and how many warps."""
     warps = tile.pop("num_warps")

@@ -59,6 +59,7 @@ KERNELS = {
         "float8.triton_quantize._quantize",
         "float8.triton_quantize._transpose",
     },
+    "max_logits": {"max_logits.triton._max_logits"},
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

@@ -79,6 +79,7 @@ from penstock.engine.optim.cpu_offload import CPUOffloadedParams
 from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.engine.optim.norm_metrics import build_norms
 from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
+from penstock.engine.optim.qk_clip import build_qk_clip
 from penstock.engine.peft.dora_norms import norms_for
 from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.engine.peft.relora import build_relora
@@ -281,6 +282,7 @@ def assemble(
             if train.fuse_optimizer_step
             else None
         ),
+        qk_clip=build_qk_clip(train, config, parts, optimizer_params, mesh, ranks),
         cpu_offload=cpu_offload,
         grad_scaler=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
         norms=build_norms(train, params, ranks),

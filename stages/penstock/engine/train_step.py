@@ -28,6 +28,7 @@ from penstock.engine.optim.cpu_offload import CPUOffloadedParams
 from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.engine.optim.norm_metrics import Norms
 from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
+from penstock.engine.optim.qk_clip import QKClip
 from penstock.engine.peft.relora import ReLoRA
 from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
@@ -72,6 +73,8 @@ class StepResult:
     """Loss-scale metrics, by name."""
     preference_metrics: Mapping[str, Any]
     """Preference metrics, by name."""
+    qk_clip_metrics: Mapping[str, Any]
+    """The largest attention logit and the number of clipped heads, by name."""
     local_loss: torch.Tensor
     """This rank's part of `loss`, a scalar; the only field that differs between ranks."""
     next_counts: TokenCounts | None = None
@@ -105,6 +108,8 @@ class TrainStep:
     """None without loss scaling."""
     optimizer_in_backward: OptimizerInBackward | None = None
     """Steps the optimizer in the backward pass; None when it steps afterwards."""
+    qk_clip: QKClip | None = None
+    """None when attention logits are not bounded."""
     cpu_offload: CPUOffloadedParams | None = None
     """CPU copies of the parameters that the optimizer steps; None when it steps the parameters."""
     pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
@@ -174,8 +179,9 @@ class TrainStep:
         norms = self.norms.of_gradients() if self.norms and not self.optimizer_in_backward else None
         norm = norms.total if norms else self._gradient_norm(trainable)
         metric_totals = preference_step.metric_totals.flatten() if preference_step else None
-        loss, norm_value, next_counts, maxima, totals = self._read(
-            mine, norm, following, metric_totals
+        logits = self.qk_clip.reduce() if self.qk_clip else None
+        loss, norm_value, next_counts, maxima, totals, logits_read = self._read(
+            mine, norm, following, metric_totals, logits
         )
         is_finite = math.isfinite(norm_value)
         if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
@@ -202,6 +208,7 @@ class TrainStep:
             of_norms if is_finite else {},
             of_scaling,
             preference_step.metrics(totals) if preference_step else {},
+            self.qk_clip.metrics(*logits_read) if self.qk_clip else {},
             mine,
             next_counts,
             maxima,
@@ -213,9 +220,10 @@ class TrainStep:
         norm: torch.Tensor,
         following: Prefetch,
         totals_M: torch.Tensor | None,
-    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...], Sequence[float]]:
-        """The loss over all ranks, the norm, the next step's counts, the maxima, and the sums of
-        `totals_M` (fp64) over all ranks: one sync."""
+        logits: torch.Tensor | None,
+    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...], Sequence[float], Sequence[float]]:
+        """The loss over all ranks, the norm, the next step's counts, the maxima, the sums of
+        `totals_M` (fp64) over all ranks, and `logits` (fp64): one sync."""
         device = self.ranks.device
         local_counts = to_device(self._local_counts(following.batches), device)
         local = [mine.double().reshape(1), local_counts]
@@ -226,11 +234,15 @@ class TrainStep:
         if following.maxima:
             numbers = to_device(torch.tensor(following.maxima, dtype=torch.int64), device)
             parts.append(self.ranks.all_reduce_max(numbers).double())
+        if logits is not None:
+            parts.append(logits)
         loss, tokens, trained, *more = torch.cat(parts).tolist()
         counts = self._counts_per_replica(tokens, trained) if following.batches else None
         end = 0 if totals_M is None else len(totals_M)
-        found, norm_value, maxima = more[:end], more[end], more[end + 1 :]
-        return loss, norm_value, counts, tuple(int(value) for value in maxima), found
+        found, norm_value, more = more[:end], more[end], more[end + 1 :]
+        split = len(following.maxima)
+        maxima = tuple(int(value) for value in more[:split])
+        return loss, norm_value, counts, maxima, found, more[split:]
 
     def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
         return (
@@ -245,6 +257,8 @@ class TrainStep:
         if self.cpu_offload:
             self.cpu_offload.copy_to_cpu()
         self.optimizer.step()
+        if self.qk_clip:
+            self.qk_clip.clip()
         if self.cpu_offload:
             self.cpu_offload.copy_back()
         if self.grad_scaler:

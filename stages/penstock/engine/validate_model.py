@@ -83,6 +83,20 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
     require_whole_documents(run.train, hf)
     require_prompts_apart(run.data, hf)
     require_fused_projections(run, hf)
+    require_unnormalized_queries(run.train, hf)
+
+
+def require_unnormalized_queries(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError for QK-clip of a model with QK norm."""
+    from penstock.models.registry import FAMILIES  # noqa: PLC0415
+
+    if train.qk_clip_threshold is not None and FAMILIES[hf["model_type"]].read(hf).qk_norm:
+        raise CapabilityError(
+            f"train.qk_clip_threshold is {train.qk_clip_threshold:g}, and this "
+            f"{hf['model_type']} normalizes queries and keys (QK norm): scaling the weights before "
+            "the norms changes no attention logit, and the norms bound them.\n"
+            "  Leave qk_clip_threshold out."
+        )
 
 
 def require_fused_projections(run: RunConfig, hf: HfConfig) -> None:

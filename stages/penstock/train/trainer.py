@@ -200,6 +200,7 @@ class Trainer:
             **result.router_metrics,
             **result.loss_scale_metrics,
             **result.norm_metrics,
+            **result.qk_clip_metrics,
             **self.measures.step_fields(result, batches, rows, seconds),
         }
 

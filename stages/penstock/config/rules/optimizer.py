@@ -127,6 +127,35 @@ def _check_muon(run: RunConfig) -> Issues:
             )
 
 
+def _check_qk_clip(run: RunConfig) -> Issues:
+    train = run.train
+    if train.qk_clip_threshold is None:
+        return
+    conflicts = {
+        "lora.enable_lora": (run.lora.enable_lora, "the weights that it scales are frozen"),
+        "train.ringattn_parallel_size": (
+            train.ringattn_parallel_size > 1,
+            "a rank has the keys of its own tokens only",
+        ),
+        "train.ulysses_parallel_size": (
+            train.ulysses_parallel_size > 1,
+            "a rank has the keys of its own tokens only",
+        ),
+        "train.fuse_optimizer_step": (
+            train.fuse_optimizer_step,
+            "weights are updated before all logits are known",
+        ),
+    }
+    for name, (is_set, why) in conflicts.items():
+        if is_set:
+            yield ConfigIssue(
+                ("train", "qk_clip_threshold"),
+                f"cannot be used with {name}: {why}; leave one of the two out",
+                (name,),
+            )
+            return
+
+
 def _check_lr_min(run: RunConfig) -> Issues:
     train = run.train
     if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
@@ -302,6 +331,7 @@ OPTIM_RULES = (
     check_optimizer_kwargs,
     _check_sharded_optimizer,
     _check_muon,
+    _check_qk_clip,
     _check_lr_min,
     _check_warmup,
     _check_warmup_length,

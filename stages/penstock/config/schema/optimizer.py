@@ -85,6 +85,11 @@ class OptimConfig(ConfigSection):
     max_grad_norm: Keyed[float] = Field(default=1.0, ge=0)
     """Gradient clipping: maximum global norm of the gradients; 0: no clipping."""
 
+    qk_clip_threshold: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
+    """QK-clip: after a step, the weights of queries and keys are scaled so that attention logits of
+    a head stay below this value; 100 with `optimizer: muon` is MuonClip as in Kimi K2. Unset: no
+    limit."""
+
     muon_lr: Keyed[float] = Field(default=0.02, ge=0)
     """Muon: peak learning rate of the weight matrices, on the schedule of `lr`."""
 

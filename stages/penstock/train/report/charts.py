@@ -41,6 +41,7 @@ OPTIMIZATION = (
     Curve("aux_loss", "Load-balancing loss"),
     Curve("z_loss", "z-loss"),
     Curve("loss_scale", "Loss scale"),
+    Curve("max_attention_logit", "Largest attention logit"),
 )
 PREFERENCE = (
     Curve("rewards/margins", "Reward margin"),

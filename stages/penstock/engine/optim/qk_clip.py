@@ -1,0 +1,156 @@
+"""QK-clip: bounds attention logits by scaling the weights of queries and keys after a step.
+
+Algorithm 1 of "Kimi K2: Open agentic intelligence" (arXiv 2507.20534), which calls Muon with it
+MuonClip. A head whose largest logit in a step was S, over a threshold t, has its later logits of
+the same tokens multiplied by gamma = t / S.
+
+L layers of the model, N query heads, K key heads, G = N / K; R rows of a weight.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder import Decoder
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.layers.attention import SelfAttention
+from penstock.models.layers.block import Block
+from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.max_logits import max_logits
+
+Recompute = Literal["any", "reentrant"]
+"""Under reentrant checkpointing a layer's only pass with gradients is its recomputation."""
+
+
+def build_qk_clip(
+    train: TrainConfig,
+    config: DecoderConfig,
+    parts: Sequence[CausalLM],
+    params: Sequence[LocalParam],
+    mesh: Mesh,
+    ranks: ProcessInfo,
+) -> "QKClip | None":
+    """The QK-clip of a run; None without one."""
+    if train.qk_clip_threshold is None:
+        return None
+    kind: Recompute = "reentrant" if train.enable_reentrant else "any"
+    return QKClip(train.qk_clip_threshold, config, parts, params, mesh, ranks, recompute=kind)
+
+
+class QKClip:
+    """The largest attention logits of a step, and the clipping of the weights that made them."""
+
+    def __init__(
+        self,
+        threshold: float,
+        config: DecoderConfig,
+        parts: Sequence[CausalLM],
+        params: Sequence[LocalParam],
+        mesh: Mesh,
+        ranks: ProcessInfo,
+        *,
+        recompute: Recompute = "any",
+    ) -> None:
+        """Observe attention in `parts`; `params` are those that the optimizer steps."""
+        self._threshold, self._config, self._ranks = threshold, config, ranks
+        self._params = [
+            (layer, one) for one in params if (layer := _layer_of(one.name)) is not None
+        ]
+        self._max_LN = torch.full(
+            (config.num_hidden_layers, config.num_attention_heads),
+            float("-inf"),
+            device=ranks.device,
+        )
+        heads = config.num_attention_heads // mesh.size("tensor")
+        first = mesh.index("tensor") * heads
+        for part in parts:
+            assert isinstance(part, Decoder)
+            for layer, block in part.model.layers.items():
+                assert isinstance(block, Block)
+                max_N = self._max_LN[int(layer), first : first + heads]
+                _observe(block.self_attn, max_N, recompute)
+        self._reduced_LN = self._max_LN
+
+    def reduce(self) -> torch.Tensor:
+        """All-reduce the logits of this step, and begin the next. Returns the largest one and the
+        number of heads to clip, fp64 [2]. Collective."""
+        self._reduced_LN = self._ranks.all_reduce_max(self._max_LN.clone())
+        self._max_LN.fill_(float("-inf"))
+        over = (self._reduced_LN > self._threshold).sum()
+        return torch.stack([self._reduced_LN.max().double(), over.double()])
+
+    @staticmethod
+    def metrics(largest: float, clipped: float) -> dict[str, float | int]:
+        """What `reduce` returned, by name."""
+        return {"max_attention_logit": largest, "clipped_heads": int(clipped)}
+
+    @torch.no_grad()
+    def clip(self) -> None:
+        """Scale the weights of the heads that were over the threshold."""
+        gamma_LN = self._threshold / self._reduced_LN.clamp(min=self._threshold)
+        for layer, one in self._params:
+            for shard in one.shards:
+                factors_R = self._row_factors(one.name, shard, gamma_LN[layer])
+                rows = shard.view(local(one.parameter))
+                rows.mul_(factors_R.to(rows.device).view(-1, *[1] * (rows.dim() - 1)))
+
+    def _row_factors(self, name: str, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:
+        """Factors of the shard's rows, [R]. Those of a query head and of its key head multiply to
+        the head's gamma; a key head has the square root of the smallest one of its query heads."""
+        config, head_dim = self._config, self._config.head_dim
+        gamma_KG = gamma_N.view(config.num_key_value_heads, -1)
+        key_K1 = gamma_KG.amin(1, keepdim=True).sqrt()
+        of_q = (gamma_KG / key_K1).flatten().repeat_interleave(head_dim)
+        of_k = key_K1.flatten().repeat_interleave(head_dim)
+        sizes = config.qkv_features
+        of_tensor = {"q_proj": of_q, "k_proj": of_k, "v_proj": of_k.new_ones(sizes["v_proj"])}
+        kind = next((kind for kind in of_tensor if kind in shard.tensor), None)
+        # A checkpoint may have the three as one tensor.
+        factors_R = torch.cat([*of_tensor.values()]) if kind is None else of_tensor[kind]
+        assert len(factors_R) == shard.full_shape[0], f"{name} holds {shard.tensor}"
+        return factors_R.narrow(0, shard.offsets[0], shard.num_rows)
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer of a weight or bias of queries or keys; None for other parameters."""
+    _, *path = name.split(".layers.")
+    if not path:
+        return None
+    number, _, rest = path[0].partition(".")
+    is_scaled = rest.startswith(("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.qkv_proj."))
+    return int(number) if is_scaled else None
+
+
+def _observe(attention: SelfAttention, max_N: torch.Tensor, recompute: Recompute) -> None:
+    """Keep the maximum of each head's logits in `max_N`, in passes with gradients."""
+    run_core: Callable[..., torch.Tensor] = attention.run_core
+
+    # Not compiled: whether this is a recomputation would be decided once, when it is traced.
+    @torch.compiler.disable()
+    def record(q_TNH: torch.Tensor, k_TKH: torch.Tensor, segments: VarlenMetadata) -> None:
+        if not torch.is_grad_enabled() or (_is_in_backward() and recompute != "reentrant"):
+            return
+        logits_N = max_logits(q_TNH, k_TKH, segments, attention.scale, attention.window)
+        torch.maximum(max_N, logits_N.to(max_N.dtype), out=max_N)
+
+    def run(
+        core: Callable[..., torch.Tensor],
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        segments: VarlenMetadata,
+    ) -> torch.Tensor:
+        record(q_TNH, k_TKH, segments)
+        return run_core(core, q_TNH, k_TKH, v_TKH, segments)
+
+    attention.run_core = run
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
