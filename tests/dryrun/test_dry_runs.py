@@ -10,6 +10,9 @@ from tests.dryrun.layouts import DENSE, MOE, ROW, dry_runs, estimated_memory
 
 pytestmark = pytest.mark.slow
 
+NEEDED = {"one device", "fsdp", "moe", "moe, triton"}
+"""Layouts that tests look at by name."""
+
 ROUGH = {
     # What the gradients of a layer's adapters and of their inputs need at once.
     "ep, lora": (0.85, 1.1),
@@ -30,17 +33,31 @@ SMALL = {
 }
 
 
+OFTEN = {
+    *("one device", "one device, lora", "ddp", "fsdp", "fsdp, 4 micro-batches", "fsdp, zero 2"),
+    *("fsdp, muon", "fsdp, offload", "fsdp, qlora", "fsdp, fp8", "fsdp, dpo", "hsdp"),
+    *("tp, sequence parallel", "gemma 3, no recomputation", "phi 3, tp", "ring x ulysses"),
+    *("1f1b", "zbv", "1f1b x tp", "moe", "moe, triton", "ep x 1f1b", "ep, lora", "moe, tp"),
+}
+"""One layout of each path of the engine; the others are run with `pytest -m exhaustive`."""
+
+EACH = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in CASES]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, DryRun]:
-    return dry_runs(CASES)
+def found(request: pytest.FixtureRequest) -> dict[str, DryRun]:
+    """The layouts that are asked for, in one start of the processes."""
+    specs = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = {spec.params.get("name") for spec in specs if spec}
+    return dry_runs({name: case for name, case in CASES.items() if name in asked | NEEDED})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_layout_has_no_fault(found: dict[str, DryRun], name: str) -> None:
     assert dict(found[name].faults) == {}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_launches_copies_syncs_and_collectives_are_those_of_the_golden_file(
     found: dict[str, DryRun], name: str
 ) -> None:
@@ -48,7 +65,7 @@ def test_launches_copies_syncs_and_collectives_are_those_of_the_golden_file(
     assert counts(found[name]) == json.loads(GOLDEN.read_text())[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_estimate_of_plan_is_near_the_peak(found: dict[str, DryRun], name: str) -> None:
     least, most = ROUGH.get(name, (0.9, 1.1))
     assert least < estimated_memory(CASES[name]) / found[name].peak < most
