@@ -15,7 +15,7 @@ from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
-from penstock.models.layers.attention import SelfAttention
+from penstock.models.layers.token_mixer import TokenMixer
 from penstock.models.layers.block import CALL_HOOKS
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
@@ -73,7 +73,7 @@ def apply_activation_checkpointing(
         if name == CORE_ATTENTION:
             for layer in layers:
                 attention = layer.get_submodule("self_attn")
-                assert isinstance(attention, SelfAttention)
+                assert isinstance(attention, TokenMixer)
                 attention.run_core = partial(recompute, attention.run_core)
             continue
         if name not in CALL_HOOKS:

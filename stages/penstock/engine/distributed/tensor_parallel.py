@@ -31,6 +31,7 @@ from penstock.engine.distributed.tensor_sharding import TensorParallelPlan, tp_p
 from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, lookup_local_rows
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
+from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
@@ -87,7 +88,9 @@ def parallelize_tensor(
         model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
     for layer in model.model.layers.values():
         assert isinstance(layer, Block)
-        layer.self_attn.qkv_sizes = [plan.span(part).count for part in model.config.qkv_features]
+        if isinstance(layer.self_attn, SelfAttention):
+            features = model.config.qkv_features
+            layer.self_attn.qkv_sizes = [plan.span(part).count for part in features]
         for part, socket in CALL_HOOKS.items():
             is_moe = isinstance(getattr(layer, part), MoE)
             region = _moe_forward if is_moe else _tp_forward

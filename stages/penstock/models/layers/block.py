@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.attention import AttentionFn, SelfAttention
+from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.dropout import NO_DROPOUT, Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
@@ -15,6 +15,7 @@ from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
+from penstock.models.layers.token_mixer import build_token_mixer
 from penstock_kernels.attention import VarlenMetadata
 
 CALL_HOOKS = {"self_attn": "run_attn", "mlp": "run_mlp"}
@@ -47,7 +48,7 @@ class Block(nn.Module):
             for there in (config.input_norms, config.output_norms)
         )
         self.input_layernorm = input_norm()
-        self.self_attn = SelfAttention(
+        self.self_attn = build_token_mixer(
             config,
             layer,
             merge_qkv=merge_qkv,
@@ -79,7 +80,7 @@ class Block(nn.Module):
         segments: VarlenMetadata,
         *query_scale: torch.Tensor,
     ) -> torch.Tensor:
-        """The residual stream after this block, [T, D]. The rest as in `SelfAttention`."""
+        """The residual stream after this block, [T, D]. The rest as in `token_mixer.py`."""
         normed_TD = self.input_layernorm(x_TD)
         y_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments, *query_scale)
         y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))

@@ -1,0 +1,37 @@
+"""The token mixer of a layer: the module `self_attn` of a block, where tokens see one another.
+
+A token mixer is an `nn.Module` that provides:
+
+- `forward(x_TD, cos_TH, sin_TH, segments, query_scale_T=None) -> y_TD`: the output for the tokens
+  of packed documents, which do not see one another; `segments` has their bounds.
+- Roles in the family's table (`tp_roles.py`): layers split by heads are column-parallel and
+  row-parallel; what has no role is on every tensor-parallel rank, with a partial sum of its
+  gradient. Its sizes are read from tensors, because a rank has only some of the heads.
+- Its tensors in `weights.WeightMap`, and its FLOPs and saved activations in `flops.py` and
+  `costs/activations.py`.
+- Where it is attention: `run_core`, a call hook around attention without projections
+  (`recompute_modules: [core_attn]`), and `attend`, the function from queries, keys and values to
+  outputs, through which context parallelism and the KV cache work.
+"""
+
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.layers.attention import AttentionFn, SelfAttention
+from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.layer_ops import LayerOps
+
+TokenMixer = SelfAttention
+
+
+def build_token_mixer(
+    config: DecoderConfig,
+    layer: int,
+    *,
+    merge_qkv: bool,
+    attend: AttentionFn,
+    operations: LayerOps,
+    drop: WeightDropout | None,
+) -> TokenMixer:
+    """The token mixer of this layer, as the config defines it."""
+    return SelfAttention(
+        config, layer, merge_qkv=merge_qkv, attend=attend, operations=operations, drop=drop
+    )
