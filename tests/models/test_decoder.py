@@ -68,7 +68,8 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     }
     assert None not in roles.values(), roles
     sparse = (ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
-    linear = [name for name, role in roles.items() if role not in sparse]
+    whole = (*sparse, ParallelStyle.REPLICATED)
+    linear = [name for name, role in roles.items() if role not in whole]
     stored = [hf for name in linear for hf in weights.hf_names(f"{name}.weight")]
     rows = {hf.removesuffix(".weight"): weights.hf_shapes()[hf][0] for hf in stored}
     layers = [weights.row_blocks(layer, count) for layer, count in rows.items()]

@@ -12,12 +12,17 @@ from penstock.models.foundation import NO_EFFECT, apply_overrides, check_foundat
 from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import FAMILIES, get_family
 from penstock_kernels.attention import VarlenMetadata
-from tests.models.twins import LLAMA3_ROPE, NEEDED, SIZES, SPARSE
+from tests.models.twins import LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE
 
 TOKENS = 24
 
 BASES: dict[str, dict[str, Any]] = {
-    name: {**SIZES, **SPARSE.get(name, {}), **NEEDED.get(name, {}), "num_hidden_layers": 2}
+    name: {
+        **SIZES,
+        **(SPARSE | LATENT).get(name, {}),
+        **NEEDED.get(name, {}),
+        "num_hidden_layers": 2,
+    }
     for name in FAMILIES
 }
 

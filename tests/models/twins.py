@@ -260,10 +260,68 @@ SPARSE = {
         },
     },
 }
+MLA = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+# Latent attention: a head's features with RoPE and without, and its values, differ in number.
+LATENT = {
+    "minicpm3": MLA,
+    # Values wider than keys, and queries without a latent vector.
+    "youtu": {**MLA, "q_lora_rank": None, "v_head_dim": 24, "attention_bias": True},
+    "youtu-halves": {**MLA, "rope_interleave": False, "rope_parameters": YARN},
+}
+FAMILIES |= LATENT
+SPARSE |= {
+    "deepseek_v3": {
+        **MLA,
+        **ROUTED,
+        "n_shared_experts": 2,
+        "rope_parameters": YARN,
+        "routed_scaling_factor": 1.7,
+        "attention_bias": True,
+    },
+    "deepseek_v2": {
+        **MLA,
+        **ROUTED,
+        "n_routed_experts": 16,
+        "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+        "mlp_bias": True,
+        "rope_parameters": YARN,
+    },
+    "deepseek_v2-greedy": {**MLA, **ROUTED, "q_lora_rank": None, "n_group": None},
+    "glm4_moe_lite": {**MLA, **ROUTED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+}
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
 NEEDED = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "opt": {"ffn_dim": 80, "dropout": 0.0},
+    "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 6},
+    "glm4_moe_lite": {"num_key_value_heads": 6},
+    "minicpm3": {"num_key_value_heads": 6},
+    "youtu": {"num_key_value_heads": 6},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
 """What a family's config.json must say besides SIZES."""

@@ -14,12 +14,14 @@ def route(
     bias_E: torch.Tensor | None = None,
     num_groups: int = 1,
     groups_per_token: int = 1,
+    group_score: Literal["best_two", "best"] = "best_two",
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The top-k experts of each token, int64 [T, K], and their weights, fp32 [T, K].
 
     T tokens, E experts in `num_groups` groups of equal size. A token chooses among the experts of
-    the groups with the largest sums of their two best scores. `bias_E` affects only the choice.
+    the groups with the largest sums of their two best scores, or with the best scores. `bias_E`
+    affects only the choice.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
@@ -27,7 +29,10 @@ def route(
         wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.float()
         if num_groups > groups_per_token:
             wanted_TGE = wanted_TE.unflatten(-1, (num_groups, -1))
-            best_TG = wanted_TGE.topk(2, dim=-1).values.sum(-1)
+            if group_score == "best":
+                best_TG = wanted_TGE.amax(-1)
+            else:
+                best_TG = wanted_TGE.topk(2, dim=-1).values.sum(-1)
             left_out_TG = torch.ones_like(best_TG, dtype=torch.bool)
             left_out_TG.scatter_(1, best_TG.topk(groups_per_token, dim=-1).indices, False)
             wanted_TE = wanted_TGE.masked_fill(left_out_TG.unsqueeze(-1), float("-inf")).flatten(1)

@@ -9,7 +9,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.hf_config import HfConfig
+from penstock.models.hf_config import HfConfig, native_type
 from penstock.models.multimodal import language_config
 
 
@@ -101,9 +101,9 @@ def require_unnormalized_queries(train: TrainConfig, hf: HfConfig) -> None:
 
 def require_fused_projections(run: RunConfig, hf: HfConfig) -> None:
     """Raise CapabilityError if a layer of the checkpoint would be split."""
-    from penstock.models.registry import FAMILIES  # noqa: PLC0415
+    from penstock.models.registry import get_family  # noqa: PLC0415
 
-    if not run.model.merge_qkv and FAMILIES[hf["model_type"]].read(hf).fused_qkv:
+    if not run.model.merge_qkv and get_family(hf, "native").read(hf).fused_qkv:
         raise CapabilityError(
             f"model.merge_qkv is false, and q, k and v of a {hf.get('model_type')} are one layer "
             "in its checkpoints.\n  Leave merge_qkv out."
@@ -126,5 +126,5 @@ def _length_dependent_rope(hf: HfConfig) -> str | None:
     from penstock.models.registry import FAMILIES  # noqa: PLC0415
 
     hf = language_config(hf)
-    family = FAMILIES.get(hf.get("model_type", ""))
+    family = FAMILIES.get(native_type(hf) or "")
     return family.read(hf).length_dependent_rope if family else None

@@ -135,7 +135,7 @@ class Decoder(nn.Module):
         self.rotary, *sliding = (
             Rotary(
                 parameters,
-                head_dim=config.head_dim,
+                head_dim=config.rope_head_dim,
                 pairs=config.rope_pairs,
                 fp32=config.rope_fp32,
                 max_position_embeddings=config.max_position_embeddings,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
+from penstock.models.latent_config import LatentAttentionConfig
 
 POSITIVE_INT_FIELDS = (
     "vocab_size",
@@ -29,6 +30,8 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 packed documents give the same results as separate ones."""
 
 Scoring = Literal["softmax", "sigmoid"]
+GroupScore = Literal["best_two", "best"]
+"""What the score of a group of experts is: the sum of its two best, or the best."""
 RotaryPairs = Literal["halves", "neighbours"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`relu2` is squared ReLU. `relu` and `relu2` are only for MLPs without a gate."""
@@ -157,8 +160,8 @@ class ExpertsConfig:
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are split into `num_groups` consecutive groups of equal size. A token selects among
-    the experts of its best `groups_per_token` groups; a group's score is the sum of its two best
-    experts."""
+    the experts of its best `groups_per_token` groups."""
+    group_score: GroupScore = "best_two"
     scale: float = 1.0
     """Final factor of the expert weights (routed_scaling_factor)."""
     router_bias: bool = False
@@ -194,7 +197,8 @@ class ExpertsConfig:
             raise _config_error(
                 f"a token chooses {self.experts_per_token} of {num_candidates} experts"
             )
-        if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
+        has_pairs = self.num_experts // self.num_groups > 1
+        if self.num_groups > 1 and self.group_score == "best_two" and not has_pairs:
             raise _config_error(
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
                 "are scored by their two best experts"
@@ -283,6 +287,9 @@ class DecoderConfig:
     fused_gate_up: bool = False
     """Whether checkpoints have gate_proj and up_proj as one layer, `gate_up_proj`."""
     initializer_range: float = 0.02
+    latent: LatentAttentionConfig | None = None
+    """Multi-head latent attention, with as many key heads as query heads and `head_dim` features of
+    queries and keys; None: grouped-query attention."""
     experts: ExpertsConfig | None = None
     names: TensorNames = field(default_factory=TensorNames)
 
@@ -327,7 +334,13 @@ class DecoderConfig:
                 )
 
     def _rotary_dim(self, parameters: Mapping[str, Any]) -> int:
-        return int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        return int(self.rope_head_dim * parameters.get("partial_rotary_factor", 1.0))
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Features of a head that RoPE is defined on: all, or those that latent attention has for
+        it."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
     @property
     def rotary_dim(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig
+from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig, native_type
 from penstock.models.registry import FAMILIES, get_family
 
 ROPE = "rope_parameters"
@@ -47,7 +47,7 @@ PARSE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError
 TABLE_EXAMPLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
 """Fields that are tables or null, with an example of each."""
 
-PER_LAYER = ("layer_types",)
+PER_LAYER = ("layer_types", "mlp_layer_types")
 """Lists with one value per layer; unlike others they may not be empty."""
 
 TYPE_NAMES = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
@@ -71,14 +71,13 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
     if any(name in entries for name in _ROPE_ENTRIES):
         _set_rope(merged, entries)
     counts = isinstance(merged.get("num_hidden_layers"), int)
-    if counts and merged.get("layer_types") and "layer_types" not in entries:
-        merged["layer_types"] = _resize_layer_types(
-            merged["layer_types"], merged["num_hidden_layers"]
-        )
+    for name in PER_LAYER:
+        if counts and merged.get(name) and name not in entries:
+            merged[name] = _resize_layer_types(name, merged[name], merged["num_hidden_layers"])
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
-    if is_other and model_type in FAMILIES:
-        merged["architectures"] = [FAMILIES[model_type].architecture]
+    if is_other and (family := FAMILIES.get(native_type(merged) or "")):
+        merged["architectures"] = [family.architecture]
     return merged
 
 
@@ -131,13 +130,13 @@ def _merge(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -
             merged[field_name] = deepcopy(value)
 
 
-def _resize_layer_types(types: Sequence[str], num_layers: int) -> list[str]:
+def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> list[str]:
     """The layer types of the model with `num_layers` layers."""
     if len(types) < num_layers and len(set(types)) > 1:
         raise ConfigError(
-            f"model.foundation.num_hidden_layers is {num_layers}, and config.json has layer_types "
+            f"model.foundation.num_hidden_layers is {num_layers}, and config.json has {name} "
             f"for {len(types)} layers, of several kinds.\n"
-            f"  Write model.foundation.layer_types as well, {num_layers} of them."
+            f"  Write model.foundation.{name} as well, {num_layers} of them."
         )
     more = [types[-1]] * (num_layers - len(types))
     return [*types, *more][:num_layers]

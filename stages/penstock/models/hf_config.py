@@ -13,6 +13,9 @@ from penstock.models.quantization_config import parse_quantization_config
 
 HfConfig = Mapping[str, Any]
 
+SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Model types whose published code is that of another type; transformers has no class for them."""
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", *LENGTH_DEPENDENT_ROPE)
 """Supported RoPE types."""
 
@@ -136,6 +139,12 @@ def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> De
         mlp_bias=bool(config_get(hf, "mlp_bias", biased)),
         **specific,
     )
+
+
+def native_type(hf: HfConfig) -> str | None:
+    """The model type, or the one whose code a model of this type has."""
+    model_type = hf.get("model_type")
+    return SAME_CODE.get(str(model_type), model_type)
 
 
 def config_require(hf: HfConfig, name: str) -> Any:

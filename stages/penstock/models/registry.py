@@ -31,6 +31,11 @@ from penstock.models.families.dense.seed_oss import SEED_OSS
 from penstock.models.families.dense.smollm3 import SMOLLM3
 from penstock.models.families.dense.stablelm import STABLELM
 from penstock.models.families.dense.vaultgemma import VAULTGEMMA
+from penstock.models.families.latent.deepseek_v2 import DEEPSEEK_V2
+from penstock.models.families.latent.deepseek_v3 import DEEPSEEK_V3
+from penstock.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
+from penstock.models.families.latent.minicpm3 import MINICPM3
+from penstock.models.families.latent.youtu import YOUTU
 from penstock.models.families.moe.dots1 import DOTS1
 from penstock.models.families.moe.ernie4_5_moe import ERNIE4_5_MOE
 from penstock.models.families.moe.glm4_moe import GLM4_MOE
@@ -43,7 +48,7 @@ from penstock.models.families.moe.olmoe import OLMOE
 from penstock.models.families.moe.qwen2_moe import QWEN2_MOE
 from penstock.models.families.moe.qwen3_moe import QWEN3_MOE
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig
+from penstock.models.hf_config import HfConfig, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
 from penstock.models.quantization_config import parse_quantization_config
 
@@ -88,6 +93,11 @@ FAMILIES = {
         EXAONE4,
         HYPERCLOVAX,
         VAULTGEMMA,
+        DEEPSEEK_V3,
+        DEEPSEEK_V2,
+        GLM4_MOE_LITE,
+        MINICPM3,
+        YOUTU,
     )
 }
 
@@ -104,7 +114,7 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
         CapabilityError: for a model_type that is not native, with the native backend; for a model
             that transformers cannot build, or that cannot be trained, with the other one.
     """
-    model_type = hf_config.get("model_type")
+    model_type = native_type(hf_config)
     if backend != "transformers" and model_type in FAMILIES:
         return FAMILIES[model_type]
     if backend != "transformers" and (found := _language_model(hf_config)):

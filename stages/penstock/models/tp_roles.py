@@ -19,6 +19,9 @@ class ParallelStyle(Enum):
     """Linear layer whose output heads or features are independent (column-parallel)."""
     ROWWISE = "narrow"
     """Linear layer whose input heads or features are independent (row-parallel)."""
+    REPLICATED = "replicated"
+    """Linear layer that every rank computes in full, within a region of which it has some heads:
+    each rank has a partial sum of its gradient."""
     HEAD = "head"
     """Linear layer onto the vocabulary."""
     PER_HEAD = "per head"
@@ -35,7 +38,8 @@ class ShardUnit(Enum):
     """The smallest block of features that can be computed independently."""
 
     QUERY_HEAD = "query head"
-    """`head_dim` features; each group of query heads shares one key head."""
+    """The features of a query head, or of its output; each group of query heads shares one key
+    head."""
     KEY_HEAD = "key head"
     """`head_dim` features of keys or values."""
     FEATURE = "feature"
@@ -91,6 +95,8 @@ DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "k_proj": ShardUnit.KEY_HEAD,
     "v_proj": ShardUnit.KEY_HEAD,
     "o_proj": ShardUnit.QUERY_HEAD,
+    "q_b_proj": ShardUnit.QUERY_HEAD,
+    "kv_b_proj": ShardUnit.QUERY_HEAD,
     "gate_proj": ShardUnit.FEATURE,
     "up_proj": ShardUnit.FEATURE,
     "down_proj": ShardUnit.FEATURE,

@@ -142,6 +142,11 @@ class WeightMap:
     def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _NativeParam]]:
         config = self.config
         at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
+        if latent := config.latent:
+            shapes = latent.shapes(config.hidden_size, config.num_attention_heads)
+            for name, shape in shapes.items():
+                yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+            return
         width, parts = config.hidden_size, config.qkv_features
         if config.attention_sinks:
             yield _same(f"{at}.sinks", (config.num_attention_heads,))

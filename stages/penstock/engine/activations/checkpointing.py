@@ -15,12 +15,12 @@ from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
-from penstock.models.layers.token_mixer import TokenMixer
 from penstock.models.layers.block import CALL_HOOKS
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.router_observer import preserve_observer
+from penstock.models.layers.token_mixer import TokenMixer
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two implementations, and one for backward passes that are split (zero bubble)."""

@@ -89,7 +89,7 @@ class TensorParallelPlan:
         if self.splits_tied_weights and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
             table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, num_copies=2),)
-        if role is None:
+        if role in (None, ParallelStyle.REPLICATED):
             [tensor] = self.names.hf_names(name)
             return (self._replicate(tensor, self._norm_grad_reduce(module)),)
         if role is ParallelStyle.PER_HEAD:
@@ -142,7 +142,8 @@ class TensorParallelPlan:
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
         if unit is ShardUnit.QUERY_HEAD:
-            return _span(heads, self.size, self.index, config.head_dim)
+            width = config.latent.head_features(layer) if config.latent else config.head_dim
+            return _span(heads, self.size, self.index, width)
         assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
         if self.size <= keys:
             return _span(keys, self.size, self.index, config.head_dim)
@@ -217,11 +218,9 @@ class TensorParallelPlan:
         if self.is_in_moe(factor.module):
             yield self._replicate(name, "tensor", whole)
             return
-        is_rowwise = find_parallel_style(factor.module, self.roles) in (
-            ParallelStyle.ROWWISE,
-            ParallelStyle.VOCAB,
-        )
-        if is_a is not is_rowwise:
+        role = find_parallel_style(factor.module, self.roles)
+        is_rowwise = role in (ParallelStyle.ROWWISE, ParallelStyle.VOCAB)
+        if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
             yield self._replicate(name, "tensor", whole)
             return
         spans = self.spans(factor.part, columns if is_rowwise else rows)

@@ -2,8 +2,8 @@
 
 Every rank takes part in every pass, under any layout, and every rank gets all completions.
 Sequences are split over replicas; apart from rounding, samples do not depend on that. Ring
-attention has no KV cache, and neither have sequences so long that RoPE scaling depends on their
-length: each of their tokens costs a full forward pass.
+attention has no KV cache, nor has latent attention with Ulysses, and neither have sequences so long
+that RoPE scaling depends on their length: each of their tokens costs a full forward pass.
 
 T tokens of a pass, S positions where a token is sampled or scored, C positions of a chunk, V
 vocabulary.
@@ -334,15 +334,19 @@ def build_generator(
 ) -> Generator:
     """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.dims
-    heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
     layers = sum(len(part.blocks) for part in layout.parts)
+    heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
     numbers = 2 * layers * heads * config.head_dim
+    if config.latent:
+        numbers = layers * (config.latent.kv_rank + config.latent.rope_dim)
+    # Ranks that share heads hold other tokens' latent vectors.
+    has_cache = layout.context.supports_kv_cache and not (config.latent and degrees.ulysses > 1)
     generator = Generator(
         layout,
         ranks,
         logits,
         tokens_multiple(train),
-        max_cached_length=config.rope_invariant_up_to if layout.context.supports_kv_cache else 0,
+        max_cached_length=config.rope_invariant_up_to if has_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
     )
     if not train.enable_compile:

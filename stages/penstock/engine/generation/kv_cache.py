@@ -5,12 +5,13 @@ width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, count
+from typing import ClassVar
 
 import torch
 
-from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.attention import AttentionFn, CachedSegments
 from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
@@ -36,7 +37,7 @@ class KVCache:
         """The largest number of tokens that any row may reach."""
         self._rows = self._slots = 0
         """The allocated size of every layer: rows, and token slots per row."""
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._layers: list[tuple[torch.Tensor, ...]] = []
 
     def free(self, row: int) -> None:
         """Free a row. The last row is moved into its place."""
@@ -60,20 +61,22 @@ class KVCache:
         # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
         self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
-        for layer, (k_BKCH, v_BKCH) in enumerate(self._layers):
-            self._layers[layer] = self._resize(k_BKCH), self._resize(v_BKCH)
+        for layer, kept in enumerate(self._layers):
+            self._layers[layer] = tuple(map(self._resize, kept))
 
-    def layer(self, layer: int, like_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values [B, K, C, H] of a layer.
+    def layer(self, layer: int, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What a layer has cached of these parts [T, K, H], [B, K, C, H] each: keys and values.
 
         They are allocated on first use with the device and dtype of the input.
         """
         if layer == len(self._layers):
-            like_TKH = as_autocast(like_TKH)
-            shape = (self._rows, like_TKH.shape[1], self._slots, like_TKH.shape[2])
-            # Zeros: masked values are multiplied by 0 and must be finite.
-            self._layers.append((like_TKH.new_zeros(shape), like_TKH.new_zeros(shape)))
+            self._layers.append(tuple(map(self._allocate, parts)))
         return self._layers[layer]
+
+    def _allocate(self, like_TKH: torch.Tensor) -> torch.Tensor:
+        like_TKH = as_autocast(like_TKH)
+        # Zeros: masked values are multiplied by 0 and must be finite.
+        return like_TKH.new_zeros((self._rows, like_TKH.shape[1], self._slots, like_TKH.shape[2]))
 
     def _round_up(self, length: int) -> int:
         """The row width for this length, with room to grow."""
@@ -88,8 +91,10 @@ class KVCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefill(VarlenMetadata):
+class Prefill(CachedSegments):
     """Prefill: documents of a pass whose keys and values go into the cache."""
+
+    is_decode: ClassVar[bool] = False
 
     cache: KVCache
     tokens: torch.Tensor
@@ -102,14 +107,21 @@ class Prefill(VarlenMetadata):
 
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Cache the keys and values of the current layer."""
-        kept = self.cache.layer(next(self.calls), k_TKH)
-        for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True):
+        parts = _parts(k_TKH, v_TKH)
+        kept = self.cache.layer(next(self.calls), parts)
+        for x_BKCH, x_TKH in zip(kept, parts, strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
+
+    def uncached(self) -> VarlenMetadata:
+        """The same documents, not to be cached."""
+        return VarlenMetadata(**{one.name: getattr(self, one.name) for one in _PLAIN})
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeStep(VarlenMetadata):
+class DecodeStep(CachedSegments):
     """Decode step: one more token of each row, in order, followed by padding."""
+
+    is_decode: ClassVar[bool] = True
 
     cache: KVCache
     rows: int
@@ -135,13 +147,14 @@ class DecodeStep(VarlenMetadata):
         rows = self.rows
         # Skip keys that no row sees.
         first = 0 if window is None else max(0, self.shortest - window)
-        kept = self.cache.layer(next(self.calls), k_TKH)
-        k_BKCH, v_BKCH = (
+        parts = _parts(k_TKH, v_TKH)
+        visible = [
             self._write_newest(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(
                 2, first, self.longest - first
             )
-            for x_BKCH, x_TKH in zip(kept, (k_TKH, v_TKH), strict=True)
-        )
+            for x_BKCH, x_TKH in zip(self.cache.layer(next(self.calls), parts), parts, strict=True)
+        ]
+        k_BKCH, v_BKCH = visible[0], visible[-1]
         mask_BC = self._attention_mask(window, first, q_TNH.device)
         y_BNH = decode_attention(
             q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, mask_BC, scale, sinks_N, soft_cap
@@ -253,6 +266,14 @@ def with_kv_cache(attend: AttentionFn) -> AttentionFn:
         return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
 
     return attend_with_cache
+
+
+def _parts(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What is cached of keys and values, which may be one tensor."""
+    return (k_TKH,) if v_TKH is k_TKH else (k_TKH, v_TKH)
+
+
+_PLAIN = fields(VarlenMetadata)
 
 
 def _round_to_step(length: int) -> int:

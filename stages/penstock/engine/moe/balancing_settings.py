@@ -12,13 +12,21 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.hf_config import HfConfig, aux_loss_coef
+from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
-BIAS_FAMILIES = ("dots1", "ernie4_5_moe", "glm4_moe", "minimax_m2")
+BIAS_FAMILIES = (
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
+)
 """Families with a load-balancing bias on expert choice that has no gradient."""
 
 MOE_FAMILIES = (
     *BIAS_FAMILIES,
+    "deepseek_v2",
     "gpt_oss",
     "granitemoe",
     "hunyuan_v1_moe",
@@ -88,12 +96,12 @@ def needs_router_config(train: TrainConfig) -> bool:
 
 def has_experts(hf: HfConfig) -> bool:
     """Whether the model with this config.json has MoE layers."""
-    return hf.get("model_type") in MOE_FAMILIES or any(hf.get(name) for name in EXPERTS)
+    return native_type(hf) in MOE_FAMILIES or any(hf.get(name) for name in EXPERTS)
 
 
 def require_routers(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError for router settings of a model without routers."""
-    family = hf.get("model_type")
+    family = native_type(hf)
     if needs_router_config(run.train) and not has_experts(hf):
         raise _without_experts(run.train)
     written = run.train.moe_aux_loss_coef

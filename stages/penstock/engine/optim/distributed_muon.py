@@ -24,7 +24,12 @@ from penstock.optim.muon import MomentumFn, Orthogonalizer
 GATHER_ELEMENTS = 1 << 26
 """The largest number of elements a rank gathers at a time, unless one parameter is larger."""
 
-MUON_STYLES = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS)
+MUON_STYLES = (
+    ParallelStyle.COLWISE,
+    ParallelStyle.ROWWISE,
+    ParallelStyle.REPLICATED,
+    ParallelStyle.EXPERTS,
+)
 """The parallel styles of hidden-layer matrices."""
 
 

@@ -22,7 +22,12 @@ Formats = Mapping[str, Format]
 
 FIELD = "lora.exclude_modules"
 
-QUANTIZED = (ParallelStyle.COLWISE, ParallelStyle.ROWWISE, ParallelStyle.EXPERTS)
+QUANTIZED = (
+    ParallelStyle.COLWISE,
+    ParallelStyle.ROWWISE,
+    ParallelStyle.REPLICATED,
+    ParallelStyle.EXPERTS,
+)
 
 
 def select_formats(

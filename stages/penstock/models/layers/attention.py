@@ -4,7 +4,7 @@ T tokens, D model width, N query heads, K key and value heads, H head dimension.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ class AttentionFn(Protocol):
     """Causal attention within each document: q [T,N,H], k and v [T,K,H] in, [T,N,H] out.
 
     A token attends to the last `window` tokens including itself; None: to all earlier ones.
-    `sinks_N` are attention sink logits (one per head, without a value), or None. Scores are
-    soft-capped at `soft_cap`; None: not.
+    `k_TKH` and `v_TKH` may be one tensor. `sinks_N` are attention sink logits (one per head,
+    without a value), or None. Scores are soft-capped at `soft_cap`; None: not.
     """
 
     def __call__(
@@ -38,6 +38,21 @@ class AttentionFn(Protocol):
         soft_cap: float | None = None,
         /,
     ) -> torch.Tensor: ...
+
+
+class CachedSegments(VarlenMetadata):
+    """Documents of a pass with a KV cache: a prefill, or a decode step."""
+
+    is_decode: ClassVar[bool]
+
+    def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Cache the keys and values of the current layer in a prefill. They may be one tensor,
+        which is then cached once."""
+        raise NotImplementedError
+
+    def uncached(self) -> VarlenMetadata:
+        """The same documents for attention without the cache."""
+        raise NotImplementedError
 
 
 def in_bf16(attend: AttentionFn) -> AttentionFn:

@@ -66,6 +66,7 @@ class Router(OpModule):
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
+            group_score=config.group_score,
             scale=config.scale,
         )
         op_id = self.traced_op_id()

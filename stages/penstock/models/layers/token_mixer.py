@@ -17,9 +17,10 @@ A token mixer is an `nn.Module` that provides:
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.latent_attention import LatentAttention
 from penstock.models.layers.layer_ops import LayerOps
 
-TokenMixer = SelfAttention
+TokenMixer = SelfAttention | LatentAttention
 
 
 def build_token_mixer(
@@ -32,6 +33,8 @@ def build_token_mixer(
     drop: WeightDropout | None,
 ) -> TokenMixer:
     """The token mixer of this layer, as the config defines it."""
+    if config.latent:
+        return LatentAttention(config, attend=attend, operations=operations, drop=drop)
     return SelfAttention(
         config, layer, merge_qkv=merge_qkv, attend=attend, operations=operations, drop=drop
     )

@@ -1,0 +1,65 @@
+"""GLM-4.7-Flash: latent attention with the routing of GLM 4.5."""
+
+from penstock.core.errors import ConfigError
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.families.latent.fields import (
+    LORA_TARGETS,
+    ROLES,
+    experts,
+    groups,
+    latent_attention,
+    rotary_pairs,
+    unsupported_attention,
+    unsupported_routing,
+)
+from penstock.models.family import Family
+from penstock.models.hf_config import HfConfig, config_get, config_require, decoder_config
+
+SPARSE = "sparse"
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a GLM-4-MoE-Lite's config.json."""
+    return decoder_config(
+        hf,
+        unsupported=(*unsupported_attention(hf), *_unsupported_routing(hf)),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
+        **latent_attention(hf, ranks=(768, 512), head=(192, 64, 256)),
+        **rotary_pairs(hf),
+        experts=experts(
+            hf,
+            _sparse_layers(hf),
+            count=64,
+            chosen=4,
+            width=1536,
+            shared=1,
+            scoring="sigmoid",
+            normalized=bool(config_get(hf, "norm_topk_prob", True)),
+            groups=groups(hf, 1, 1),
+            scale=1.8,
+        ),
+    )
+
+
+def _sparse_layers(hf: HfConfig) -> tuple[int, ...]:
+    count = config_require(hf, "num_hidden_layers")
+    types = config_get(hf, "mlp_layer_types", ["dense", *[SPARSE] * (count - 1)])
+    if len(types) < count:
+        raise ConfigError(
+            f"the model's mlp_layer_types (config.json) has {len(types)} entries, and "
+            f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
+        )
+    return tuple(at for at, kind in enumerate(types[:count]) if kind == SPARSE)
+
+
+def _unsupported_routing(hf: HfConfig) -> tuple[str, ...]:
+    found = unsupported_routing(hf, methods=("noaux_tc",), scoring="sigmoid")
+    first = config_get(hf, "first_k_dense_replace", 1)
+    if first != 1 and hf.get("mlp_layer_types") is None:
+        return (*found, f"first_k_dense_replace is {first}; mlp_layer_types says which are dense")
+    return tuple(found)
+
+
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", read, ROLES, lora_targets=LORA_TARGETS
+)

@@ -1,0 +1,65 @@
+"""Hyperparameters of multi-head latent attention. No torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and
+    values of all heads are projections of one small latent vector per token, and RoPE is applied
+    to features of their own, whose key all heads share."""
+
+    q_rank: int | None
+    """Size of the latent vector of queries (q_lora_rank); None: queries are projected directly."""
+    kv_rank: int
+    """Size of the latent vector of keys and values (kv_lora_rank)."""
+    nope_dim: int
+    """Features of a head's queries and keys without RoPE (qk_nope_head_dim)."""
+    rope_dim: int
+    """Features with RoPE, after the others (qk_rope_head_dim)."""
+    v_dim: int
+    """Features of a head's values (v_head_dim)."""
+    bias: bool = False
+    """Whether q_a_proj, kv_a_proj_with_mqa and o_proj have biases."""
+    norm_eps: float = 1e-6
+    """Epsilon of the norms of latent vectors. Transformers has the same in all families, whatever
+    rms_norm_eps is."""
+
+    @property
+    def qk_dim(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def padded_dim(self) -> int:
+        """Features of a head in attention, where queries, keys and values are equally wide."""
+        return max(self.qk_dim, self.v_dim)
+
+    def head_features(self, layer: str) -> int:
+        """Features of one head in a linear layer that is split by heads, by the last part of its
+        name: outputs, or inputs of o_proj."""
+        features = {"kv_b_proj": self.nope_dim + self.v_dim, "o_proj": self.v_dim}
+        return features.get(layer, self.qk_dim)
+
+    def shapes(self, width: int, heads: int) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each parameter of a layer, in order, for a hidden size and a number of
+        heads."""
+        found: dict[str, tuple[int, ...]] = {}
+
+        def linear(name: str, outputs: int, inputs: int, *, biased: bool = False) -> None:
+            found[f"{name}.weight"] = (outputs, inputs)
+            if biased:
+                found[f"{name}.bias"] = (outputs,)
+
+        if self.q_rank is None:
+            linear("q_proj", heads * self.qk_dim, width)
+        else:
+            linear("q_a_proj", self.q_rank, width, biased=self.bias)
+            found["q_a_layernorm.weight"] = (self.q_rank,)
+            linear("q_b_proj", heads * self.qk_dim, self.q_rank)
+        linear("kv_a_proj_with_mqa", self.kv_rank + self.rope_dim, width, biased=self.bias)
+        found["kv_a_layernorm.weight"] = (self.kv_rank,)
+        linear("kv_b_proj", heads * self.head_features("kv_b_proj"), self.kv_rank)
+        linear("o_proj", width, heads * self.v_dim, biased=self.bias)
+        return found
