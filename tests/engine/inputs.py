@@ -213,6 +213,26 @@ MODELS: Mapping[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    # Keys and values of all heads from a latent vector; experts in groups, and shared ones.
+    "latent attention": {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "tie_word_embeddings": False,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
 }
 SHAPE = {
     "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it

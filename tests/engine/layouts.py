@@ -249,6 +249,33 @@ DESCRIBED = (
 )
 """Norms elsewhere or of another kind, factors, soft caps, RoPE by layer, and fused layers."""
 
+OF_LATENT_ATTENTION = tuple(
+    _of("latent attention", name, **settings)
+    for name, settings in {
+        "shard 2": {"shard": 2, "load_weights_mode": "all_ranks"},
+        "tp 2": {"tp": 2, "recompute_modules": ["core_attn"]},
+        "ep 2 over tp 2": EP_TP,
+        "ep 2 over shard 2": EP_SHARD,
+        "tp 4": {"tp": 4},
+        "tp 2, adapters": {"tp": 2, "lora": True, **SPLIT},
+        "tp 2, normed adapters": {"tp": 2, "lora": "normed"},
+        "over nf4, shard 2 x tp 2": {"shard": 2, "tp": 2, "lora": "over nf4", **SPLIT},
+        "ring 2": {"ring": 2},
+        "ulysses 2": {"ulysses": 2},
+        "pp 2 x ring 2": {"pp": 2, "ring": 2},
+        "pp 2 x ulysses 2": {"pp": 2, "ulysses": 2},
+        "ep 4 over ring 2 x ulysses 2": {"ring": 2, "ulysses": 2, "expert_parallel_size": 4},
+        "ep 4 over shard 2 x ulysses 2 x tp 2": {
+            "shard": 2,
+            "ulysses": 2,
+            "tp": 2,
+            "expert_parallel_size": 4,
+            **SPLIT,
+        },
+    }.items()
+)
+"""Heads of latent attention are split, and its latent vectors computed on every rank."""
+
 OF_GEMMA3 = tuple(
     replace(layout, name=f"gemma 3, {layout.name}", kind="gemma 3")
     for layout in (*SINGLE, *PAIRS, *TRIPLES)
@@ -409,6 +436,7 @@ LAYOUTS = {
         *WITH_LAYER_NORMS,
         *WITH_LEARNED_POSITIONS,
         *DESCRIBED,
+        *OF_LATENT_ATTENTION,
         *OF_GEMMA3,
         *FORMED,
         *MERGING,

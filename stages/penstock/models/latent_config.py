@@ -3,6 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock.core.errors import ConfigError
+
+FIELDS: Mapping[str, str] = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+}
+"""Names in config.json."""
+
 
 @dataclass(frozen=True)
 class LatentAttentionConfig:
@@ -25,6 +36,20 @@ class LatentAttentionConfig:
     norm_eps: float = 1e-6
     """Epsilon of the norms of latent vectors. Transformers has the same in all families, whatever
     rms_norm_eps is."""
+
+    def __post_init__(self) -> None:
+        """Raise an error for sizes that are not positive integers, and for features with RoPE that
+        are not pairs."""
+        for name, field in FIELDS.items():
+            size = getattr(self, name)
+            is_absent = name == "q_rank" and size is None
+            if not is_absent and (type(size) is not int or size < 1):
+                raise _config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
+        if self.rope_dim % 2:
+            raise _config_error(
+                f"qk_rope_head_dim is {self.rope_dim}; RoPE rotates features in pairs, so their "
+                "number must be even"
+            )
 
     @property
     def qk_dim(self) -> int:
@@ -63,3 +88,9 @@ class LatentAttentionConfig:
         linear("kv_b_proj", heads * self.head_features("kv_b_proj"), self.kv_rank)
         linear("o_proj", width, heads * self.v_dim, biased=self.bias)
         return found
+
+
+def _config_error(fault: str) -> ConfigError:
+    return ConfigError(
+        f"the model's {fault}. Correct the config.json that model.config_path names."
+    )

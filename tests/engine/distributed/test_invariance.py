@@ -14,6 +14,7 @@ from tests.engine.layouts import (
     MORE_EXPERTS,
     OF_GATED_EXPERTS,
     OF_GEMMA3,
+    OF_LATENT_ATTENTION,
 )
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
@@ -34,6 +35,10 @@ OFTEN_OF_GATED_EXPERTS = {
     "gated, ep 2 over tp 2, sequence parallel",
     "gated, adapters of all, ep 2 over tp 2",
     "gated, balance of rows, pp 2, ZBV",
+}
+OFTEN_OF_LATENT_ATTENTION = {
+    "latent attention, ep 2 over tp 2",
+    "latent attention, pp 2 x ring 2",
 }
 OFTEN_OF_GEMMA3 = {
     "gemma 3, tp 2, sequence parallel",
@@ -79,6 +84,7 @@ LARGE = {
     "pp 2 x ring 2 x ulysses 2",
     "ep 4 over pp 2 x shard 2 x tp 2",
     *({layout.name for layout in (*DESCRIBED, *MORE_EXPERTS)} - OFTEN),
+    *({layout.name for layout in OF_LATENT_ATTENTION} - OFTEN_OF_LATENT_ATTENTION),
     *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
     *({layout.name for layout in OF_GATED_EXPERTS} - OFTEN_OF_GATED_EXPERTS),
 }

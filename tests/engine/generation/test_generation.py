@@ -61,6 +61,7 @@ FAMILIES = {
     "scales": {**MODELS["scales"], **APART},
     "query scales": MODELS["query scales"],
     "fused layers": MODELS["fused layers"],
+    "latent attention": {**MODELS["latent attention"], "num_attention_heads": 8},
     "dynamic": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -58,14 +58,14 @@ class Kept:
         assert self.cache.lengths == [len(k) for k, _ in self.wanted]
         if not self.wanted:
             return
-        found = self.cache.layer(0, torch.empty(0, K, H))
+        found = self.cache.layer(0, entries(0))
         for row, its in enumerate(self.wanted):
             for x_BKCH, x_TKH in zip(found, its, strict=True):
                 assert torch.equal(x_BKCH[row, :, : len(x_TKH)], x_TKH.transpose(0, 1))
 
     @property
     def room(self):
-        k_BKCH, _ = self.cache.layer(0, torch.empty(0, K, H))
+        k_BKCH, _ = self.cache.layer(0, entries(0))
         return k_BKCH.shape[0] * k_BKCH.shape[2]
 
 

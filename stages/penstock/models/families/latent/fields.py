@@ -30,9 +30,7 @@ ROLES = {
 """Heads are split; latent vectors are computed on every rank."""
 
 LORA_TARGETS = (
-    "q_proj",
-    "q_a_proj",
-    "q_b_proj",
+    "q_*proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
     "o_proj",
@@ -40,7 +38,7 @@ LORA_TARGETS = (
     "up_proj",
     "down_proj",
 )
-"""Default LoRA targets. A model has either q_proj or the two of low rank."""
+"""Default LoRA targets: q_proj, or q_a_proj and q_b_proj where queries have a latent vector."""
 
 
 def latent_attention(
