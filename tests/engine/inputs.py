@@ -233,6 +233,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "topk_group": 2,
         "first_k_dense_replace": 1,
     },
+    "dense latent attention": {
+        "model_type": "youtu",
+        "architectures": ["YoutuForCausalLM"],
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "intermediate_size": 64,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
 }
 SHAPE = {
     "vocab_size": runs.VOCAB + 11,  # a prime: no two ranks hold as much of it

@@ -249,6 +249,8 @@ DESCRIBED = (
 )
 """Norms elsewhere or of another kind, factors, soft caps, RoPE by layer, and fused layers."""
 
+RATE = 0.1
+
 OF_LATENT_ATTENTION = tuple(
     _of("latent attention", name, **settings)
     for name, settings in {
@@ -258,8 +260,6 @@ OF_LATENT_ATTENTION = tuple(
         "ep 2 over shard 2": EP_SHARD,
         "tp 4": {"tp": 4},
         "tp 2, adapters": {"tp": 2, "lora": True, **SPLIT},
-        "tp 2, normed adapters": {"tp": 2, "lora": "normed"},
-        "over nf4, shard 2 x tp 2": {"shard": 2, "tp": 2, "lora": "over nf4", **SPLIT},
         "ring 2": {"ring": 2},
         "ulysses 2": {"ulysses": 2},
         "pp 2 x ring 2": {"pp": 2, "ring": 2},
@@ -273,6 +273,12 @@ OF_LATENT_ATTENTION = tuple(
             **SPLIT,
         },
     }.items()
+)
+OF_LATENT_ATTENTION += (
+    _of("dense latent attention", "tp 2, normed adapters", tp=2, lora="normed"),
+    _of("dense latent attention", "tp 2, merged adapters", tp=2, lora="merged"),
+    _of("dense latent attention", "over nf4, shard 2 x tp 2", shard=2, tp=2, lora="over nf4"),
+    _of("dense latent attention", "tp 2, dropout", tp=2, lora=True, drops=RATE, **SPLIT),
 )
 """Heads of latent attention are split, and its latent vectors computed on every rank."""
 
@@ -361,8 +367,6 @@ OFFLOADED = (
     ),
 )
 """Activations that wait in other memory for the backward pass."""
-
-RATE = 0.1
 
 
 def _dropping(name: str, /, **settings: Any) -> Layout:
