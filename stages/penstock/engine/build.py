@@ -64,6 +64,7 @@ from penstock.engine.eval_step import EvalModel
 from penstock.engine.generation.generator import Generator, build_generator
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.load_weights import Readers, load_weights
+from penstock.engine.hf.prediction_layers import describe_prediction_layers
 from penstock.engine.losses.build import (
     build_preference_loss,
     build_sequence_logprobs,
@@ -323,6 +324,8 @@ def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) ->
         notify(describe_backend(family))
     else:
         validate_model(run, hf_config)
+        if run.model.model_path and (line := describe_prediction_layers(hf_config)):
+            notify(line)
     return family
 
 

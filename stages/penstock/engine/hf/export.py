@@ -19,6 +19,11 @@ from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.converted_weights import as_published
 from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapter_folder
+from penstock.engine.hf.prediction_layers import (
+    num_prediction_layers,
+    prediction_layers,
+    with_tensors,
+)
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import (
     DTYPES,
@@ -122,8 +127,12 @@ def _model(
     quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
     with ExitStack() as opened:
+        whole = _as_in_files(weights, model, opened)
+        if others := _prediction_layers(origin, model, opened):
+            whole = with_tensors(whole, others)
+            quantizer = quantizer and quantizer.leaving_out(others.shapes)
         return write_hf_folder(
-            _as_in_files(weights, model, opened),
+            whole,
             out,
             extras,
             dtype=_dtype(form, origin, extras.hf_config),
@@ -140,6 +149,18 @@ def _as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStac
         return weights
     assert model.folder is not None
     return in_multimodal(weights, opened.enter_context(SafetensorsFolder(model.folder)))
+
+
+def _prediction_layers(
+    origin: ModelSource, model: BaseModelWeights, opened: ExitStack
+) -> HFStateDict | None:
+    """The base model's layers that predict further tokens, if it has any."""
+    if model.names.multimodal or not num_prediction_layers(model.hf_config):
+        return None
+    if isinstance(model.names, AutoWeightMap) or (found := _folder(origin)) is None:
+        return None
+    folder = opened.enter_context(SafetensorsFolder(found))
+    return prediction_layers(folder, model.names.config.num_hidden_layers, model.published)
 
 
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:

@@ -4,8 +4,8 @@ Linear layers in transformer blocks are quantized: those of attention, feed-forw
 experts. Embeddings, the LM head, norms and routers are not.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,11 @@ class Quantizer:
             if not first:
                 for leaf, whole in compressed_tensors.of_whole(layer, shape, made).items():
                     yield leaf, 0, whole
+
+    def leaving_out(self, names: Iterable[str]) -> "Quantizer":
+        """The same beside these tensors, which are not quantized."""
+        layers = {_layer(name) for name in names if name.endswith(".weight")}
+        return replace(self, untouched=tuple(sorted({*self.untouched, *layers})))
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
