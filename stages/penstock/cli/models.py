@@ -83,6 +83,7 @@ def check_one(
             "documents": "packed" if traits.packing else "padded",
             "head": "apart" if traits.head else "all logits",
             "why": traits.why,
+            "not_native": "; ".join(family.not_native),
         }
     else:
         found["parallelism"] = EXPERT_AXES if config.experts else NATIVE_AXES

@@ -65,11 +65,9 @@ def require_backend(run: RunConfig, family: Family, config: DecoderConfig) -> No
     if not isinstance(family, AutoFamily):
         return
     if faults := [*_faults(run, family, config)]:
-        reason = (
-            "it is what model.backend says"
-            if run.model.backend == "transformers"
-            else f"no native family is called {family.model_type}"
-        )
+        reason = "; ".join(family.not_native) or f"no native family is called {family.model_type}"
+        if run.model.backend == "transformers":
+            reason = "it is what model.backend says"
         lines = "\n  ".join(faults)
         raise CapabilityError(
             f"{family.architecture} is trained through transformers' own code ({reason}), which "
@@ -85,7 +83,9 @@ def describe_backend(family: AutoFamily) -> str:
         packing = f"one document a row of a padded batch ({traits.why})"
     head = "" if traits.head else "; logits of all tokens at once: its head is not apart"
     attention = "" if traits.attention == "varlen" else f" with its {traits.attention} attention"
-    return f"model: {family.architecture} of transformers{attention}, {packing}{head}"
+    reasons = "; ".join(family.not_native)
+    why = f"; not native: {reasons}" if reasons else ""
+    return f"model: {family.architecture} of transformers{attention}, {packing}{head}{why}"
 
 
 def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterator[str]:

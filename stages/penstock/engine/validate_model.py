@@ -9,7 +9,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.hf_config import HfConfig, native_type
+from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import language_config
 
 
@@ -127,4 +127,7 @@ def _length_dependent_rope(hf: HfConfig) -> str | None:
 
     hf = language_config(hf)
     family = FAMILIES.get(native_type(hf) or "")
-    return family.read(hf).length_dependent_rope if family else None
+    try:
+        return family.read(hf).length_dependent_rope if family else None
+    except NotNativeError:
+        return None

@@ -15,8 +15,15 @@ from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.hf_config import FULL, ROPE_KEYS, SLIDING, HfConfig, native_type
-from penstock.models.registry import FAMILIES, get_family
+from penstock.models.hf_config import (
+    FULL,
+    ROPE_KEYS,
+    SLIDING,
+    HfConfig,
+    NotNativeError,
+    native_type,
+)
+from penstock.models.registry import FAMILIES, get_family, native_family
 
 ROPE = "rope_parameters"
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
@@ -276,7 +283,7 @@ def _collect_defaults(entries: Mapping[str, Any], base: HfConfig) -> dict[str, A
     with suppress(ConfigError, CapabilityError, *PARSE_ERRORS):
         read = _RecordingConfig(apply_overrides(base, entries))
         try:
-            get_family(read).read(read)
+            (native_family(read) or get_family(read)).read(read)
         finally:
             found |= read.defaults
     return found
@@ -317,11 +324,18 @@ def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value
     )
 
 
-def _try_parse(base: HfConfig, entries: Mapping[str, Any]) -> DecoderConfig | None:
-    """The model with these overrides; None if it is invalid or unsupported."""
+def _try_parse(
+    base: HfConfig, entries: Mapping[str, Any]
+) -> DecoderConfig | Mapping[str, Any] | None:
+    """The model with these overrides; the config.json of one that its native family does not
+    compute; None if it is invalid or unsupported."""
+    merged = base
     try:
         merged = apply_overrides(base, entries)
-        return _drop_unused_fields(get_family(merged).read(merged))
+        family = native_family(merged) or get_family(merged)
+        return _drop_unused_fields(family.read(merged))
+    except NotNativeError:
+        return merged
     except (ConfigError, CapabilityError, *PARSE_ERRORS):
         return None
 

@@ -16,6 +16,15 @@ HfConfig = Mapping[str, Any]
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Model types whose published code is that of another type; transformers has no class for them."""
 
+
+class NotNativeError(CapabilityError):
+    """The native family of a model type does not compute this config.json; transformers does."""
+
+    def __init__(self, message: str, reasons: Iterable[str]) -> None:
+        super().__init__(message)
+        self.reasons = tuple(reasons)
+
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", *LENGTH_DEPENDENT_ROPE)
 """Supported RoPE types."""
 
@@ -80,17 +89,19 @@ def decoder_config(
     hf: HfConfig,
     *,
     unsupported: Iterable[str] = (),
+    not_native: Iterable[str] = (),
     hidden_act: str = "silu",
     named: Mapping[str, str] | None = None,
     **specific: Any,
 ) -> DecoderConfig:
     """The DecoderConfig of a config.json. `specific` are the family's own values, which take
     precedence over the file. `unsupported` are unsupported settings that the family found,
-    `hidden_act` is the family's default activation, and `named` maps field names to the names in
-    the family's files.
+    `not_native` those that transformers computes as they are, `hidden_act` is the family's default
+    activation, and `named` maps field names to the names in the family's files.
 
     Raises:
         ConfigError: a required field is missing.
+        NotNativeError: the config has settings of `not_native`, or another activation.
         CapabilityError: the config has unsupported settings.
     """
     activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
@@ -98,13 +109,12 @@ def decoder_config(
     activation = config_get(hf, act, hidden_act)
     supported = SILU if specific.get("experts") else tuple(activations)
     if activation not in supported:
-        unsupported = (
-            *unsupported,
+        not_native = (
+            *not_native,
             f"{act} is {activation!r}; {', '.join(supported)} are computed",
         )
-    check_supported(
-        hf, unsupported, windows="computed" if "sliding_layers" in specific else "refused"
-    )
+    windows = "computed" if "sliding_layers" in specific else "refused"
+    check_supported(hf, unsupported, not_native, windows=windows)
     heads = config_require(hf, "num_attention_heads")
     hidden = config_require(hf, "hidden_size")
     fields = {
@@ -219,10 +229,12 @@ def _complete_rope(
     kind = parameters.pop("type", "default")
     kind = parameters.setdefault("rope_type", kind)
     if kind not in ROPE_TYPES:
-        raise CapabilityError(
+        reason = (
             f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "
-            f"config.json); {', '.join(ROPE_TYPES)} are computed. Use a model with one of these."
+            f"config.json); {', '.join(ROPE_TYPES)} are computed"
         )
+        message = f"{reason}. Use a model with one of these, or write model.backend: transformers."
+        raise NotNativeError(message, [reason])
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise CapabilityError(
             f"the model's rotary embedding differs by kind of layer ({', '.join(nested)} in "
@@ -300,18 +312,23 @@ def sliding_after_max_window_layers(hf: HfConfig) -> dict[str, Any]:
 
 
 def check_supported(
-    hf: HfConfig, more: Iterable[str], *, windows: Literal["computed", "refused"]
+    hf: HfConfig,
+    unsupported: Iterable[str],
+    not_native: Iterable[str] = (),
+    *,
+    windows: Literal["computed", "refused"],
 ) -> None:
-    """Raise one CapabilityError for everything that is unsupported in all families, and for `more`.
+    """Raise one error for everything that is unsupported in all families, and for `unsupported` and
+    `not_native`: NotNativeError if transformers computes some of it, otherwise CapabilityError.
 
     `windows` is whether this family supports sliding-window attention.
     """
-    unsupported = list(more)
+    unsupported, not_native = list(unsupported), list(not_native)
     supported = (FULL, SLIDING) if windows == "computed" else (FULL,)
     if windows == "refused" and config_get(hf, "use_sliding_window", False):
-        unsupported.append("use_sliding_window is true; attention over whole documents is computed")
+        not_native.append("use_sliding_window is true; attention over whole documents is computed")
     elif other := sorted(set(config_get(hf, "layer_types", [])) - set(supported)):
-        unsupported.append(
+        not_native.append(
             f"layer_types names {', '.join(other)}; for this family {' and '.join(supported)} "
             f"{'are' if len(supported) > 1 else 'is'} computed"
         )
@@ -324,10 +341,12 @@ def check_supported(
         parse_quantization_config(hf)
     except CapabilityError as error:
         unsupported.append(str(error))
-    if unsupported:
-        lines = "\n  ".join(unsupported)
-        raise CapabilityError(
-            f"the model's config.json has unsupported settings:\n  {lines}\n"
-            "Change these fields in a copy that model.config_path names, or write model.backend: "
-            "transformers."
-        )
+    if not (unsupported or not_native):
+        return
+    lines = "\n  ".join([*not_native, *unsupported])
+    message = (
+        f"the model's config.json has unsupported settings:\n  {lines}\n"
+        "Change these fields in a copy that model.config_path names, or write model.backend: "
+        "transformers."
+    )
+    raise NotNativeError(message, not_native) if not_native else CapabilityError(message)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Literal
 
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.automodel.family import auto_family
 from penstock.models.families.dense.arcee import ARCEE
 from penstock.models.families.dense.ernie4_5 import ERNIE4_5
@@ -48,7 +48,7 @@ from penstock.models.families.moe.olmoe import OLMOE
 from penstock.models.families.moe.qwen2_moe import QWEN2_MOE
 from penstock.models.families.moe.qwen3_moe import QWEN3_MOE
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, native_type
+from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
 from penstock.models.quantization_config import parse_quantization_config
 
@@ -104,7 +104,7 @@ FAMILIES = {
 
 Backend = Literal["auto", "native", "transformers"]
 """Whose model code is trained: our decoder's, or that of transformers; `auto`: ours where the
-family has it."""
+family computes it."""
 
 
 def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
@@ -114,11 +114,13 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
         CapabilityError: for a model_type that is not native, with the native backend; for a model
             that transformers cannot build, or that cannot be trained, with the other one.
     """
-    model_type = native_type(hf_config)
-    if backend != "transformers" and model_type in FAMILIES:
-        return FAMILIES[model_type]
-    if backend != "transformers" and (found := _language_model(hf_config)):
-        return found
+    model_type = str(native_type(hf_config))
+    native = native_family(hf_config)
+    refusal = _refusal(native, hf_config) if native and backend == "auto" else None
+    if native and backend != "transformers" and refusal is None:
+        return native
+    if refusal is not None:
+        return _fallback(hf_config, refusal)
     if backend != "native":
         _require_unquantized(hf_config)
         return auto_family(hf_config)
@@ -129,13 +131,40 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
             f"{text_type!r} (text_config in config.json); {', '.join(FAMILIES)} are native.\n"
             "  Write model.backend: auto, or use a model with one of these."
         )
-    near = get_close_matches(str(model_type), FAMILIES, n=1)
+    near = get_close_matches(model_type, FAMILIES, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise CapabilityError(
         f"model.backend is native, and the model's config.json says model_type {model_type!r}; "
         f"{', '.join(FAMILIES)} are native.{hint}\n"
         "  Write model.backend: auto, or use a model of one of these families."
     )
+
+
+def native_family(hf_config: HfConfig) -> Family | None:
+    """The native family of this model type, whether or not it computes this config.json."""
+    return FAMILIES.get(native_type(hf_config) or "") or _language_model(hf_config)
+
+
+def _refusal(family: Family, hf_config: HfConfig) -> NotNativeError | None:
+    """Why a native family does not compute this config.json; None for errors that it would raise
+    with either backend."""
+    try:
+        family.read(hf_config)
+    except NotNativeError as error:
+        return error
+    except (ConfigError, CapabilityError, TypeError, ValueError, LookupError, ArithmeticError):
+        return None
+    return None
+
+
+def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:
+    """The family of the transformers backend. Raises `refusal` if transformers cannot build the
+    model either."""
+    try:
+        _require_unquantized(hf_config)
+        return replace(auto_family(hf_config), not_native=refusal.reasons)
+    except Exception as error:
+        raise refusal from error
 
 
 def _require_unquantized(hf_config: HfConfig) -> None:

@@ -12,8 +12,8 @@ import transformers
 from penstock.core.errors import CapabilityError
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
-from penstock.engine.validate_backend import UNSUPPORTED, require_backend
-from penstock.models.automodel.family import auto_family
+from penstock.engine.validate_backend import UNSUPPORTED, describe_backend, require_backend
+from penstock.models.automodel.family import AutoFamily, auto_family
 from penstock.models.automodel.proved import ProvedModels
 from penstock.models.registry import FAMILIES, get_family
 from penstock.rows.reader import PackedRows
@@ -241,3 +241,15 @@ def test_auto_takes_our_decoder_where_there_is_one_and_native_refuses_the_rest()
     assert dataclasses.asdict(auto.weight_map(auto.read(values)).config)["vocab_size"] == runs.VOCAB
     with pytest.raises(CapabilityError, match=r"model.backend is native.*'gpt2'"):
         get_family({"model_type": "gpt2"}, "native")
+
+
+def test_auto_takes_transformers_where_the_native_family_does_not_compute_a_config_and_says_why():
+    values = runs.TINY | {"hidden_act": "relu"}
+    auto = get_family(values)
+    assert isinstance(auto, AutoFamily)
+    assert "not native: hidden_act is 'relu'; silu, swish, gelu" in describe_backend(auto)
+    native = get_family(values, "native")
+    with pytest.raises(CapabilityError, match="hidden_act is 'relu'.*"):
+        native.read(values)
+    # What transformers computes as little is an error, and no reason to take it.
+    assert get_family(runs.TINY | {"attention_dropout": 0.1}) is FAMILIES["qwen3"]

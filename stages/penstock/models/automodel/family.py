@@ -39,6 +39,9 @@ class AutoFamily(Family):
     """A model that transformers builds."""
 
     outline: ModelOutline
+    not_native: tuple[str, ...] = ()
+    """Why the native family of the model type does not compute this config.json; empty where there
+    is no native family, or `model.backend` is `transformers`."""
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
         """The names and shapes of the model's tensors; projections are as the model has them."""

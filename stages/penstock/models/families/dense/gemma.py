@@ -25,9 +25,9 @@ def read(hf: HfConfig) -> DecoderConfig:
 def gemma_config(hf: HfConfig, *, hidden_act: str = "hidden_act", **specific: Any) -> DecoderConfig:
     """The DecoderConfig of a Gemma of any version, with these values. `hidden_act` is the name of
     that field in its files."""
-    faults = [*specific.pop("unsupported", ())]
+    reasons = [*specific.pop("not_native", ())]
     if config_get(hf, "use_bidirectional_attention", False):
-        faults.append("use_bidirectional_attention is true; causal attention is computed")
+        reasons.append("use_bidirectional_attention is true; causal attention is computed")
     bias = bool(config_get(hf, "attention_bias", False))
     fields = {
         "num_key_value_heads": config_get(hf, "num_key_value_heads", 4),
@@ -41,7 +41,7 @@ def gemma_config(hf: HfConfig, *, hidden_act: str = "hidden_act", **specific: An
     }
     named = {"hidden_act": hidden_act}
     return decoder_config(
-        hf, unsupported=faults, hidden_act=GELU, named=named, **{**fields, **specific}
+        hf, not_native=reasons, hidden_act=GELU, named=named, **{**fields, **specific}
     )
 
 

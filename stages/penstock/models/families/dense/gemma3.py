@@ -10,14 +10,14 @@ from penstock.models.hf_config import HfConfig, config_get, config_require, rope
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Gemma 3's text config."""
-    faults = []
+    reasons = []
     if (cap := config_get(hf, "attn_logit_softcapping", None)) is not None:
-        faults.append(f"attn_logit_softcapping is {cap}; scores without a cap are computed")
+        reasons.append(f"attn_logit_softcapping is {cap}; scores without a cap are computed")
     step = config_get(hf, "sliding_window_pattern", 6)
     layers = range(config_require(hf, "num_hidden_layers"))
     return gemma_config(
         hf,
-        unsupported=faults,
+        not_native=reasons,
         hidden_act="hidden_activation",
         output_norms=True,
         qk_norm=True,

@@ -35,6 +35,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(
         hf,
         unsupported=_faults(hf, hidden, heads),
+        not_native=_reasons(hf, hidden),
         hidden_act="relu",
         named={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
         norm="layer",
@@ -59,6 +60,17 @@ def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
     """Settings that transformers computes differently, or that are unsupported here."""
     if hidden % heads:
         yield f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads})"
+    if rate := config_get(hf, "layerdrop", 0.0):
+        yield f"layerdrop is {rate}; whole layers are not dropped"
+    if rate := config_get(hf, "dropout", 0.0):
+        yield (
+            f"dropout is {rate}; write 0 here (model.foundation overrides it), and"
+            f" train.dropout.hidden: {rate} if hidden states are to be dropped"
+        )
+
+
+def _reasons(hf: HfConfig, hidden: int) -> Iterator[str]:
+    """Settings that only transformers computes."""
     if config_get(hf, "word_embed_proj_dim", hidden) != hidden:
         yield (
             "word_embed_proj_dim differs from hidden_size; only embeddings of the model's "
@@ -70,13 +82,6 @@ def _faults(hf: HfConfig, hidden: int, heads: int) -> Iterator[str]:
         yield "norms come after layers, or the last is left out; norms before all are computed"
     if not config_get(hf, "layer_norm_elementwise_affine", True):
         yield "layer_norm_elementwise_affine is false; norms with weights are computed"
-    if rate := config_get(hf, "layerdrop", 0.0):
-        yield f"layerdrop is {rate}; whole layers are not dropped"
-    if rate := config_get(hf, "dropout", 0.0):
-        yield (
-            f"dropout is {rate}; write 0 here (model.foundation overrides it), and"
-            f" train.dropout.hidden: {rate} if hidden states are to be dropped"
-        )
 
 
 OPT = Family("opt", "OPTForCausalLM", read, ROLES, lora_targets=LINEAR_LAYERS)

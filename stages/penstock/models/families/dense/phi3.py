@@ -18,7 +18,7 @@ OLD_NAMES_OF_LONGROPE = ("su", "yarn")
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Phi-3's config.json."""
-    faults = []
+    faults, reasons = [], []
     if rate := config_get(hf, "resid_pdrop", 0.0):
         faults.append(
             f"resid_pdrop is {rate}; write 0 here (model.foundation overrides it), and"
@@ -30,13 +30,14 @@ def read(hf: HfConfig) -> DecoderConfig:
     if kind in OLD_NAMES_OF_LONGROPE:
         kind = rope["rope_type"] = "longrope"
     if kind not in ("default", "longrope"):
-        faults.append(f"RoPE is of the type {kind!r}; default and longrope are computed")
+        reasons.append(f"RoPE is of the type {kind!r}; default and longrope are computed")
     if kind == "longrope":
         trained = config_get(hf, "original_max_position_embeddings", 4096)
         rope["original_max_position_embeddings"] = trained
     return decoder_config(
         hf,
         unsupported=faults,
+        not_native=reasons,
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=rope_parameters({**hf, "rope_scaling": rope}),
         fused_qkv=True,

@@ -16,11 +16,12 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a StableLM's config.json."""
-    faults = [
+    reasons = [
         f"{name} is true; StableLM without it is computed"
         for name in ("qk_layernorm", "use_parallel_residual")
         if config_get(hf, name, False)
     ]
+    faults = []
     if dropout := config_get(hf, "hidden_dropout", 0.0):
         faults.append(
             f"hidden_dropout is {dropout}; write 0 here (model.foundation overrides it), and"
@@ -32,6 +33,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(
         hf,
         unsupported=faults,
+        not_native=reasons,
         norm="layer",
         rms_norm_eps=config_get(hf, "layer_norm_eps", 1e-5),
         head_dim=width,

@@ -24,14 +24,14 @@ most this large has no effect."""
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an ERNIE 4.5 MoE's config.json."""
-    faults = []
+    reasons = []
     if config_get(hf, "use_bias", False):
-        faults.append("use_bias is true; projections without biases are computed")
+        reasons.append("use_bias is true; projections without biases are computed")
     if (min_sum := config_get(hf, "moe_norm_min", 1e-12)) > MIN_TOPK_SUM:
-        faults.append(f"moe_norm_min is {min_sum}; up to {MIN_TOPK_SUM} is computed")
+        reasons.append(f"moe_norm_min is {min_sum}; up to {MIN_TOPK_SUM} is computed")
     return decoder_config(
         hf,
-        unsupported=faults,
+        not_native=reasons,
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",

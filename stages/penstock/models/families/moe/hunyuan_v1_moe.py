@@ -15,26 +15,26 @@ NAMES = ExpertNames(router="gate.wg", shared="shared_mlp")
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Hunyuan MoE's config.json."""
-    width, faults = config_require(hf, "intermediate_size"), []
+    width, reasons = config_require(hf, "intermediate_size"), []
     experts = ExpertsConfig(
         layers=tuple(range(config_require(hf, "num_hidden_layers"))),
-        num_experts=_of_all_layers(hf, "num_experts", faults),
-        experts_per_token=_of_all_layers(hf, "moe_topk", faults),
+        num_experts=_of_all_layers(hf, "num_experts", reasons),
+        experts_per_token=_of_all_layers(hf, "moe_topk", reasons),
         intermediate_size=width,
         shared_intermediate_size=width,
         fp32_router=True,
         names=NAMES,
     )
-    return hunyuan_config(hf, unsupported=faults, experts=experts)
+    return hunyuan_config(hf, not_native=reasons, experts=experts)
 
 
-def _of_all_layers(hf: HfConfig, name: str, faults: list[str]) -> Any:
+def _of_all_layers(hf: HfConfig, name: str, reasons: list[str]) -> Any:
     """A number, 1 by default, that may be given for each layer."""
     given = config_get(hf, name, 1)
     if not isinstance(given, list):
         return given
     if len(set(given)) > 1:
-        faults.append(f"{name} differs between layers; one for all layers is computed")
+        reasons.append(f"{name} differs between layers; one for all layers is computed")
     return given[0] if given else None
 
 

@@ -25,9 +25,9 @@ NAMES = ExpertNames(
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a MiniMax-M2's config.json."""
-    faults = []
+    faults, reasons = [], []
     if noise := config_get(hf, "router_jitter_noise", 0.0):
-        faults.append(f"router_jitter_noise is {noise}; routing without noise is computed")
+        reasons.append(f"router_jitter_noise is {noise}; routing without noise is computed")
     if aux_loss_coef(hf):
         faults.append(
             "output_router_logits is true: transformers' load-balancing loss is of a softmax that "
@@ -41,6 +41,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(
         hf,
         unsupported=faults,
+        not_native=reasons,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
         head_dim=head_dim,
         rope_parameters=rope_parameters(hf, theta=5e6, share=share),

@@ -20,12 +20,12 @@ NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Mixtral's config.json."""
-    faults = []
+    reasons = []
     if noise := config_get(hf, "router_jitter_noise", 0.0):
-        faults.append(f"router_jitter_noise is {noise}; routing without noise is computed")
+        reasons.append(f"router_jitter_noise is {noise}; routing without noise is computed")
     return decoder_config(
         hf,
-        unsupported=faults,
+        not_native=reasons,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters(hf, theta=1e6)),

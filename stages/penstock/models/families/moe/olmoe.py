@@ -16,13 +16,13 @@ ROLES = SPLIT_QK_NORM_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an OLMoE's config.json."""
-    faults = []
+    reasons = []
     if (limit := hf.get("clip_qkv")) is not None:
-        faults.append(f"clip_qkv is {limit}; queries, keys and values without limits are computed")
+        reasons.append(f"clip_qkv is {limit}; queries, keys and values without limits are computed")
     bias = bool(config_get(hf, "attention_bias", False))
     return decoder_config(
         hf,
-        unsupported=faults,
+        not_native=reasons,
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         qkv_bias=bias,
         o_bias=bias,
