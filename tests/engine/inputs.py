@@ -192,6 +192,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "rope_parameters": BY_LAYER,
         "pad_token_id": None,
     },
+    # Layers with full attention have wider heads, one key head for all, which is the values too.
+    "gemma 4": {
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        "sliding_window": 20,
+        "layer_types": [*ALTERNATING],
+        "rope_parameters": BY_LAYER,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 1,
+        "pad_token_id": None,
+    },
     "scales": {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],

@@ -78,8 +78,13 @@ def write_model(folder: Path, *, seed: int = 0, noise: float = 0.05, **changes: 
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(noise * torch.randn_like(parameter))
+            if config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.2)  # scores have no other factor
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(noise * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 

@@ -122,6 +122,7 @@ def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Tra
                 model.get_parameter(name).sub_(LR * gradient)
         model.zero_grad()
     weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    weights |= {n: b.numpy() for n, b in model.named_buffers() if n.endswith("layer_scalar")}
     return Trace(rows, losses, norms, gradients, weights)
 
 

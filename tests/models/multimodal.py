@@ -49,6 +49,20 @@ CONFIGS = {
         "vision_config": {**VISION, "model_type": "siglip_vision_model"},
         "mm_tokens_per_image": 4,
     },
+    "gemma4": {
+        "text_config": {
+            **TEXT,
+            "model_type": "gemma4_text",
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 320,
+            "pad_token_id": 0,
+        },
+        "vision_config": {**VISION, "model_type": "gemma4_vision", "num_key_value_heads": 2},
+    },
     "internvl": {
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {

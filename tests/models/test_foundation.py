@@ -61,6 +61,7 @@ OTHER_ROPE: dict[str, Any] = {
     "phi3": {"rope_theta": 5e5},
     "olmo3": {"full_attention": {"rope_theta": 123.0}},
     "gemma3_text": {"full_attention": {"rope_theta": 123.0}},
+    "gemma4_text": {"full_attention": {"rope_theta": 123.0}},
 }
 """Where RoPE has other types, or a table for each kind of layer."""
 
@@ -73,6 +74,8 @@ def other_than(name: str, value: Any, model_type: str) -> Any:
         return "gelu" if value == "silu" else "silu"
     if name == "rope_parameters" and model_type in OTHER_ROPE:
         return OTHER_ROPE[model_type]
+    if (model_type, name) == ("gemma4_text", "layer_types"):
+        return ["full_attention", "full_attention"]  # as the last is always
     if name in OTHER:
         return OTHER[name]
     if isinstance(value, bool):

@@ -130,7 +130,7 @@ def test_configs_written_before_transformers_5_read_the_same(kind):
         ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "of the kind 'spiral'"),
         (
             {"rope_parameters": {"rope_type": "spiral"}},
-            "default, linear, llama3, yarn, dynamic, longrope are computed",
+            "default, linear, llama3, yarn, proportional, dynamic, longrope are computed",
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),

@@ -20,7 +20,7 @@ from penstock.models.multimodal import (
 from penstock.models.registry import get_family
 from tests.models.multimodal import multimodal_model
 from tests.models.stored import from_hf
-from tests.models.twins import as_stored, documents, packed_logits, their_logits
+from tests.models.twins import NEEDED, as_stored, documents, packed_logits, their_logits
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)
@@ -66,10 +66,11 @@ def test_overrides_of_the_language_model_are_those_of_its_own_table():
 def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(text_type):
     model_type = text_type.removesuffix("_text")
     model_type = model_type if model_type in MULTIMODAL else "llava"
-    full = transformers.AutoConfig.for_model(text_type).to_dict()
+    needed = NEEDED.get(text_type, {})
+    full = transformers.AutoConfig.for_model(text_type, **needed).to_dict()
     configs = [
         {"model_type": model_type, "text_config": text, "tie_word_embeddings": False}
-        for text in ({"model_type": text_type}, full)
+        for text in ({"model_type": text_type, **needed}, full)
     ]
     bare, complete = (get_family(config, "native").read(config) for config in configs)
     assert bare == complete

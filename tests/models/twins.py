@@ -130,6 +130,28 @@ FAMILIES |= {
         "final_logit_softcapping": 3.0,
     },
     "gemma3_text": {**WINDOWS, "head_dim": 16, "rope_parameters": BY_KIND},
+    "gemma4_text": {
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 1,
+        "pad_token_id": None,
+    },
+    "gemma4_text-shared": {
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 1,
+        "pad_token_id": None,
+        "rope_parameters": BY_KIND,
+    },
     "exaone4": {**WINDOWS, "head_dim": 16},
     "hyperclovax": {
         "embedding_multiplier": 12.0,
@@ -316,6 +338,7 @@ SPARSE |= {
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
 NEEDED = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "opt": {"ffn_dim": 80, "dropout": 0.0},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},
@@ -354,6 +377,8 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
         for name, parameter in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
         for parameter in (p for p in model.parameters() if p.requires_grad):
             # Not the usual start: biases and norms must differ from 0 and 1 to be told apart.
             centre = 1.0 if parameter.ndim == 1 and "gemma" not in model_type else 0.0

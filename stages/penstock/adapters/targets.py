@@ -34,7 +34,8 @@ def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
     parent, _, last = native.rpartition(".")
     if last == QKV_PROJ and model.merge_qkv and not model.config.fused_qkv:
-        return {f"{parent}.{part}": rows for part, rows in model.config.qkv_features.items()}
+        parts = model.config.of_layer(int(parent.split(".")[2])).qkv_features
+        return {f"{parent}.{part}": rows for part, rows in parts.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))
     return {native: module.weight.shape[0]}

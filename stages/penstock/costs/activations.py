@@ -7,7 +7,7 @@ rank. The saved tensors follow the modules in `penstock.models.layers`, line by 
 from dataclasses import dataclass
 
 from penstock.costs.sharded_model import ShardedModel
-from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 
 FP32 = 4
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
@@ -49,7 +49,9 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     normed = tokens * stream_row
     norms = 2 * (config.input_norms + config.output_norms)
     stream = norms * (tokens / split) * (stream_row + FP32)
-    attention = normed * saved_inputs.num_copies(*QKV) + _attention(sharded, saved_inputs)
+    attention = normed * saved_inputs.num_copies(*QKV) + _attention(
+        sharded, saved_inputs, config.of_layer(number)
+    )
     experts = config.layer_experts(number)
     if experts:
         network = _experts(sharded, experts, saved_inputs)
@@ -82,8 +84,8 @@ class _SavedInputs:
         return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.compute_bytes
 
 
-def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs) -> float:
-    config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
+def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: DecoderConfig) -> float:
+    width, tokens = sharded.compute_bytes, sharded.tokens
     tensor = sharded.degrees.tensor
     heads = config.num_attention_heads / tensor
     keys = max(1.0, config.num_key_value_heads / tensor)

@@ -168,8 +168,9 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
     if role is ParallelStyle.ROWWISE:
         return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
     if ".self_attn." in name and role is not ParallelStyle.PER_HEAD:
-        keys = config.num_key_value_heads * config.head_dim
-        parts = {"qkv_proj": (rows - 2 * keys, 2 * keys)}
+        config = config.of_layer(layer)
+        queries = config.qkv_features["q_proj"]
+        parts = {"qkv_proj": (queries, rows - queries)}
         parts |= dict.fromkeys(("q_proj", "q_norm"), (rows, 0))
         queries, others = parts.get(module.rpartition(".")[2], (0, rows))
         each = min(size, config.num_key_value_heads)

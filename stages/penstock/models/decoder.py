@@ -135,12 +135,14 @@ class Decoder(nn.Module):
         self.rotary, *sliding = (
             Rotary(
                 parameters,
-                head_dim=config.rope_head_dim,
+                head_dim=head_dim,
                 pairs=config.rope_pairs,
                 fp32=config.rope_fp32,
                 max_position_embeddings=config.max_position_embeddings,
             )
-            for parameters in config.all_rope_parameters
+            for parameters, head_dim in zip(
+                config.all_rope_parameters, config.rope_head_dims, strict=False
+            )
         )
         self.sliding_rotary = sliding[0] if sliding else None
         self.run_layer: CallHook = call

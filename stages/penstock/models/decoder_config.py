@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
@@ -124,6 +125,15 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """Sizes of keys and values in some layers, as in Gemma 4."""
+
+    head_dim: int
+    num_key_value_heads: int
+    keys_are_values: bool = False
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """Experts as in gpt-oss: `clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)` as
     activation, biases on all matrices, stacks of matrices [inputs, outputs], and interleaved gate
@@ -221,6 +231,11 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    full_attention_heads: HeadSizes | None = None
+    """Those of layers without a sliding window, whose RoPE is `rope_parameters`; None: as in all
+    layers. See `of_layer`."""
+    keys_are_values: bool = False
+    """Whether k_proj gives the values too, without QK norm and RoPE; there is no v_proj then."""
     norm: Norm = "rms"
     """Norms of the residual stream. QK norm is always RMSNorm, with `rms_1p` of that kind too."""
     input_norms: bool = True
@@ -260,6 +275,8 @@ class DecoderConfig:
     qk_norm_over: QKNorm = "head"
     qk_norm_after_rope: bool = False
     """Whether QK norm comes after RoPE, or before."""
+    value_norm: bool = False
+    """Whether the values of each head are divided by their root mean square."""
     attention_scale: float | None = None
     """Factor of attention scores; None: `head_dim ** -0.5`."""
     attention_soft_cap: float | None = None
@@ -278,6 +295,9 @@ class DecoderConfig:
     """Whether that factor is rounded to the dtype of the embeddings."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    layer_scalars: bool = False
+    """Whether each layer's output is multiplied by a number of the checkpoint, which is not
+    trained."""
     logit_scale: float = 1.0
     """Factor of the logits."""
     logit_soft_cap: float | None = None
@@ -306,8 +326,10 @@ class DecoderConfig:
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        for parameters in self.all_rope_parameters:
-            self._check_rope(parameters)
+        for parameters, head_dim in zip(
+            self.all_rope_parameters, self.rope_head_dims, strict=False
+        ):
+            self._check_rope(parameters, head_dim)
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
                 raise _config_error(f"{name} is {cap}; it must be more than 0, or null")
@@ -317,12 +339,12 @@ class DecoderConfig:
                 "use it; it is a number of tokens, 1 or more"
             )
 
-    def _check_rope(self, parameters: Mapping[str, Any]) -> None:
-        rotary_dim = self._rotary_dim(parameters)
+    def _check_rope(self, parameters: Mapping[str, Any], head_dim: int) -> None:
+        rotary_dim = _rotary_dim(parameters, head_dim)
         if rotary_dim % 2 or not rotary_dim:
-            share = "" if rotary_dim == self.head_dim else f", of which {rotary_dim} are rotated"
+            share = "" if rotary_dim == head_dim else f", of which {rotary_dim} are rotated"
             raise _config_error(
-                f"head_dim is {self.head_dim}{share}; RoPE rotates features in pairs, so their "
+                f"head_dim is {head_dim}{share}; RoPE rotates features in pairs, so their "
                 "number must be even"
             )
         for factors in ("short_factor", "long_factor"):
@@ -333,25 +355,42 @@ class DecoderConfig:
                     "pairs of features are rotated"
                 )
 
-    def _rotary_dim(self, parameters: Mapping[str, Any]) -> int:
-        return int(self.rope_head_dim * parameters.get("partial_rotary_factor", 1.0))
-
-    @property
-    def rope_head_dim(self) -> int:
-        """Features of a head that RoPE is defined on: all, or those that latent attention has for
-        it."""
-        return self.latent.rope_dim if self.latent else self.head_dim
-
     @property
     def rotary_dim(self) -> int:
         """Number of rotated features of each head, from the first on."""
-        return self._rotary_dim(self.rope_parameters)
+        return _rotary_dim(self.rope_parameters, self.rope_head_dims[0])
 
     @property
     def all_rope_parameters(self) -> tuple[Mapping[str, Any], ...]:
         """The RoPE parameters of layers of any kind."""
         sliding = self.sliding_rope_parameters
         return (self.rope_parameters,) if sliding is None else (self.rope_parameters, sliding)
+
+    @property
+    def rope_head_dims(self) -> tuple[int, int]:
+        """Features of a head that RoPE is defined on, in the layers with each of
+        `all_rope_parameters`: all, or those that latent attention has for it."""
+        if self.latent:
+            return self.latent.rope_dim, self.latent.rope_dim
+        full = self.full_attention_heads
+        return (self.head_dim if full is None else full.head_dim, self.head_dim)
+
+    def of_layer(self, layer: int) -> "DecoderConfig":
+        """This config with the head sizes of one layer."""
+        if self.full_attention_heads is None or layer in self.sliding_layers:
+            return self
+        return self._of_full_attention
+
+    @property
+    def layer_kinds(self) -> "tuple[DecoderConfig, ...]":
+        """The configs of layers with different head sizes: one, or two."""
+        return (self,) if self.full_attention_heads is None else (self, self._of_full_attention)
+
+    @cached_property
+    def _of_full_attention(self) -> "DecoderConfig":
+        heads = self.full_attention_heads
+        assert heads is not None
+        return replace(self, full_attention_heads=None, **asdict(heads))
 
     @property
     def length_dependent_rope(self) -> str | None:
@@ -373,12 +412,11 @@ class DecoderConfig:
 
     @property
     def qkv_features(self) -> Mapping[str, int]:
-        """Output features of q_proj, k_proj and v_proj, in the order in which they are fused."""
-        return {
-            "q_proj": self.num_attention_heads * self.head_dim,
-            "k_proj": self.num_key_value_heads * self.head_dim,
-            "v_proj": self.num_key_value_heads * self.head_dim,
-        }
+        """Output features of q_proj, k_proj and, if there is one, v_proj, in the order in which
+        they are fused. Those of one layer are `of_layer(layer).qkv_features`."""
+        keys = self.num_key_value_heads * self.head_dim
+        queries = {"q_proj": self.num_attention_heads * self.head_dim, "k_proj": keys}
+        return queries if self.keys_are_values else {**queries, "v_proj": keys}
 
     @property
     def score_scale(self) -> float:
@@ -392,6 +430,12 @@ class DecoderConfig:
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of this layer; None if it is dense."""
         return self.experts if self.experts and layer in self.experts.layers else None
+
+
+def _rotary_dim(parameters: Mapping[str, Any], head_dim: int) -> int:
+    if parameters["rope_type"] == "proportional":
+        return head_dim  # features beyond the share have angles of 0
+    return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def _require_numbers(config: Any) -> None:

@@ -134,24 +134,28 @@ def pairs_per_token(config: DecoderConfig) -> int:
     machine.
     """
     sliding = len(config.sliding_layers)
-    per_pair = 12 * config.num_attention_heads * config.head_dim
+    full_dim, sliding_dim = config.rope_head_dims
+    per_pair = 12 * config.num_attention_heads
     per_token = 6 * matrix_parameters(config)
     if config.sliding_window is not None:
-        per_token += per_pair * sliding * config.sliding_window
+        per_token += per_pair * sliding_dim * sliding * config.sliding_window
     # With sliding windows in every layer no cost is quadratic.
-    per_squared_token = per_pair * (config.num_hidden_layers - sliding) // 2 or 1
+    per_squared_token = per_pair * full_dim * (config.num_hidden_layers - sliding) // 2 or 1
     return max(1, round(per_token / per_squared_token))
 
 
 def _matmul_params(config: DecoderConfig, part: Part) -> int:
     """Matmul parameters of a part that one token uses."""
-    width, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+    width = config.hidden_size
     if part == "head":
         return width * config.vocab_size
     if isinstance(config, AutoModelConfig):
         return config.outline.matmul_params() if part == "network" else 0
     if part == "attention":
-        return config.num_hidden_layers * width * (sum(config.qkv_features.values()) + inner)
+        return sum(
+            width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
+            for own in map(config.of_layer, range(config.num_hidden_layers))
+        )
     networks = 0
     for layer in range(config.num_hidden_layers):
         features, choices = config.intermediate_size, 0
@@ -174,6 +178,7 @@ def _attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention scores and of their products with values, in one
     forward pass."""
     sliding = len(config.sliding_layers)
-    features = config.num_attention_heads * config.head_dim
-    full = config.num_hidden_layers - sliding
-    return 4.0 * features * (full * work.attention_pairs + sliding * work.sliding_window_pairs)
+    full_dim, sliding_dim = config.rope_head_dims
+    full = (config.num_hidden_layers - sliding) * full_dim * work.attention_pairs
+    windows = sliding * sliding_dim * work.sliding_window_pairs
+    return 4.0 * config.num_attention_heads * (full + windows)

@@ -81,6 +81,8 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
     for name in PER_LAYER:
         if counts and merged.get(name) and name not in entries:
             merged[name] = _resize_layer_types(name, merged[name], merged["num_hidden_layers"])
+    if merged.get("per_layer_config") and {"num_hidden_layers", "layer_types"} & set(entries):
+        merged["per_layer_config"] = _resize_per_layer(merged)
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
     if is_other and (family := FAMILIES.get(native_type(merged) or "")):
@@ -147,6 +149,15 @@ def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> lis
         )
     more = [types[-1]] * (num_layers - len(types))
     return [*types, *more][:num_layers]
+
+
+def _resize_per_layer(merged: HfConfig) -> dict[str, Any]:
+    """The `per_layer_config` of a model with these `layer_types`: transformers writes the head
+    sizes of layers with full attention there, and makes the last layer one of them."""
+    own = next(iter(merged["per_layer_config"].values()))
+    *kinds, _ = merged["layer_types"]
+    full = [str(at) for at, kind in enumerate(kinds) if kind == FULL]
+    return dict.fromkeys([*full, str(len(kinds))], own)
 
 
 def _resolve_alias(name: str, base: HfConfig) -> str:

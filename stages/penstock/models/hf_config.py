@@ -25,12 +25,13 @@ class NotNativeError(CapabilityError):
         self.reasons = tuple(reasons)
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", *LENGTH_DEPENDENT_ROPE)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", *LENGTH_DEPENDENT_ROPE)
 """Supported RoPE types."""
 
 ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "dynamic": ("factor",),
     "llama3": (
         "factor",
@@ -274,7 +275,8 @@ def require_full_rotary(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises CapabilityError for a partial_rotary_factor: transformers does not support it in such a
     family either.
     """
-    if share := parameters.get("partial_rotary_factor"):
+    share = parameters.get("partial_rotary_factor")
+    if share and parameters["rope_type"] != "proportional":
         raise CapabilityError(
             f"the model has partial RoPE (partial_rotary_factor {share} in "
             "config.json), which this family does not support. Use a model without it."

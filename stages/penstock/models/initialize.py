@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.names import LAYER_SCALAR
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
@@ -28,6 +29,8 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     with torch.device("cpu"):
         if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
+        if leaf == LAYER_SCALAR:
+            return torch.ones(*shape, dtype=torch.float32)
         if "norm" in module:
             is_of_stream = module.endswith("layernorm") or module == "norm"
             is_plus_one = config.norm == "rms_1p" or (config.norm == "layer_1p" and is_of_stream)

@@ -36,6 +36,7 @@ class Multimodal:
 
 MULTIMODAL: Mapping[str, Multimodal] = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    "gemma4": Multimodal("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", tied=True),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
@@ -82,6 +83,7 @@ _QWEN_VL = {
 
 TEXT_TYPES: Mapping[str, TextType] = {
     "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
+    "gemma4_text": TextType("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072)),
     "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
     "mistral": TextType("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
     "qwen2": TextType("qwen2", _QWEN),

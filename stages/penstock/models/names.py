@@ -7,3 +7,6 @@ POSITIONS_WEIGHT = "model.embed_positions.weight"
 
 SELECTION_BIAS = "e_score_correction_bias"
 """A router's bias that is added to scores for selecting experts, but not to their weights."""
+
+LAYER_SCALAR = "layer_scalar"
+"""A number that a layer's output is multiplied by, without a gradient."""

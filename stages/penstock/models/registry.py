@@ -9,9 +9,6 @@ from penstock.models.automodel.family import auto_family
 from penstock.models.families.dense.arcee import ARCEE
 from penstock.models.families.dense.ernie4_5 import ERNIE4_5
 from penstock.models.families.dense.exaone4 import EXAONE4
-from penstock.models.families.dense.gemma import GEMMA
-from penstock.models.families.dense.gemma2 import GEMMA2
-from penstock.models.families.dense.gemma3 import GEMMA3
 from penstock.models.families.dense.glm import GLM, GLM4
 from penstock.models.families.dense.granite import GRANITE
 from penstock.models.families.dense.hunyuan_v1_dense import HUNYUAN_V1_DENSE
@@ -30,7 +27,11 @@ from penstock.models.families.dense.qwen3 import QWEN3
 from penstock.models.families.dense.seed_oss import SEED_OSS
 from penstock.models.families.dense.smollm3 import SMOLLM3
 from penstock.models.families.dense.stablelm import STABLELM
-from penstock.models.families.dense.vaultgemma import VAULTGEMMA
+from penstock.models.families.gemma.gemma import GEMMA
+from penstock.models.families.gemma.gemma2 import GEMMA2
+from penstock.models.families.gemma.gemma3 import GEMMA3
+from penstock.models.families.gemma.gemma4 import GEMMA4
+from penstock.models.families.gemma.vaultgemma import VAULTGEMMA
 from penstock.models.families.latent.deepseek_v2 import DEEPSEEK_V2
 from penstock.models.families.latent.deepseek_v3 import DEEPSEEK_V3
 from penstock.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
@@ -89,6 +90,7 @@ FAMILIES = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        GEMMA4,
         HUNYUAN_V1_DENSE,
         EXAONE4,
         HYPERCLOVAX,

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT, SELECTION_BIAS
+from penstock.models.names import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    LAYER_SCALAR,
+    POSITIONS_WEIGHT,
+    SELECTION_BIAS,
+)
 
 QKV_PROJ = "qkv_proj"
 GATE_UP_PROJ = "gate_up_proj"
@@ -62,7 +68,7 @@ class WeightMap:
         the last part of their names: one, or several where a checkpoint has them as one layer."""
         last = hf_layer.rpartition(".")[2]
         if last == QKV_PROJ and self.config.fused_qkv:
-            return self.config.qkv_features
+            return self.layer_config(hf_layer).qkv_features
         if last == GATE_UP_PROJ and self.config.fused_gate_up:
             return dict.fromkeys(("gate_proj", "up_proj"), rows // 2)
         return {last: rows}
@@ -83,6 +89,12 @@ class WeightMap:
         assert self.config.experts is not None
         layer, _, tensor = native_name.partition(".mlp.")
         return f"{layer}.{self.config.experts.names.block}.{tensor}"
+
+    def layer_config(self, name: str) -> DecoderConfig:
+        """The config with the head sizes of the layer of a parameter or module."""
+        _, _, rest = name.partition(".layers.")
+        number = rest.partition(".")[0]
+        return self.config.of_layer(int(number)) if number else self.config
 
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every tensor that a checkpoint must have."""
@@ -115,9 +127,11 @@ class WeightMap:
             yield _renamed(POSITIONS_WEIGHT, names.positions, (positions.rows, table[1]))
         for layer in range(config.num_hidden_layers):
             at, stored = f"{LAYERS}{layer}", f"{names.backbone}.layers.{layer}"
+            if config.layer_scalars:
+                yield _renamed(f"{at}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
             if config.input_norms:
                 yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
-            yield from self._attention(at, stored)
+            yield from self._attention(at, stored, config.of_layer(layer))
             if config.output_norms:
                 output_norm = f"{stored}.{names.attention_output_norm}"
                 yield from self._norm(f"{at}.attention_output_norm", output_norm)
@@ -139,8 +153,9 @@ class WeightMap:
         for leaf in leaves:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _attention(self, layer: str, stored_layer: str) -> Iterator[tuple[str, _NativeParam]]:
-        config = self.config
+    def _attention(
+        self, layer: str, stored_layer: str, config: DecoderConfig
+    ) -> Iterator[tuple[str, _NativeParam]]:
         at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
         if latent := config.latent:
             shapes = latent.shapes(config.hidden_size, config.num_attention_heads)

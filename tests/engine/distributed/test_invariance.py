@@ -51,6 +51,7 @@ OFTEN = {
     "fused layers, tp 2, sequence parallel",
     "fused layers, over nf4, shard 2 x tp 2",
     "soft caps, tp 2, sequence parallel",
+    "gemma 4, tp 2, sequence parallel",
     "scales, pp 2",
     "query scales, pp 2 x ring 2",
     "dots1, ep 2 over tp 2",
@@ -138,6 +139,7 @@ LATER = [
         "fused layers",
         "soft caps",
         "gemma 3",
+        "gemma 4",
         "scales",
         "query scales",
     )

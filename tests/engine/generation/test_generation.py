@@ -57,6 +57,7 @@ FAMILIES = {
     "learned positions": MODELS["learned positions"],
     "soft caps": {**MODELS["soft caps"], "sliding_window": 11, **APART},
     "gemma 3": {**MODELS["gemma 3"], "sliding_window": 11, **TWO_LAYERS, **APART},
+    "gemma 4": {**MODELS["gemma 4"], "sliding_window": 11, **TWO_LAYERS, **APART},
     "output norms": {**MODELS["output norms"], "sliding_window": 11, **TWO_LAYERS},
     "scales": {**MODELS["scales"], **APART},
     "query scales": MODELS["query scales"],

@@ -72,7 +72,12 @@ class _Requirements:
             return None
         if self.has_dropout:
             return "it has no attention dropout (train.dropout.attention)"
-        backend, config = attention.fast[name], self.config
+        reasons = (self._reason(name, kind) for kind in self.config.layer_kinds)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _reason(self, name: str, config: DecoderConfig) -> str | None:
+        """The same for the layers of one kind."""
+        backend = attention.fast[name]
         q_1NH, k_1KH, sinks_N = (
             torch.empty(size, dtype=self.dtype, device=self.device)
             for size in (

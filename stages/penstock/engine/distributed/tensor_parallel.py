@@ -75,7 +75,9 @@ def parallelize_tensor(
     names = WeightMap(model.config, model.merge_qkv)
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Created now because all ranks must create groups, and a part may have no key projection.
-    mesh.adjacent_group(plan.span("k_proj").copies)
+    layers = [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
+    for copies in sorted({plan.span(f"{layer}.k_proj").copies for layer in layers}):
+        mesh.adjacent_group(copies)
     for name, parameter in list(model.named_parameters()):
         if not plan.is_in_moe(name):
             _set_param(model, name, plan.shard(name, parameter.detach()), parameter.requires_grad)
@@ -86,11 +88,12 @@ def parallelize_tensor(
     if (table := model.model.embed_tokens) is not None:
         first = plan.span("embed_tokens").first
         model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
-    for layer in model.model.layers.values():
+    for number, layer in model.model.layers.items():
         assert isinstance(layer, Block)
         if isinstance(layer.self_attn, SelfAttention):
-            features = model.config.qkv_features
-            layer.self_attn.qkv_sizes = [plan.span(part).count for part in features]
+            parts = model.config.of_layer(int(number)).qkv_features
+            spans = [plan.span(f"model.layers.{number}.{part}") for part in parts]
+            layer.self_attn.qkv_sizes = [span.count for span in spans]
         for part, socket in CALL_HOOKS.items():
             is_moe = isinstance(getattr(layer, part), MoE)
             region = _moe_forward if is_moe else _tp_forward
@@ -158,14 +161,16 @@ def _resize(
     if not isinstance(module, LoraLinear):
         return
     if module.out_features != rows:
-        layers = [tensor.split(".")[-2] for tensor in plan.names.hf_names(weight)]
+        layers = [tensor.removesuffix(".weight") for tensor in plan.names.hf_names(weight)]
         module.parts = {
-            layer: sum(span.count for span in plan.spans(layer, rows)) for layer in layers
+            layer.rpartition(".")[2]: sum(span.count for span in plan.spans(layer, rows))
+            for layer in layers
         }
     if module.in_features != columns:
         for layer, dropout in module.lora_dropout.items():
             assert isinstance(dropout, Dropout)
-            dropout.first_feature = plan.span(layer, columns).first
+            parent = weight.rsplit(".", 2)[0]
+            dropout.first_feature = plan.span(f"{parent}.{layer}", columns).first
         module.sum_squares = partial(_all_reduce_squares, group=group)
 
 

@@ -122,19 +122,20 @@ class TensorParallelPlan:
         if self.size == 1:
             return [Span(0, features)]
         found: list[Span] = []
-        first = 0
+        first, parent = 0, layer.rpartition(".")[0]
         for part, count in self.names.row_blocks(layer, features).items():
-            span = self.span(part, count)
+            span = self.span(f"{parent}.{part}", count)
             found.append(replace(span, first=first + span.first))
             first += count
         return found
 
     def span(self, layer: str, features: int = 0) -> Span:
-        """This rank's features of a checkpoint layer (`layer` is the last part of its name).
+        """This rank's features of a checkpoint layer. The last part of its name is enough where
+        all layers have heads of the same size.
 
         `features` is the total of a feed-forward network; it is not read for other layers.
         """
-        config, unit = self.names.config, DECODER_SHARD_UNITS[layer]
+        config, unit = self.names.layer_config(layer), DECODER_SHARD_UNITS[layer.rpartition(".")[2]]
         if unit is ShardUnit.TOKEN:
             return _span(config.vocab_size, self.size, self.index)
         if unit is ShardUnit.FEATURE:
@@ -223,7 +224,7 @@ class TensorParallelPlan:
         if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
             yield self._replicate(name, "tensor", whole)
             return
-        spans = self.spans(factor.part, columns if is_rowwise else rows)
+        spans = self.spans(factor.hf_module, columns if is_rowwise else rows)
         shards = (self._shard(name, int(is_a), span, whole) for span in spans)
         yield from shards if is_a else _concatenate(shards)
 

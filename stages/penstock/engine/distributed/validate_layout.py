@@ -34,6 +34,8 @@ from penstock.engine.distributed.suggest_layout import (
     format_suggestion,
     suggest_change,
 )
+from penstock.models.decoder_config import HeadSizes
+from penstock.models.families.gemma.gemma4 import full_attention_heads
 from penstock.models.hf_config import HfConfig, config_get, config_require
 from penstock.models.multimodal import language_config
 from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
@@ -56,6 +58,8 @@ class ModelDims:
     vocab_size: int
     num_experts: int = 0
     head_dim: int = 0
+    full_attention_heads: HeadSizes | None = None
+    """Those of layers without a sliding window, where they differ."""
     published: QuantizationConfig | None = None
     """The format of its pre-quantized weights."""
 
@@ -77,6 +81,7 @@ class ModelDims:
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "head_dim", config_require(hf, "hidden_size") // heads),
+            full_attention_heads(hf) if hf.get("model_type") == "gemma4_text" else None,
             parse_quantization_config(hf),
         )
 
@@ -162,7 +167,9 @@ def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[La
 
 
 def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
-    heads, keys = dims.num_attention_heads, dims.num_key_value_heads
+    heads, keys = dims.num_attention_heads, [dims.num_key_value_heads]
+    if own := dims.full_attention_heads:
+        keys.append(own.num_key_value_heads)
     tensor, ulysses = train.tensor_parallel_size, train.ulysses_parallel_size
     if heads % tensor:
         yield LayoutError(
@@ -170,11 +177,11 @@ def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
             f"{heads}: every rank must get equally many whole heads",
             ("train.tensor_parallel_size",),
         )
-    elif keys % tensor and tensor % keys:
+    elif uneven := [count for count in keys if count % tensor and tensor % count]:
         yield LayoutError(
             f"train.tensor_parallel_size is {tensor}, and the model's num_key_value_heads is "
-            f"{keys}: neither do ranks get equally many of them, nor does each lie on equally many "
-            "ranks",
+            f"{uneven[0]}: neither do ranks get equally many of them, nor does each lie on equally "
+            "many ranks",
             ("train.tensor_parallel_size",),
         )
     elif heads // tensor % ulysses:
@@ -205,10 +212,12 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
     if not lora.enable_qlora or tensor == 1:
         return
     quantization, unit = _base_quantization(run, dims)
-    columns = {"o_proj": dims.num_attention_heads * dims.head_dim}
+    columns = [("o_proj", dims.num_attention_heads * dims.head_dim)]
+    if own := dims.full_attention_heads:
+        columns.append(("o_proj", dims.num_attention_heads * own.head_dim))
     if not dims.num_experts:
-        columns["down_proj"] = dims.intermediate_size
-    for layer, count in columns.items():
+        columns.append(("down_proj", dims.intermediate_size))
+    for layer, count in columns:
         cuts = [index * count // tensor for index in range(tensor)]
         if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
             yield LayoutError(

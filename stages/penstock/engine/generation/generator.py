@@ -334,11 +334,14 @@ def build_generator(
 ) -> Generator:
     """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.dims
+    split = degrees.tensor * degrees.ulysses
     layers = sum(len(part.blocks) for part in layout.parts)
-    heads = -(-config.num_key_value_heads // (degrees.tensor * degrees.ulysses))
-    numbers = 2 * layers * heads * config.head_dim
+    numbers = max(
+        2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
+    )
     if config.latent:
-        numbers = layers * (config.latent.kv_rank + config.latent.rope_dim)
+        numbers = config.latent.kv_rank + config.latent.rope_dim
+    numbers *= layers
     # Ranks that share heads hold other tokens' latent vectors.
     has_cache = layout.context.supports_kv_cache and not (config.latent and degrees.ulysses > 1)
     generator = Generator(

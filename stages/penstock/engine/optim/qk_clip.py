@@ -96,24 +96,23 @@ class QKClip:
         gamma_LN = self._threshold / self._reduced_LN.clamp(min=self._threshold)
         for layer, one in self._params:
             for shard in one.shards:
-                factors_R = self._row_factors(one.name, shard, gamma_LN[layer])
+                factors_R = self._row_factors(layer, shard, gamma_LN[layer])
                 rows = shard.view(local(one.parameter))
                 rows.mul_(factors_R.to(rows.device).view(-1, *[1] * (rows.dim() - 1)))
 
-    def _row_factors(self, name: str, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:
+    def _row_factors(self, layer: int, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:
         """Factors of the shard's rows, [R]. Those of a query head and of its key head multiply to
         the head's gamma; a key head has the square root of the smallest one of its query heads."""
-        config, head_dim = self._config, self._config.head_dim
+        config = self._config.of_layer(layer)
         gamma_KG = gamma_N.view(config.num_key_value_heads, -1)
         key_K1 = gamma_KG.amin(1, keepdim=True).sqrt()
-        of_q = (gamma_KG / key_K1).flatten().repeat_interleave(head_dim)
-        of_k = key_K1.flatten().repeat_interleave(head_dim)
-        sizes = config.qkv_features
-        of_tensor = {"q_proj": of_q, "k_proj": of_k, "v_proj": of_k.new_ones(sizes["v_proj"])}
+        of_q = (gamma_KG / key_K1).flatten().repeat_interleave(config.head_dim)
+        of_k = key_K1.flatten().repeat_interleave(config.head_dim)
+        of_tensor = {"q_proj": of_q, "k_proj": of_k, "v_proj": torch.ones_like(of_k)}
         kind = next((kind for kind in of_tensor if kind in shard.tensor), None)
         # A checkpoint may have the three as one tensor.
         factors_R = torch.cat([*of_tensor.values()]) if kind is None else of_tensor[kind]
-        assert len(factors_R) == shard.full_shape[0], f"{name} holds {shard.tensor}"
+        assert len(factors_R) == shard.full_shape[0], shard.tensor
         return factors_R.narrow(0, shard.offsets[0], shard.num_rows)
 
 

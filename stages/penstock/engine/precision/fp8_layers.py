@@ -137,7 +137,7 @@ def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Lay
         for part in names.hf_names(f"{native}.weight"):
             features = names.hf_shapes()[part][role is ParallelStyle.ROWWISE]
             layer = part.removesuffix(".weight").rpartition(".")[2]
-            grain = names.config.head_dim if layer in ("k_proj", "v_proj") else 1
+            grain = names.layer_config(part).head_dim if layer in ("k_proj", "v_proj") else 1
             # Key heads are replicated if there are fewer than ranks.
             here = max(features / size, grain)
             if here % whole:

@@ -13,9 +13,11 @@ from penstock.models.decoder_config import DecoderConfig, RotaryPairs
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
-from penstock.models.layers.norm import build_qk_norm
+from penstock.models.layers.norm import build_qk_norm, unit_rms_norm
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.reference import eager
+
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class AttentionFn(Protocol):
@@ -95,6 +97,7 @@ class SelfAttention(nn.Module):
         """With a nonzero attention dropout rate, training uses eager attention instead of
         `attend`."""
         super().__init__()
+        config = config.of_layer(layer)
         self.window = config.layer_window(layer)
         self.sinks = (
             nn.Parameter(torch.empty(config.num_attention_heads))
@@ -110,9 +113,8 @@ class SelfAttention(nn.Module):
         if self.merge_qkv:
             self.qkv_proj = nn.Linear(width, sum(self.qkv_sizes), bias=bias)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (
-                nn.Linear(width, features, bias=bias) for features in self.qkv_sizes
-            )
+            for part, features in config.qkv_features.items():
+                self.add_module(part, nn.Linear(width, features, bias=bias))
         self.o_proj = nn.Linear(self.qkv_sizes[0], width, bias=config.o_bias)
         self.qk_norm, self.qk_norm_over = config.qk_norm, config.qk_norm_over
         self.qk_norm_after_rope = config.qk_norm_after_rope
@@ -121,6 +123,7 @@ class SelfAttention(nn.Module):
                 build_qk_norm(config, heads, operations)
                 for heads in (config.num_attention_heads, config.num_key_value_heads)
             )
+        self.value_norm_eps = config.rms_norm_eps if config.value_norm else None
         self.attend = attend
         self.run_core: Callable[..., torch.Tensor] = call
         self.dropout = drop
@@ -150,6 +153,8 @@ class SelfAttention(nn.Module):
             q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         if norms_heads and self.qk_norm_after_rope:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        if self.value_norm_eps is not None:
+            v_TKH = unit_rms_norm(v_TKH, self.value_norm_eps)
         if query_scale_T is not None:
             q_TNH = q_TNH * query_scale_T[:, None, None]
         y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
@@ -169,7 +174,9 @@ class SelfAttention(nn.Module):
             return eager(*args, drop=self.dropout.drop_probs)
         return self.attend(*args)
 
-    def _project_qkv(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _project_qkv(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.merge_qkv:
-            return self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
-        return self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
+            q, k, *v = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
+        else:
+            q, k, *v = (self.get_submodule(part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+        return q, k, v[0] if v else k

@@ -66,6 +66,9 @@ class Block(nn.Module):
             self.mlp = _build_mlp(config, operations, drop)
         self.mlp_output_norm = output_norm()
         self.residual_scale = config.residual_scale
+        self.layer_scalar = (
+            nn.Parameter(torch.ones(1), requires_grad=False) if config.layer_scalars else None
+        )
         self.drop_attn, self.drop_mlp = (
             dropout.site("hidden", part, layer, config.num_hidden_layers) for part in CALL_HOOKS
         )
@@ -86,7 +89,8 @@ class Block(nn.Module):
         y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
         x_TD, normed_TD = self.post_attention_layernorm(y_TD, x_TD)
         y_TD = self.mlp_output_norm(self.run_mlp(self.mlp, normed_TD))
-        return x_TD + self._scaled(self.drop_mlp(y_TD))
+        x_TD = x_TD + self._scaled(self.drop_mlp(y_TD))
+        return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar.to(x_TD.dtype)
 
     def _scaled(self, y_TD: torch.Tensor) -> torch.Tensor:
         return y_TD if self.residual_scale == 1 else y_TD * self.residual_scale

@@ -125,6 +125,12 @@ class LayerNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+def unit_rms_norm(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / rms(x)` over the last dimension, computed in fp32 and returned in x's dtype."""
+    wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    return F.rms_norm(wide_TD, wide_TD.shape[-1:], eps=eps).to(x_TD.dtype)
+
+
 def build_norm(config: DecoderConfig, operations: LayerOps) -> RMSNorm | LayerNorm:
     """A norm of the residual stream, as the config defines it."""
     width, eps = config.hidden_size, config.rms_norm_eps

@@ -2,7 +2,7 @@
 second layer, and soft caps of attention scores and logits."""
 
 from penstock.models.decoder_config import DecoderConfig, TensorNames
-from penstock.models.families.dense.gemma import ROLES, gemma_config
+from penstock.models.families.gemma.gemma import ROLES, gemma_config
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_get, config_require, sliding
 

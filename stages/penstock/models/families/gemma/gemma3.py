@@ -2,8 +2,8 @@
 layer, which has its own RoPE."""
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.dense.gemma import ROLES, gemma_config
-from penstock.models.families.dense.gemma2 import NAMES
+from penstock.models.families.gemma.gemma import ROLES, gemma_config
+from penstock.models.families.gemma.gemma2 import NAMES
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_get, config_require, rope_by_layer, sliding
 

@@ -26,8 +26,8 @@ def gemma_config(hf: HfConfig, *, hidden_act: str = "hidden_act", **specific: An
     """The DecoderConfig of a Gemma of any version, with these values. `hidden_act` is the name of
     that field in its files."""
     reasons = [*specific.pop("not_native", ())]
-    if config_get(hf, "use_bidirectional_attention", False):
-        reasons.append("use_bidirectional_attention is true; causal attention is computed")
+    if (kind := config_get(hf, "use_bidirectional_attention", False)) not in (False, "vision"):
+        reasons.append(f"use_bidirectional_attention is {kind!r}; causal attention is computed")
     bias = bool(config_get(hf, "attention_bias", False))
     fields = {
         "num_key_value_heads": config_get(hf, "num_key_value_heads", 4),
