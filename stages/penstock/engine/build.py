@@ -267,6 +267,7 @@ def assemble(
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)
     pre_update_hooks = PreUpdateHooks()
+    is_padded = isinstance(config, AutoModelConfig) and not config.outline.traits.packing
     engine = TrainStep(
         model=layout,
         optimizer=optimizer,
@@ -274,6 +275,7 @@ def assemble(
         loss_fn=vocab_head.sum_cross_entropy(loss),
         eval_loss_fn=vocab_head.sum_cross_entropy(eval_loss),
         max_grad_norm=train.max_grad_norm,
+        splits_by_length=is_padded and train.objective != "preference",
         dropout_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
         preferences=build_preference_loss(run, layout, vocab_head, ranks),
         routers=build_routers(train, config, parts, params, mesh, ranks),
@@ -291,7 +293,7 @@ def assemble(
     )
     return BuiltModel(
         engine=engine,
-        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss)),
+        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss), is_padded),
         sequence_logprobs=build_sequence_logprobs(run, layout, vocab_head, ranks),
         generator=build_generator(train, layout, ranks, vocab_head.full_logits(eval_loss)),
         train_state=TrainState(

@@ -14,6 +14,7 @@ from torch import nn
 from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import TokenScoresFn
+from penstock.engine.split_by_length import num_parts, split_by_length
 from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
@@ -27,6 +28,8 @@ class EvalModel:
     model: ParallelModel
     ranks: ProcessInfo
     scores: TokenScoresFn
+    splits_by_length: bool = False
+    """As in `TrainStep`."""
 
     @torch.no_grad()
     def counts(
@@ -39,6 +42,8 @@ class EvalModel:
         padding included.
         """
         totals = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
+        if self.splits_by_length:
+            batches, kinds = self._split(batches, kinds)
         self.model.forward(
             [
                 self._build_call(
@@ -48,6 +53,18 @@ class EvalModel:
             ]
         )
         return totals
+
+    def _split(
+        self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[MicroBatch], Sequence[torch.Tensor]]:
+        """The parts of the batches, and the kinds of their tokens."""
+        numbers = self.ranks.max_over_ranks(*map(num_parts, batches))
+        found = [
+            (part, kinds_T[tokens_T])
+            for batch, kinds_T, number in zip(batches, kinds, numbers, strict=True)
+            for part, tokens_T in split_by_length(batch, number)
+        ]
+        return [part for part, _ in found], [kinds_T for _, kinds_T in found]
 
     def _count(
         self,

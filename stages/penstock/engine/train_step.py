@@ -30,6 +30,7 @@ from penstock.engine.optim.norm_metrics import Norms
 from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 from penstock.engine.optim.qk_clip import QKClip
 from penstock.engine.peft.relora import ReLoRA
+from penstock.engine.split_by_length import num_parts, split_by_length
 from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.dropout import DropoutRNG
@@ -44,6 +45,8 @@ class TokenCounts:
 
     tokens: int
     trained: int
+    parts: tuple[int, ...] = ()
+    """The most parts that a rank needs of each micro-batch; none where they are not split."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class TrainStep:
     eval_loss_fn: SumLossFn
     """The losses used for validation."""
     max_grad_norm: float
+    splits_by_length: bool = False
+    """Whether the model computes padded batches, for which micro-batches are split."""
     dropout_seed: int | None = None
     """Seed of dropout and noise; None when the model has neither."""
     preferences: Preferences | None = None
@@ -147,6 +152,7 @@ class TrainStep:
         """
         counts = counts or self._read_counts(batches)
         tokens, trained = counts.tokens, counts.trained
+        whole, batches = batches, self._split(batches, counts)
         scale = self.grad_scaler.scale if self.grad_scaler else 1.0
         preference_step = None
         if self.preferences:
@@ -185,7 +191,7 @@ class TrainStep:
         )
         is_finite = math.isfinite(norm_value)
         if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
-            raise self._non_finite_error(batches, norm, number)
+            raise self._non_finite_error(whole, norm, number)
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
         self.pre_update_hooks.run()
         if is_finite and not self.optimizer_in_backward:
@@ -230,19 +236,21 @@ class TrainStep:
         if totals_M is not None:
             local.append(totals_M)
         sums = torch.cat(local)
-        parts = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
-        if following.maxima:
-            numbers = to_device(torch.tensor(following.maxima, dtype=torch.int64), device)
-            parts.append(self.ranks.all_reduce_max(numbers).double())
+        pieces = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
         if logits is not None:
-            parts.append(logits)
-        loss, tokens, trained, *more = torch.cat(parts).tolist()
-        counts = self._counts_per_replica(tokens, trained) if following.batches else None
-        end = 0 if totals_M is None else len(totals_M)
-        found, norm_value, more = more[:end], more[end], more[end + 1 :]
-        split = len(following.maxima)
-        maxima = tuple(int(value) for value in more[:split])
-        return loss, norm_value, counts, maxima, found, more[split:]
+            pieces.append(logits)
+        if maxima := (*following.maxima, *self._local_parts(following.batches)):
+            numbers = to_device(torch.tensor(maxima, dtype=torch.int64), device)
+            pieces.append(self.ranks.all_reduce_max(numbers).double())
+        loss, tokens, trained, *more = torch.cat(pieces).tolist()
+        found, [norm_value, *more] = _cut(more, 0 if totals_M is None else len(totals_M))
+        of_logits, more = _cut(more, 0 if logits is None else len(logits))
+        highest = tuple(map(int, more))
+        given = len(following.maxima)
+        counts = None
+        if following.batches:
+            counts = self._counts_per_replica(tokens, trained, highest[given:])
+        return loss, norm_value, counts, highest[:given], found, of_logits
 
     def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
         return (
@@ -312,15 +320,38 @@ class TrainStep:
 
     def _read_counts(self, batches: Sequence[MicroBatch]) -> TokenCounts:
         counts = to_device(self._local_counts(batches), self.ranks.device)
-        return self._counts_per_replica(*self.ranks.all_reduce_sum(counts).tolist())
+        tokens, trained = self.ranks.all_reduce_sum(counts).tolist()
+        mine = self._local_parts(batches)
+        return self._counts_per_replica(
+            tokens, trained, self.ranks.max_over_ranks(*mine) if mine else ()
+        )
 
-    def _counts_per_replica(self, tokens: float, trained: float) -> TokenCounts:
+    def _counts_per_replica(
+        self, tokens: float, trained: float, parts: Sequence[int]
+    ) -> TokenCounts:
         """Every rank of a replica counts the same batch, so the sums over all ranks are divided."""
         each = self.model.model_parallel_size
-        return TokenCounts(round(tokens) // each, round(trained) // each)
+        return TokenCounts(round(tokens) // each, round(trained) // each, tuple(parts))
+
+    def _local_parts(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+        """The parts that this rank needs of each micro-batch; none where they are not split."""
+        return tuple(map(num_parts, batches)) if self.splits_by_length else ()
+
+    @staticmethod
+    def _split(batches: Sequence[MicroBatch], counts: TokenCounts) -> Sequence[MicroBatch]:
+        """The parts of the micro-batches, the same number on all ranks."""
+        if not counts.parts:
+            return batches
+        pairs = zip(batches, counts.parts, strict=True)
+        return [part for one, number in pairs for part, _ in split_by_length(one, number)]
 
     @staticmethod
     def _local_counts(batches: Sequence[MicroBatch]) -> torch.Tensor:
         """This rank's tokens and trained tokens, fp64 [2] on the host."""
         counts = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
         return torch.tensor(counts, dtype=torch.float64)
+
+
+def _cut(values: list[float], count: int) -> tuple[list[float], list[float]]:
+    """The first `count` values, and the rest."""
+    return values[:count], values[count:]

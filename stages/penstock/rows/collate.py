@@ -39,6 +39,8 @@ class MicroBatch:
     """(row number, number of tokens) of each row, in order."""
     branching: PrefixSharing | None = None
     """Prefix sharing of all documents except padding; None for SFT data or without rows."""
+    chosen_places_T: torch.Tensor | None = None  # noqa: N815 - T names the dimension
+    """`places` of a micro-batch that is part of another; None: those of its rows in order."""
 
     def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
         """Branch index of each token, int64 [T], numbered across the micro-batch; -1 for shared
@@ -75,6 +77,8 @@ class MicroBatch:
     def places(self) -> torch.Tensor:
         """Position of each token in the packed rows, int64 [T]: row number in the high 32 bits,
         index in the row in the low 32 bits; -1 for padding. Covers the whole micro-batch."""
+        if self.chosen_places_T is not None:
+            return self.chosen_places_T
         places = np.full(sum(self.lengths), -1, dtype=np.int64)
         start = 0
         for number, size in self.rows:

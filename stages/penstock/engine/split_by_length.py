@@ -1,0 +1,122 @@
+"""Parts of a micro-batch with documents of similar length, for models that compute a padded batch.
+
+A padded batch has the width of its longest document. Each part is a micro-batch of its own: loss
+and gradients are sums over documents, so they stay the same. FSDP runs collectives in every pass,
+so all ranks must run the same number of parts (`TokenCounts.parts`).
+
+N documents of a micro-batch, T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from penstock.rows.collate import MicroBatch
+from penstock.rows.schema import IGNORED
+
+TOLERATED_PADDING = 0.25
+"""A micro-batch is split until padding is at most this share of its tokens ..."""
+MAX_PARTS = 8
+"""... or it has this many parts."""
+
+
+def num_parts(batch: MicroBatch) -> int:
+    """The parts that a micro-batch needs."""
+    lengths = _document_lengths(batch)
+    tokens = sum(lengths)
+    for number in range(1, MAX_PARTS):
+        if padded_tokens(cut(lengths, number), lengths) <= (1 + TOLERATED_PADDING) * tokens:
+            return number
+    return MAX_PARTS
+
+
+def split_by_length(batch: MicroBatch, number: int) -> list[tuple[MicroBatch, torch.Tensor]]:
+    """So many parts, each with the place in `batch` of its tokens, int64.
+
+    Documents of padding are left out. A part without documents repeats the first token, untrained.
+    """
+    lengths = _document_lengths(batch)
+    starts = (0, *accumulate(lengths))
+    parts = [_part(batch, group, starts) for group in cut(lengths, number)]
+    return parts + [_empty_part(batch)] * (number - len(parts))
+
+
+def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
+    """The documents in at most `number` groups with the fewest padded tokens.
+
+    Each group is a range of the documents in order of length; where to cut is found by dynamic
+    programming over the distinct lengths.
+    """
+    if not lengths:
+        return []
+    by_length: dict[int, list[int]] = {}
+    for document in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        by_length.setdefault(lengths[document], []).append(document)
+    widths_U = np.array(list(by_length), dtype=np.float64)
+    ends = np.cumsum([0, *map(len, by_length.values())])
+    # cost[i, j]: slots of one group of the distinct lengths i to j - 1.
+    cost = widths_U[:, None] * (ends[None, :] - ends[:-1, None])
+    cost[ends[None, :] <= ends[:-1, None]] = np.inf
+    best, choices = cost[0], list[np.ndarray]()
+    for _ in range(min(number, len(widths_U)) - 1):
+        total = best[:-1, None] + cost
+        choices.append(total.argmin(0))
+        best = total.min(0)
+    cuts = [len(widths_U)]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    bounds = [0, *reversed(cuts)]
+    documents = [one for group in by_length.values() for one in group]
+    pairs = pairwise(bounds)
+    return [sorted(documents[ends[first] : ends[end]]) for first, end in pairs]
+
+
+def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
+    """Tokens of the groups' padded batches, padding included."""
+    return sum(len(group) * max(lengths[one] for one in group) for group in groups)
+
+
+def _document_lengths(batch: MicroBatch) -> list[int]:
+    """Of the documents before the padding."""
+    ends = accumulate(batch.lengths)
+    return [n for n, end in zip(batch.lengths, ends, strict=True) if end <= batch.num_tokens]
+
+
+def _part(
+    batch: MicroBatch, group: Sequence[int], starts: Sequence[int]
+) -> tuple[MicroBatch, torch.Tensor]:
+    tokens_T = torch.cat([torch.arange(starts[one], starts[one + 1]) for one in group])
+    labels_T = batch.labels_T[tokens_T]
+    places_T = batch.places()[tokens_T]
+    lengths = tuple(starts[one + 1] - starts[one] for one in group)
+    firsts = [starts[one] for one in group]
+    part = replace(
+        batch,
+        input_ids_T=batch.input_ids_T[tokens_T],
+        labels_T=labels_T,
+        position_ids_T=batch.position_ids_T[tokens_T],
+        lengths=lengths,
+        num_tokens=len(tokens_T),
+        num_trained=int((labels_T != IGNORED).sum()),
+        rows=tuple(zip((batch.places()[firsts] >> 32).tolist(), lengths, strict=True)),
+        chosen_places_T=places_T,
+    )
+    return part, tokens_T
+
+
+def _empty_part(batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
+    part = replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:1],
+        labels_T=torch.full((1,), IGNORED),
+        position_ids_T=torch.zeros(1, dtype=torch.int64),
+        lengths=(1,),
+        num_tokens=0,
+        num_trained=0,
+        rows=(),
+        chosen_places_T=torch.full((1,), -1),
+    )
+    return part, torch.zeros(1, dtype=torch.int64)
