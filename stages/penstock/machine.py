@@ -207,6 +207,21 @@ def require_prefix_sharing_attention(run: RunConfig) -> None:
         )
 
 
+def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run without shared prompts, and a line that says so, if they are the default and the
+    model's code cannot hide parts of a document."""
+    from penstock.models.registry import is_native
+
+    data = run.data
+    if not data.shares_prompts or "share_prompts" in data.model_fields_set:
+        return run, ()
+    if is_native(resolve_hf_config(run), run.model.backend):
+        return run, ()
+    apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
+    note = "data: prompts are stored before each answer; transformers' models cannot share them"
+    return apart, (note,)
+
+
 def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     """Refuse fp8 training on GPUs that do not support it, and for layers that cannot use it."""
     from penstock.engine.precision.fp8_layers import float8_layers, require_float8

@@ -40,6 +40,7 @@ from penstock.machine import (
     check_model,
     resolve_rows_per_step,
     why_cannot_train,
+    with_prompts_apart,
 )
 from penstock.origins import (
     adapter_notes,
@@ -120,6 +121,9 @@ def plan(
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
     wanted = wanted or run.stages
+    if includes_stage(wanted, "pack"):
+        run, apart = with_prompts_apart(run)
+        notes += apart
     steps = [user_prepared_step(run) if run.data.skip_prepare_dataset else prepare_step(run)]
     if includes_stage(wanted, "pack"):
         steps.append(pack_step(run, steps[0].artifact))

@@ -34,6 +34,7 @@ from penstock.machine import (
     require_push,
     resolve_hf_config,
     resolve_text_config,
+    with_prompts_apart,
     world_size,
 )
 from penstock.origins import resolve_init_checkpoint, with_adapter
@@ -161,7 +162,7 @@ def _check_model(run: RunConfig) -> list[CheckResult]:
 
 def _validate_model(run: RunConfig) -> str:
     """The model's type. Raises the errors that planning the run would raise."""
-    run = with_adapter(resolve_init_checkpoint(run))
+    run, _ = with_prompts_apart(with_adapter(resolve_init_checkpoint(run)))
     check_machine(run)
     if run.model.model_path:
         check_model_files(run.model.model_path)

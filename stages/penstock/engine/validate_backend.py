@@ -114,7 +114,7 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
             f"{config.rope_limit} or less"
         )
     if run.data.shares_prompts:
-        yield "data.share_prompts: true (documents are causal); write share_prompts: false"
+        yield "data.share_prompts: true (documents are causal); leave it out, or write false"
 
 
 def _has_no_effect(run: RunConfig, family: AutoFamily, name: str) -> bool:

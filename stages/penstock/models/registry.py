@@ -142,6 +142,14 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
     )
 
 
+def is_native(hf_config: HfConfig, backend: Backend = "auto") -> bool:
+    """Whether our decoder computes the model of this config.json."""
+    family = native_family(hf_config)
+    if backend == "transformers" or family is None:
+        return False
+    return backend == "native" or _refusal(family, hf_config) is None
+
+
 def native_family(hf_config: HfConfig) -> Family | None:
     """The native family of this model type, whether or not it computes this config.json."""
     return FAMILIES.get(native_type(hf_config) or "") or _language_model(hf_config)

@@ -47,8 +47,10 @@ def random_samples(count: int, vocabulary: int, *, judged: bool = False, seed: i
     ]
 
 
-def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") -> Path:
-    """Packed rows of these samples, whose prompts are shared."""
+def write_answers(
+    folder: Path, samples: Sequence[Asked], split: str = "train", *, shares_prompts: bool = True
+) -> Path:
+    """Packed rows of these samples, whose prompts are shared, or stored before each answer."""
     is_judged = samples[0].desirable is not None
     is_scored = samples[0].score_gap is not None
     schema = packed_schema("kto" if is_judged else "preference", is_scored=is_scored)
@@ -56,7 +58,7 @@ def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") 
     left = list(samples)
     while left:
         count = ROW - len(rows) % 2
-        rows.append(_row(left[:count]))
+        rows.append(_row(left[:count], shares_prompts))
         del left[:count]
     place = folder / "data" / split
     place.mkdir(parents=True)
@@ -66,18 +68,20 @@ def write_answers(folder: Path, samples: Sequence[Asked], split: str = "train") 
     return folder
 
 
-def _row(samples: Sequence[Asked]) -> dict[str, Any]:
+def _row(samples: Sequence[Asked], shares_prompts: bool) -> dict[str, Any]:
     row: dict[str, Any] = {name: [] for name in (*PACKED_KTO.names, *PACKED_SCORED.names)}
     for sample in samples:
-        shared, last = sample.prompt[:-1], sample.prompt[-1]
+        before = sample.prompt[:-1]
+        shared, own = (before, []) if shares_prompts else ([], before)
         row["input_ids"] += shared
         row["labels"] += [-100] * len(shared)
         for answer in sample.answers:
-            row["input_ids"] += [last, *answer[:-1]]
-            row["labels"] += answer
-            row["branches"].append(len(answer))
-        row["prompts"].append(len(shared))
-        row["lengths"].append(len(shared) + sum(map(len, sample.answers)))
+            row["input_ids"] += [*own, sample.prompt[-1], *answer[:-1]]
+            row["labels"] += [*[-100] * len(own), *answer]
+            row["branches"].append(len(own) + len(answer))
+        sizes = row["branches"][-2:]
+        row["lengths"] += [len(shared) + sum(sizes)] if shares_prompts else sizes
+        row["prompts"] += [len(shared)] if shares_prompts else [0, 0]
         row["samples"].append(sample.digest)
         row["desirable"].append(bool(sample.desirable))
         row["score_gaps"].append(sample.score_gap)

@@ -23,7 +23,7 @@ from penstock.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
 from penstock.dryrun.summary import DryRun, RankSummary
 from penstock.engine.distributed.parallel_dims import build_parallel_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
-from penstock.machine import resolve_hf_config, world_size
+from penstock.machine import resolve_hf_config, with_prompts_apart, world_size
 from penstock.plan import plan
 
 DEFAULT_DEVICE = "H100"
@@ -96,6 +96,7 @@ def _with_row_length(run: RunConfig) -> RunConfig:
     steps = plan(run).steps
     if all(step.stage.name != "train" for step in steps):
         raise ConfigError("--dry-run is about training, and this run does not train.")
+    run, _ = with_prompts_apart(run)
     vocab_size = build_cost_model(run, resolve_hf_config(run)).config.vocab_size
     return with_row_length(run, DataFacts.read(steps), steps, vocab_size)
 

@@ -147,7 +147,7 @@ class DataConfig(ConfigSection):
     """Preference pairs: store the prompt once for both completions, which do not attend to each
     other. False stores it before each of them. The loss is the same; it takes more tokens, and
     works with attention backends (`flash_attention_*`) that cannot mask one completion from the
-    other."""
+    other. With `model.backend: transformers` the default is false."""
 
     dataloader_num_workers: int | None = Field(default=None, ge=0)
     """DataLoader workers of each training process. Unset: 0, because packed sequences are
