@@ -73,7 +73,7 @@ from penstock.engine.losses.build import (
 )
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs
 from penstock.engine.model_source import quantization_args
-from penstock.engine.moe.load_balancing import build_routers
+from penstock.engine.moe.load_balancing import Routers, build_routers
 from penstock.engine.moe.select_dispatcher import select_token_dispatcher
 from penstock.engine.optim.build import build_distributed_optimizer, set_grad_dtype
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams
@@ -267,7 +267,7 @@ def assemble(
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)
     pre_update_hooks = PreUpdateHooks()
-    is_padded = isinstance(config, AutoModelConfig) and not config.outline.traits.packing
+    routers = build_routers(train, config, parts, params, mesh, ranks)
     engine = TrainStep(
         model=layout,
         optimizer=optimizer,
@@ -275,10 +275,10 @@ def assemble(
         loss_fn=vocab_head.sum_cross_entropy(loss),
         eval_loss_fn=vocab_head.sum_cross_entropy(eval_loss),
         max_grad_norm=train.max_grad_norm,
-        splits_by_length=is_padded and train.objective != "preference",
+        splits_by_length=splits_by_length(train, config, routers),
         dropout_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
         preferences=build_preference_loss(run, layout, vocab_head, ranks),
-        routers=build_routers(train, config, parts, params, mesh, ranks),
+        routers=routers,
         relora=build_relora(run, parts, params, optimizer, names, mesh, ranks),
         optimizer_in_backward=(
             OptimizerInBackward(optimizer, layout.trainable, ranks, pre_update_hooks)
@@ -293,7 +293,7 @@ def assemble(
     )
     return BuiltModel(
         engine=engine,
-        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss), is_padded),
+        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss), is_padded(config)),
         sequence_logprobs=build_sequence_logprobs(run, layout, vocab_head, ranks),
         generator=build_generator(train, layout, ranks, vocab_head.full_logits(eval_loss)),
         train_state=TrainState(
@@ -393,6 +393,18 @@ def build_pipeline(
 
     how = {"residual": residual, "autocast": autocast}
     return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **how)
+
+
+def is_padded(config: DecoderConfig) -> bool:
+    """Whether the model computes padded batches of documents."""
+    return isinstance(config, AutoModelConfig) and not config.outline.traits.packing
+
+
+def splits_by_length(train: TrainConfig, config: DecoderConfig, routers: Routers | None) -> bool:
+    """Whether micro-batches are split into padded batches of similar length. The losses of samples
+    and of packed sequences need theirs in one pass."""
+    needs_whole = train.objective == "preference" or (routers and routers.balances_rows)
+    return is_padded(config) and not needs_whole
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContext:

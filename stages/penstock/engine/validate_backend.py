@@ -40,10 +40,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "train.dropout": ("the rates are those of the model's config.json", "them in model.foundation"),
     "train.qk_clip_threshold": ("attention logits are observed in native layers only", ""),
     "train.moe_checkpoint_method": (OWN_EXPERTS, ""),
-    "train.moe_aux_loss_coef": (OWN_EXPERTS, ""),
-    "train.moe_z_loss_coef": (OWN_EXPERTS, ""),
     "train.moe_bias_update_rate": (OWN_EXPERTS, ""),
-    "train.moe_global_load_balancing": (OWN_EXPERTS, ""),
     "model.moe_implementation": (OWN_EXPERTS, ""),
     "model.router_fp32": (OWN_EXPERTS, ""),
     "model.freeze_router": (OWN_EXPERTS, ""),
@@ -57,6 +54,9 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "export.quantise": ("only native models are quantized on export", ""),
 }
 """Settings by field: why, and what to write instead if not the default."""
+
+BALANCING = ("moe_aux_loss_coef", "moe_z_loss_coef", "moe_global_load_balancing")
+"""Settings of `train` that need routers which are observed."""
 
 
 def require_backend(run: RunConfig, family: Family, config: DecoderConfig) -> None:
@@ -99,6 +99,7 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
                 f"{field}: {_shown(getattr(settings, name))} ({why}); "
                 + (f"write {instead}" if instead else "leave it out")
             )
+    yield from _balancing_faults(run, family)
     traits = family.outline.traits
     for name in ("attn_implementation", "attention_cast_bf16"):
         if traits.attention != "varlen" and run.model.is_non_default(name):
@@ -119,9 +120,22 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
 
 def _has_no_effect(run: RunConfig, family: AutoFamily, name: str) -> bool:
     """Whether a setting of routers, which a server writes, changes nothing here."""
-    if name == "freeze_router":
-        return run.lora.enable_lora or not family.outline.num_experts
-    return name == "moe_aux_loss_coef" and run.train.moe_aux_loss_coef == 0
+    return name == "freeze_router" and (run.lora.enable_lora or not family.outline.num_experts)
+
+
+def _balancing_faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
+    """Losses of routers that are not observed."""
+    outline = family.outline
+    why = outline.traits.routers_why or "it has no experts"
+    if outline.routers:
+        return
+    for name in BALANCING:
+        if value := getattr(run.train, name):
+            yield f"train.{name}: {_shown(value)} ({why}); leave it out"
+    if outline.aux_loss_coef and run.train.moe_aux_loss_coef is None:
+        yield (
+            f"output_router_logits: true in config.json ({why}); write train.moe_aux_loss_coef: 0"
+        )
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,8 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
-from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
 BIAS_FAMILIES = (
@@ -47,6 +48,30 @@ ROUTER_SETTINGS = (
 
 
 @dataclass(frozen=True)
+class RoutedLayers:
+    """The layers with routers that are observed."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    aux_loss_coef: float
+    """The model's own coefficient of the load-balancing loss."""
+
+    @staticmethod
+    def of(config: DecoderConfig) -> "RoutedLayers | None":
+        """Those of a model; None without any."""
+        if isinstance(config, AutoModelConfig):
+            outline = config.outline
+            layers = tuple(outline.routers.values())
+            return (
+                RoutedLayers(layers, outline.num_experts, outline.aux_loss_coef) if layers else None
+            )
+        experts = config.experts
+        if experts is None:
+            return None
+        return RoutedLayers(experts.layers, experts.num_experts, experts.aux_loss_coef)
+
+
+@dataclass(frozen=True)
 class LoadBalancingConfig:
     """The load balancing of a training step."""
 
@@ -64,7 +89,7 @@ class LoadBalancingConfig:
     """Whether router statistics are logged."""
 
     @classmethod
-    def of(cls, train: TrainConfig, experts: ExpertsConfig | None) -> "LoadBalancingConfig | None":
+    def of(cls, train: TrainConfig, experts: RoutedLayers | None) -> "LoadBalancingConfig | None":
         """The settings of a run; None if a step does nothing with routers.
 
         Raises ConfigError if it should and the model has no routers.

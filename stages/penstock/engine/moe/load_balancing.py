@@ -19,7 +19,7 @@ from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.parallel_model import ModelInputs
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.moe.balancing_settings import LoadBalancingConfig
+from penstock.engine.moe.balancing_settings import LoadBalancingConfig, RoutedLayers
 from penstock.losses.load_balancing import (
     aux_loss_grad,
     entropy,
@@ -29,7 +29,7 @@ from penstock.losses.load_balancing import (
     z_loss,
 )
 from penstock.models.causal_lm import CausalLM
-from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
 from penstock.models.names import SELECTION_BIAS
 from penstock.rows.collate import MicroBatch
@@ -54,10 +54,11 @@ def build_routers(
 
     Raises ConfigError if something is requested and the model has no routers.
     """
-    balance = LoadBalancingConfig.of(train, config.experts)
-    if balance is None or config.experts is None:
+    routed = RoutedLayers.of(config)
+    balance = LoadBalancingConfig.of(train, routed)
+    if balance is None or routed is None:
         return None
-    return Routers(balance, config.experts, parts, params, mesh, ranks)
+    return Routers(balance, routed, parts, params, mesh, ranks)
 
 
 class Routers:
@@ -66,7 +67,7 @@ class Routers:
     def __init__(
         self,
         balance: LoadBalancingConfig,
-        config: ExpertsConfig,
+        config: RoutedLayers,
         parts: Sequence[CausalLM],
         params: Sequence[LocalParam],
         mesh: Mesh,
@@ -88,6 +89,11 @@ class Routers:
         self._row_group = mesh.group("ring", "ulysses", "tensor")
         self._pass_group = mesh.group(*DATA_AXES, "tensor")
         self._collectors: list[RouterStatsCollector] = []
+
+    @property
+    def balances_rows(self) -> bool:
+        """Whether a loss is computed of each packed sequence, which must then be in one pass."""
+        return bool(self._balance.load) and self._balance.over == "row"
 
     def with_observers(
         self,

@@ -21,12 +21,13 @@ from penstock.models.automodel.complete_gradients import complete_gradients
 from penstock.models.automodel.inputs import accepted, packed_inputs
 from penstock.models.automodel.normalize import normalize
 from penstock.models.automodel.outline import AutoModelConfig, Head
+from penstock.models.automodel.routers import PaddedObserver, observe_router
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.dropout import current_dropout_rng
-from penstock.models.layers.router import Router
+from penstock.models.layers.router_observer import current_observer, observe_routers
 from penstock_kernels.attention import VarlenMetadata, attention
 
 
@@ -80,6 +81,10 @@ class AutoCausalLM(nn.Module):
         self._dropout_seed: int | None = None
         self.run_layer: CallHook = call
         self.blocks = [self.get_submodule(name) for name in config.outline.layers]
+        for name in config.outline.routers:
+            scoring = config.outline.traits.scoring
+            assert scoring
+            observe_router(self.get_submodule(name), scoring)
         self.has_experts = any(".experts." in name for name in config.outline.params)
         for number, layer in enumerate(self.blocks):
             layer.forward = partial(self._call_layer, number, layer.forward)
@@ -100,9 +105,10 @@ class AutoCausalLM(nn.Module):
         embedding, norm, head = map(self.get_submodule, names)
         return embedding, norm, head
 
-    def routers(self) -> dict[int, Router]:
-        """None: routers are the model's own."""
-        return {}
+    def routers(self) -> dict[int, nn.Module]:
+        """The routers that are observed, by layer."""
+        routers = self.config.outline.routers
+        return {layer: self.get_submodule(name) for name, layer in routers.items()}
 
     def fp32_modules(self) -> list[nn.Module]:
         """The modules with parameters that the model keeps in fp32."""
@@ -144,7 +150,9 @@ class AutoCausalLM(nn.Module):
         longest = int(lengths.max())
         here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)
         ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
-        return self._run(ids_BL, {})[here_BL]
+        observer = current_observer()
+        with observe_routers(observer and PaddedObserver(observer, here_BL)):
+            return self._run(ids_BL, {})[here_BL]
 
     def _run(self, ids_BL: torch.Tensor, known: Mapping[str, Any]) -> torch.Tensor:
         model = self._base[0] if self.config.outline.traits.head else self._hf[0]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,9 +14,9 @@ from penstock.models.automodel.normalize import (
     transposed_layers,
 )
 from penstock.models.automodel.outline import ModelOutline, Shape
-from penstock.models.automodel.traits import find_traits
+from penstock.models.automodel.routers import layers_of, router_modules
+from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -41,12 +42,16 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     params: dict[str, Shape] = {name: tuple(p.shape) for name, p in model.named_parameters()}
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
+    layers = tuple(repeated_layers(model))
+    routers = layers_of(router_modules(model), layers) if traits.scoring else {}
+    if traits.scoring and not routers:
+        traits = replace(traits, scoring=None, routers_why="its routers are not one in a layer")
     return ModelOutline(
         architecture=type(model).__name__,
         params=params,
         **changed,
         tied=_tied(model),
-        layers=tuple(repeated_layers(model)),
+        layers=layers,
         linear={
             name: (module.weight.shape[0], module.weight.shape[1])
             for name, module in model.named_modules()
@@ -56,8 +61,10 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
         embedding=modules[id(model.get_input_embeddings())],
         head="" if head is None else modules[id(head)],
         norm=_final_norm(model, modules),
-        experts_per_token=_first(config, EXPERTS_PER_TOKEN),
-        num_experts=_first(config, EXPERTS),
+        experts_per_token=first_size(config, EXPERTS_PER_TOKEN),
+        num_experts=first_size(config, EXPERTS),
+        routers=routers,
+        aux_loss_coef=_aux_loss_coef(config),
         dropout=_has_dropout(config),
         traits=traits,
     )
@@ -122,9 +129,9 @@ def _kept_in_fp32(model: Any, params: Mapping[str, Shape]) -> Iterator[str]:
     return (name for name in params if parts & {*name.split(".")})
 
 
-def _first(config: Any, names: tuple[str, ...]) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), 0)
+def _aux_loss_coef(config: Any) -> float:
+    is_asked = getattr(config, "output_router_logits", False)
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_asked else 0.0
 
 
 def _has_dropout(config: Any) -> bool:

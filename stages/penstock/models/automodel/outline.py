@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from penstock.models.decoder_config import DecoderConfig
+from penstock.models.decoder_config import DecoderConfig, Scoring
 
 Shape = tuple[int, ...]
 
@@ -36,6 +36,10 @@ class Traits:
     """None: the head cannot be called apart from the base model, so all logits are computed."""
     why: str = ""
     """Why documents are not packed, or the head is not apart."""
+    scoring: Scoring | None = None
+    """How routers make scores of their logits; None: routers are not observed."""
+    routers_why: str = ""
+    """Why they are not; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class ModelOutline:
     experts_per_token: int
     num_experts: int
     """0: no experts."""
+    routers: Mapping[str, int]
+    """The routers that are observed, and the numbers of their layers."""
+    aux_loss_coef: float
+    """The coefficient of the load-balancing loss that the config asks for; 0: none."""
     dropout: bool
     """Whether the config has a dropout rate above 0."""
     traits: Traits

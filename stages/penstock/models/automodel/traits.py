@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model
 from penstock.models.automodel.inputs import accepted, packed_inputs
-from penstock.models.automodel.outline import AttentionImpl, Head, Traits
+from penstock.models.automodel.outline import AttentionImpl, Head, Scoring, Traits
+from penstock.models.automodel.routers import router_modules, scoring_of
 from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
 
@@ -31,6 +34,8 @@ SCALES = (
     ("output_scale", 1),
 )
 """Factors of logits by their names in configs, and the exponent with which they apply."""
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names of the number of experts in configs."""
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
@@ -57,6 +62,7 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
         if _difference(apart, expected.apart()):
             continue
         difference = _compare_packed(run.packed, apart)
+        scoring, routers_why = find_scoring(run)
         head, why = find_head(run, config)
         traits = Traits(
             name,
@@ -64,6 +70,8 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
             positions_end=_positions_end(expected.model),
             head=head,
             why=difference or why,
+            scoring=scoring,
+            routers_why=routers_why,
         )
         if traits.packing:
             return traits
@@ -131,6 +139,37 @@ def find_head(run: "_Run", config: Any) -> tuple[Head | None, str]:
     return None, "its logits are not those of its head alone; all logits are computed"
 
 
+def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
+    """How routers make scores of their logits, or None and why it is not known."""
+    model = run.model
+    experts = first_size(model.config.get_text_config(decoder=True), EXPERTS)
+    if not experts:
+        return None, ""
+    routers = router_modules(model)
+    if not routers:
+        return None, "it does not say which of its modules are routers"
+    found: dict[str, list[Scoring | None]] = {name: [] for name in routers}
+    ids_1L = run.ids[0][None]
+
+    def hook(name: str) -> RemovableHandle:
+        def look(_: nn.Module, __: Any, output: Any) -> None:
+            found[name].append(scoring_of(output, ids_1L.shape[1], experts))
+
+        return routers[name].register_forward_hook(look)
+
+    handles = [hook(name) for name in routers]
+    with torch.no_grad(), attention_over(VarlenMetadata.of([ids_1L.shape[1]], ids_1L.device)):
+        _logits(model, ids_1L)
+    for handle in handles:
+        handle.remove()
+    if len(scorings := {tuple(each) for each in found.values()}) != 1:
+        return None, "its routers are not alike"
+    [each] = scorings
+    if len(each) != 1 or each[0] is None:
+        return None, "its routers do not return logits, weights and experts of each token"
+    return each[0], ""
+
+
 def _forms(config: Any) -> Iterator[Head]:
     """Heads to try, from what the config names."""
     config = config.get_text_config(decoder=True)
@@ -146,6 +185,12 @@ def _forms(config: Any) -> Iterator[Head]:
     for scale in scales:
         for cap in [None, *(cap for cap in caps if cap)]:
             yield Head(scale, cap)
+
+
+def first_size(config: Any, names: Sequence[str]) -> int:
+    """The first of these fields that the config has as a number; 0 without any."""
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int)), 0)
 
 
 class _Run:

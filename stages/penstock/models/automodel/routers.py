@@ -1,0 +1,164 @@
+"""Routers of transformers models, and what they report to the current `RouterObserver`.
+
+A router is a module of the class that the model records as `router_logits`. It returns logits, the
+weights of a token's experts and their numbers. T tokens, R packed rows, E experts, K experts per
+token.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.automodel.outline import Scoring
+from penstock.models.layers.router_observer import (
+    AuxLossGradient,
+    RouterObserver,
+    RouterStats,
+    current_observer,
+)
+
+TOLERANCE = 1e-3
+
+
+def router_modules(model: Any) -> dict[str, nn.Module]:
+    """The routers by name; none if the model does not say what its routers are."""
+    declared = getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorder = declared.get("router_logits")
+    if recorder is None or isinstance(recorder, list) or recorder.index != 0:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+    }
+
+
+def scoring_of(output: Any, tokens: int, num_experts: int) -> Scoring | None:
+    """The function from the logits to the weights that a router returned for these tokens, up to a
+    factor for each token; None if it is not known."""
+    if not (isinstance(output, tuple) and len(output) == 3):
+        return None
+    logits, weights, choice = output
+    if choice.is_floating_point() or logits.shape != (tokens, num_experts):
+        return None
+    if choice.shape != weights.shape or choice.shape[-1] < 2:
+        return None
+    weights_TK = weights.double() / weights.double().sum(-1, keepdim=True)
+    scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
+    for scoring in scorings:
+        chosen_TK = _shares(logits.double(), scoring).gather(1, choice)
+        chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
+        if torch.allclose(chosen_TK, weights_TK, rtol=TOLERANCE):
+            return scoring
+    return None
+
+
+def observe_router(module: nn.Module, scoring: Scoring) -> None:
+    """Report every pass of a router to the observer that is then current."""
+
+    def report(router: nn.Module, _: Any, output: tuple[torch.Tensor, ...]) -> Any:
+        observer = current_observer()
+        if observer is None or not observer.observes_pass(router):
+            return None
+        logits_TE, weights_TK, choice_TK = output
+        device = logits_TE.device.type
+        with (
+            torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss),
+            torch.autocast(device, enabled=False),
+        ):
+            stats = _stats(observer, logits_TE.float(), choice_TK, scoring)
+            grad = observer.observe(router, stats)
+            if grad is None:
+                return None
+            aux_loss = grad.inner_product(stats)
+        return logits_TE, _WithAuxLoss.apply(weights_TK, aux_loss), choice_TK
+
+    module.register_forward_hook(report)
+
+
+class PaddedObserver:
+    """An observer of the routers of a padded batch, in which padding belongs to no row."""
+
+    def __init__(self, observer: RouterObserver, here_BL: torch.Tensor) -> None:
+        """`here_BL` is true where the batch has a token."""
+        self._observer = observer
+        row_T = observer.row_T
+        self._row_T = row_T.new_zeros(here_BL.shape).masked_scatter(here_BL, row_T).flatten()
+
+    @property
+    def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
+        """See `RouterObserver`, of B * L tokens."""
+        return self._row_T
+
+    @property
+    def num_rows(self) -> int:
+        """See `RouterObserver`."""
+        return self._observer.num_rows
+
+    @property
+    def has_aux_loss(self) -> bool:
+        """See `RouterObserver`."""
+        return self._observer.has_aux_loss
+
+    def observes_pass(self, router: nn.Module) -> bool:
+        """See `RouterObserver`."""
+        return self._observer.observes_pass(router)
+
+    def observe(self, router: nn.Module, stats: RouterStats) -> AuxLossGradient | None:
+        """See `RouterObserver`."""
+        return self._observer.observe(router, stats)
+
+
+def layers_of(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
+    """The number of each router's layer; nothing unless each has a layer of its own."""
+    found = {
+        router: number
+        for router in routers
+        for number, layer in enumerate(layers)
+        if router.startswith(f"{layer}.")
+    }
+    return found if len({*found.values()}) == len(routers) else {}
+
+
+class _WithAuxLoss(torch.autograd.Function):
+    """Returns the weights unchanged; the backward pass gives the auxiliary loss a gradient of 1, as
+    a term of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_TK: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(aux_loss)
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (aux_loss,) = ctx.saved_tensors
+        return dweights_TK, torch.ones_like(aux_loss)
+
+
+def _stats(
+    observer: RouterObserver, logits_TE: torch.Tensor, choice_TK: torch.Tensor, scoring: Scoring
+) -> RouterStats:
+    """Sums over the tokens of each row."""
+    experts, row_T = logits_TE.shape[-1], observer.row_T
+    chosen = (row_T[:, None] * experts + choice_TK).flatten()
+    counts = chosen.new_zeros((observer.num_rows + 1) * experts)
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    numbers_R = torch.arange(1, observer.num_rows + 1, device=row_T.device)
+    row_mask_RT = (row_T == numbers_R[:, None]).float()
+    return RouterStats(
+        counts_RE=counts.view(-1, experts)[1:],
+        shares_RE=row_mask_RT @ _shares(logits_TE, scoring),
+        squares_R=row_mask_RT @ logits_TE.logsumexp(-1).square(),
+    )
+
+
+def _shares(logits_TE: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Each expert's share of a token's scores."""
+    if scoring == "softmax":
+        return logits_TE.softmax(-1)
+    scores_TE = logits_TE.sigmoid()
+    return scores_TE / scores_TE.sum(-1, keepdim=True)
