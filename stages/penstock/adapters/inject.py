@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from penstock.adapters.init import init_adapters
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import ExpertSharing, adapt_experts
+from penstock.adapters.lora_stacked import StackedAdapter
 from penstock.adapters.peft_format import Bias
 from penstock.adapters.scaling import Scaling, lora_scaling
 from penstock.adapters.targets import (
@@ -20,6 +22,7 @@ from penstock.adapters.targets import (
     targetable_layers,
 )
 from penstock.core.errors import ConfigError
+from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
@@ -93,6 +96,8 @@ def inject(
         ]
         if matrices:
             adapt_experts(mixture, matrices, rank=spec.rank, scale=spec.scale, form=spec.experts)
+    if isinstance(model, AutoCausalLM):
+        _adapt_stacked(model, natives, spec)
     for native in natives:
         if not is_expert_layer(native):
             model.set_submodule(native, _wrap_with_lora(model, native, chosen, spec))
@@ -104,6 +109,17 @@ def inject(
     if not any(parameter.is_meta for parameter in model.parameters()):
         init_adapters(model, spec.seed)
     return tuple(chosen)
+
+
+def _adapt_stacked(model: AutoCausalLM, natives: Sequence[str], spec: LoraSpec) -> None:
+    """Add adapters to the stacked experts of a transformers model."""
+    matrices: dict[str, list[Matrix]] = {}
+    for native in natives:
+        if native in model.config.outline.stacked:
+            module, _, matrix = native.rpartition(".")
+            matrices.setdefault(module, []).append(cast(Matrix, matrix))
+    for module, its in matrices.items():
+        StackedAdapter(model.get_submodule(module), its, rank=spec.rank, scale=spec.scale)
 
 
 def whole_model(model: CausalLM) -> CausalLM:

@@ -14,6 +14,8 @@ from torch import nn
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import PART, LoraEmbedding
 from penstock.adapters.lora_experts import ExpertAdapter
+from penstock.adapters.lora_stacked import StackedAdapter
+from penstock.adapters.names import ADAPTER
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import Experts, Matrix
@@ -35,7 +37,7 @@ class LoraWeight:
 
 def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWeight]:
     """The adapted weights, in the model's order. DoRA magnitudes are not included."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
             products = [
                 (
@@ -49,9 +51,25 @@ def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWei
             a, b = gather(module.lora_A[PART]), gather(module.lora_B[PART])
             yield LoraWeight(module.weight, [(0, LoraDelta(a.T, b.T, module.scale))])
         elif isinstance(module, Experts) and isinstance(module.adapter, ExpertAdapter):
-            for name in ("gate_up_proj", "down_proj"):
-                if products := _expert_deltas(module, module.adapter, name, gather):
-                    yield LoraWeight(getattr(module, name), products)
+            for stack in ("gate_up_proj", "down_proj"):
+                if products := _expert_deltas(module, module.adapter, stack, gather):
+                    yield LoraWeight(getattr(module, stack), products)
+        elif isinstance(module, StackedAdapter):
+            experts = model.get_submodule(name.removesuffix(f".{ADAPTER}"))
+            for matrix in module.lora_A:
+                products = _stacked_deltas(module, matrix, gather)
+                yield LoraWeight(experts.get_parameter(matrix), products)
+
+
+def _stacked_deltas(
+    adapter: StackedAdapter, matrix: str, gather: GatherFn
+) -> list[tuple[int, LoraDelta]]:
+    """The deltas of a tensor of stacked experts."""
+    factors = zip(gather(adapter.lora_B[matrix]), gather(adapter.lora_A[matrix]), strict=True)
+    products = [LoraDelta(b, a, adapter.scale) for b, a in factors]
+    if adapter.is_transposed:
+        products = [product.transpose() for product in products]
+    return [(number * each.shape[0], each) for number, each in enumerate(products)]
 
 
 def _expert_deltas(

@@ -118,6 +118,7 @@ def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     if isinstance(names, AutoWeightMap):
         for name, (outputs, inputs) in names.config.outline.linear.items():
             yield TargetLayer(name, name, outputs, inputs, of=f"{name}.weight")
+        yield from _stacked_layers(names)
         return
     shapes = names.hf_shapes()
     for native in names.native_names():
@@ -130,6 +131,20 @@ def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
                     outputs, inputs = shapes[tensor]
                     name = EMBEDDING if native == EMBEDDING_WEIGHT else tensor[: -len(".weight")]
                     yield TargetLayer(name, module, outputs, inputs, of=native)
+
+
+def _stacked_layers(names: AutoWeightMap) -> Iterator[TargetLayer]:
+    for native, is_transposed in names.config.outline.stacked.items():
+        experts, *sides = names.native_shape(native)
+        outputs, inputs = reversed(sides) if is_transposed else sides
+        yield TargetLayer(stacked_layer(native), native, outputs, inputs, experts, native)
+
+
+def stacked_layer(native: str) -> str:
+    """The name of the layers that a tensor of stacked experts holds, with `*` for an expert's
+    number."""
+    module, _, matrix = native.rpartition(".")
+    return f"{module}.*.{matrix}"
 
 
 def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:

@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
-from penstock.adapters.match_targets import select_layer_names
+from penstock.adapters.match_targets import select_layer_names, stacked_layer
 from penstock.adapters.names import EACH, EMBEDDING
+from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
@@ -27,6 +28,8 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
             found |= expert_layers(model, native, module)
         elif isinstance(module, nn.Embedding) and native == EMBEDDING:
             found[native] = native
+    if isinstance(model, AutoCausalLM):
+        found |= {stacked_layer(native): native for native in model.config.outline.stacked}
     return found
 
 

@@ -234,7 +234,7 @@ def _adapter_shapes(
 ) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = sharded.degrees.tensor
-    role = sharded.model.roles[one.native]
+    role = sharded.model.roles.get(one.native)
     outputs, inputs = one.outputs, one.inputs
     if one.experts:
         count = -(-one.experts // sharded.degrees.expert)

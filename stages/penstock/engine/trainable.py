@@ -3,6 +3,7 @@
 from penstock.adapters.match_targets import HEAD, TargetLayer, linear_layers, match_targets
 from penstock.adapters.names import EMBEDDING
 from penstock.config.schema.run import RunConfig
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import FULL_FINETUNING, TrainableParams
@@ -12,7 +13,7 @@ def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> T
     """The number of trainable parameters, for FLOP counts."""
     if not run.lora.enable_lora:
         return FULL_FINETUNING
-    experts = config.experts
+    experts = config.outline if isinstance(config, AutoModelConfig) else config.experts
     active = experts.experts_per_token if experts else 0
     factors = head = 0
     for layer in adapted(run, family, config):

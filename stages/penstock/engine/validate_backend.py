@@ -49,8 +49,8 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "model.activation_native": (OWN_LAYERS, ""),
     "model.rope_native": (OWN_LAYERS, ""),
     "model.merge_qkv": (OWN_LAYERS, ""),
-    "lora.moe_shared_lora": ("experts have no adapters here", ""),
-    "lora.moe_hybrid_shared_lora": ("experts have no adapters here", ""),
+    "lora.moe_shared_lora": ("each expert has its own adapter here", ""),
+    "lora.moe_hybrid_shared_lora": ("each expert has its own adapter here", ""),
     "export.quantise": ("only native models are quantized on export", ""),
 }
 """Settings by field: why, and what to write instead if not the default."""

@@ -84,6 +84,21 @@ class WeightMap:
         chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if is_input else tensors
         return tuple(name.removesuffix(".weight") for name in chosen)
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of a MoE layer; 0 without any."""
+        return self.config.experts.num_experts if self.config.experts else 0
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a checkpoint has one tensor for all experts of a layer."""
+        return bool(self.config.experts and self.config.experts.is_stacked)
+
+    def is_transposed(self, native_name: str) -> bool:
+        """Whether the matrices of this tensor, which stacks experts, are [in, out]."""
+        del native_name
+        return bool(self.config.experts and self.config.experts.clamped)
+
     def stack_parameter(self, native_name: str) -> str:
         """Transformers' parameter of a native tensor that stacks the experts of a layer."""
         assert self.config.experts is not None

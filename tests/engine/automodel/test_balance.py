@@ -42,7 +42,10 @@ def _each(folder: Path) -> dict[str, list[Found]]:
     return found
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("qwen3_moe", marks=pytest.mark.exhaustive), "glm4_moe"]
+)
 def test_router_losses_and_their_gradients_are_those_of_our_decoder(tmp_path, model_type):
     examine.write_rows(tmp_path)
     tiny_models.write_model(tmp_path / "model", model_type, noise=0.1)
@@ -66,7 +69,7 @@ def _in_parts(folder: Path) -> list[Found]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loss_of_the_whole_step_is_the_same_in_parts_of_similar_length(tmp_path):
     examine.write_rows(tmp_path)
     tiny_models.write_model(tmp_path / "model", "jamba", noise=0.1)

@@ -68,6 +68,7 @@ def _each(model: Path) -> dict[str, list[tuple[dict[str, float], loops.Arrays]]]
     return found
 
 
+@pytest.mark.slow
 def test_preference_losses_and_their_gradients_are_those_of_our_decoder(tmp_path):
     _write_samples(tmp_path)
     tiny_models.write_model(tmp_path / "model", "llama", num_hidden_layers=1)

@@ -61,10 +61,10 @@ def _both(folder: Path) -> list[tuple[float, float, loops.Arrays, list[int]]]:
     return [_trained(folder, most) for most in (1, 8)]
 
 
-@pytest.mark.parametrize("model_type", ["mamba"])
-def test_parts_of_a_micro_batch_give_its_loss_and_gradients_with_less_padding(tmp_path, model_type):
+@pytest.mark.slow
+def test_parts_of_a_micro_batch_give_its_loss_and_gradients_with_less_padding(tmp_path):
     examine.write_rows(tmp_path)
-    tiny_models.write_model(tmp_path / "model", model_type)
+    tiny_models.write_model(tmp_path / "model", "mamba")
     found = on_ranks(2, _both, tmp_path / "model")
     (loss, evaluated, gradients, one_call), (other, again, others, parts) = found[0]
     assert other == pytest.approx(loss, rel=1e-6)

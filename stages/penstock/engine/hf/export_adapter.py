@@ -32,10 +32,14 @@ from penstock.core.files import write_json
 from penstock.engine.hf.save_model import save_tensors
 from penstock.engine.hf.state_dict import HFStateDict, Tensors
 from penstock.engine.model_source import LoraArgs
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.multimodal import module_name
 from penstock.models.weights import WeightMap
 
 WEIGHTS = "adapter_model.safetensors"
+
+MOE_TARGETS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Targets that PEFT takes for stacked experts of some model types."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,17 @@ class Adapters:
         """The base model's tensors with every adapter merged; merged tensors are fp32."""
         layers = {f"{layer}.weight": layer for layer in self.pairs}
         fused = {self.weights.hf_names(name)[0]: pair for name, pair in self.fused.items()}
+        turned = {
+            self.weights.hf_names(name)[0]
+            for name in self.fused
+            if self.weights.is_transposed(name)
+        }
         if stray := sorted({*layers, *fused, *self.biases} - set(base.shapes)):
             raise ArtifactError(
                 f"{self.reader.folder} adapts {stray[0]}, which the base model does not have.\n"
                 "  model.config_path is not what the run was trained with."
             )
         scale = self.strength.scale
-        experts = self.weights.config.experts
-        is_transposed = experts is not None and experts.clamped is not None
 
         def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
             tensors = base.read([name for name in wanted if name not in self.biases])
@@ -123,7 +130,7 @@ class Adapters:
                     tensors[name] = change.apply_to(tensors[name].float())
                 elif name in fused:
                     stack = tensors[name].float()
-                    _merge_experts(stack.mT if is_transposed else stack, fused[name], there, scale)
+                    _merge_experts(stack.mT if name in turned else stack, fused[name], there, scale)
                     tensors[name] = stack
                 elif name in self.biases:
                     tensors[name] = there[name].float()
@@ -205,11 +212,10 @@ def _pair(sides: Mapping[Side, str], expert: int | None = None) -> Pair:
 
 
 def _check_count(factors: Iterable[str], reader: Tensors, weights: WeightMap) -> None:
-    experts = weights.config.experts
-    there = experts.num_experts if experts else 0
+    there = weights.num_experts
     for name in factors:
         shape = reader.shapes()[name][0]
-        if not experts or (len(shape) == 3 and shape[0] != there):
+        if not there or (len(shape) == 3 and shape[0] != there):
             raise ArtifactError(
                 f"{name} in {reader.folder} is for {shape[0]} experts, and the config has {there} "
                 "in a layer.\n"
@@ -260,7 +266,7 @@ def write_adapter_folder(
         base_model=base_model,
         revision=revision,
         experts=AdaptedExperts(
-            parts={layer.rpartition(".")[2] for layer in each},
+            parts=_parts_of_experts(adapters, each),
             modules=bearing,
             untouched=[name for name in experts if name not in bearing],
             fused=[weights.stack_parameter(name) for name in adapters.fused],
@@ -277,6 +283,16 @@ def write_adapter_folder(
         "target_modules": config["target_modules"],
         "parameters": adapters.num_parameters,
     }
+
+
+def _parts_of_experts(adapters: Adapters, layers: Collection[str]) -> Collection[str]:
+    """The last components of names that PEFT may take for layers of experts: those of the
+    checkpoint; with stacked experts also where only dense layers have them. PEFT has no DoRA of
+    parameters."""
+    is_stacked = isinstance(adapters.weights, AutoWeightMap) and adapters.weights.num_experts
+    if is_stacked and adapters.strength.normed == "plain":
+        return MOE_TARGETS
+    return {layer.rpartition(".")[2] for layer in layers}
 
 
 def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -297,12 +313,12 @@ def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, tor
         if pair.magnitude:
             tensors[peft_name(native_name(layer, MAGNITUDE))] = read[pair.magnitude]
     tensors |= {peft_bias(name, adapters.pairs.keys()): read[name] for name in adapters.biases}
-    if config := adapters.weights.config.experts:
+    if adapters.fused:
         pairs = {
             adapters.weights.stack_parameter(name): pair.read_from(read)
             for name, pair in adapters.fused.items()
         }
-        tensors |= fused_factors(pairs, config.num_experts)
+        tensors |= fused_factors(pairs, adapters.weights.num_experts)
     return tensors
 
 

@@ -95,11 +95,10 @@ class AdapterStart:
         both = inner in self._folder.modules()
         module = inner if both and factor.part == FUSED_EXPERTS[0] else outer
         pair = [self._folder.part(module, end) for end in LINEAR]
-        experts = self._names.config.experts
-        if pair[0] is None or pair[1] is None or experts is None:
+        if pair[0] is None or pair[1] is None or not self._names.num_experts:
             return []
         return list(
-            separate_factors(pair[0], pair[1], experts.num_experts)[factor.side == "lora_B"]
+            separate_factors(pair[0], pair[1], self._names.num_experts)[factor.side == "lora_B"]
         )
 
     def _check(self, chosen: Sequence[str]) -> None:
@@ -133,15 +132,14 @@ class AdapterStart:
 
     def _modules(self, chosen: Sequence[str]) -> Iterator[str]:
         """The folder's names of these layers."""
-        experts = self._names.config.experts
         for layer in chosen:
             before, is_expert_layer, matrix = layer.partition(f".{EACH}.")
-            if not is_expert_layer or experts is None:
+            if not is_expert_layer or not self._names.num_experts:
                 yield layer
-            elif experts.is_stacked:
+            elif self._names.has_stacked_experts:
                 others = [f"{before}.{EACH}.{name}" for name in FUSED_EXPERTS]
                 inner = matrix == FUSED_EXPERTS[0] and others[1] in chosen
                 yield f"{before}.experts{'.base_layer' * inner}"
             else:
-                for number in range(experts.num_experts):
+                for number in range(self._names.num_experts):
                     yield f"{before}.experts.{number}.{matrix}"

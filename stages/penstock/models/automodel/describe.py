@@ -13,7 +13,7 @@ from penstock.models.automodel.normalize import (
     scalars,
     transposed_layers,
 )
-from penstock.models.automodel.outline import ModelOutline, Shape
+from penstock.models.automodel.outline import STACKED, ModelOutline, Shape
 from penstock.models.automodel.routers import layers_of, router_modules
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
@@ -63,6 +63,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
         norm=_final_norm(model, modules),
         experts_per_token=first_size(config, EXPERTS_PER_TOKEN),
         num_experts=first_size(config, EXPERTS),
+        stacked=stacked_experts(model),
         routers=routers,
         aux_loss_coef=_aux_loss_coef(config),
         dropout=_has_dropout(config),
@@ -102,6 +103,22 @@ def repeated_layers(model: Any) -> Iterator[str]:
         ):
             outer = name
             yield name
+
+
+def stacked_experts(model: nn.Module) -> dict[str, bool]:
+    """The three-dimensional parameters of modules called `experts`, and whether they are
+    transposed, as PEFT reads both; none if the numbers of experts differ."""
+    found: dict[str, bool] = {}
+    sizes: set[int] = set()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] != "experts":
+            continue
+        for leaf in STACKED:
+            parameter = module._parameters.get(leaf)
+            if parameter is not None and parameter.dim() == 3:
+                found[f"{name}.{leaf}"] = bool(getattr(module, "is_transposed", False))
+                sizes.add(parameter.shape[0])
+    return found if len(sizes) == 1 else {}
 
 
 def _final_norm(model: Any, modules: Mapping[int, str]) -> str:

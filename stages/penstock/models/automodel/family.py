@@ -23,7 +23,7 @@ from penstock.models.decoder_config import (
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
-REVISION = 7
+REVISION = 8
 """Raised when `describe` finds something else for the same config."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
@@ -86,8 +86,8 @@ def _rope_limit(text: HfConfig, positions: int) -> float:
 
 
 def default_lora_targets(outline: ModelOutline) -> tuple[str, ...]:
-    """Every linear layer but the head."""
-    found = (name for name in outline.linear if name != outline.head)
+    """Every linear layer but the head, and stacked experts."""
+    found = (*(name for name in outline.linear if name != outline.head), *outline.stacked)
     return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
 
 

@@ -10,6 +10,9 @@ from penstock.models.decoder_config import DecoderConfig, Scoring
 
 Shape = tuple[int, ...]
 
+STACKED = ("gate_up_proj", "down_proj")
+"""The parameters in which transformers stacks the experts of a layer."""
+
 AttentionImpl = Literal["varlen", "sdpa", "eager"]
 """`varlen`: our attention over packed documents; the others are transformers' own."""
 
@@ -69,6 +72,9 @@ class ModelOutline:
     experts_per_token: int
     num_experts: int
     """0: no experts."""
+    stacked: Mapping[str, bool]
+    """The tensors of all experts of a layer, which may have adapters, and whether a matrix in them
+    is [in, out]; all have the same number of experts."""
     routers: Mapping[str, int]
     """The routers that are observed, and the numbers of their layers."""
     aux_loss_coef: float

@@ -30,9 +30,28 @@ class AutoWeightMap(WeightMap):
         return (native_name,)
 
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
-        """None: experts have no adapters of their own."""
+        """None: experts with adapters are stacked."""
         del matrix, layer
         return ()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts in the stacked tensors; 0 without any."""
+        outline = self.config.outline
+        return next((outline.params[name][0] for name in outline.stacked), 0)
+
+    @property
+    def has_stacked_experts(self) -> bool:
+        """Whether a layer has one tensor for all experts."""
+        return bool(self.config.outline.stacked)
+
+    def stack_parameter(self, native_name: str) -> str:
+        """The name itself."""
+        return native_name
+
+    def is_transposed(self, native_name: str) -> bool:
+        """Whether the matrices of this stacked tensor are [in, out]."""
+        return self.config.outline.stacked[native_name]
 
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every parameter."""
