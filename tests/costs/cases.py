@@ -65,6 +65,20 @@ CASES: Mapping[str, Case] = {
         "hf": {"model_type": "olmo2", "pad_token_id": None},
         "enable_mixed_precision": False,
     },
+    "latent attention, in full precision": {
+        "lengths": LONG,
+        "hf": {
+            "model_type": "youtu",
+            "num_key_value_heads": 6,
+            "head_dim": None,
+            "q_lora_rank": 256,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 64,
+        },
+        "enable_mixed_precision": False,
+    },
     "sharded": {"world": 2, "lengths": [512, 512]},
     "split matrices": {"world": 2, "lengths": [512, 512], "tensor_parallel_size": 2},
 }

@@ -29,6 +29,19 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+LATENT = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "head_dim": 4,
+}
 MODELS = {
     "dense": ("qwen3", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -36,13 +49,14 @@ MODELS = {
     "split norms": ("olmo3", {"pad_token_id": None}),
     "fused layers": ("phi3", {"pad_token_id": None}),
     "norms around layers": ("gemma3_text", {}),
+    "latent attention": ("deepseek_v3", {"num_key_value_heads": 8, **LATENT}),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
 def family(kind):
     model_type, more = MODELS[kind]
-    hf = AutoConfig.for_model(model_type, **SIZES, **more).to_dict()
+    hf = AutoConfig.for_model(model_type, **{**SIZES, **more}).to_dict()
     return get_family(hf), get_family(hf).read(hf)
 
 

@@ -3,6 +3,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -31,7 +33,23 @@ EXPERTS = {
     "mlp_only_layers": [1],
     "shared_expert_intermediate_size": 56,
 }
+LATENT = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "head_dim": 8,
+}
 SPARSE = {
+    "latent attention": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "experts": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "shared experts": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
 }
@@ -45,7 +63,7 @@ def built(kind):
         model = Qwen3ForCausalLM(hf)
     else:
         of, model_of = SPARSE[kind]
-        hf = of(**SIZES, **EXPERTS)
+        hf = of(**{**SIZES, **(LATENT if kind == "latent attention" else EXPERTS)})
         model = model_of(hf)
         model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from penstock.costs.sharded_model import ShardedModel
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.latent_config import LatentAttentionConfig
 
 FP32 = 4
-QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj")
+QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read one input, by the names that checkpoints have for them."""
 
@@ -87,6 +88,8 @@ class _SavedInputs:
 def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: DecoderConfig) -> float:
     width, tokens = sharded.compute_bytes, sharded.tokens
     tensor = sharded.degrees.tensor
+    if config.latent:
+        return _latent_attention(sharded, saved_inputs, config.latent)
     heads = config.num_attention_heads / tensor
     keys = max(1.0, config.num_key_value_heads / tensor)
     row = config.head_dim * tokens
@@ -106,6 +109,28 @@ def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: Decode
         # o_proj reads (and saves) a cast copy of the attention output.
         kept += row * width * heads * saved_inputs.num_copies("o_proj")
     return kept + saved_inputs.lora_a_bytes(*QKV, "o_proj")
+
+
+def _latent_attention(
+    sharded: ShardedModel, saved_inputs: _SavedInputs, latent: LatentAttentionConfig
+) -> float:
+    """Saved: the latent vectors, which norms read, with a statistic per row, and their normed
+    values where the next layer trains; q, k, v and the output of attention, padded to one width;
+    the input of o_proj, a copy where the output is padded."""
+    config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
+    heads = config.num_attention_heads / sharded.degrees.tensor
+    within = 2 if sharded.run.model.attention_cast_bf16 else width
+    if sharded.kind == "cpu":
+        within = FP32
+    kept = tokens * heads * (4 * latent.padded_dim * within + FP32)
+    kept += tokens * ((latent.kv_rank + latent.rope_dim) * width + FP32)
+    kept += tokens * latent.kv_rank * width * saved_inputs.num_copies("kv_b_proj")
+    if latent.q_rank is not None:
+        kept += tokens * (latent.q_rank * width + FP32)
+        kept += tokens * latent.q_rank * width * saved_inputs.num_copies("q_b_proj")
+    if within != width or latent.padded_dim != latent.v_dim:
+        kept += tokens * heads * latent.v_dim * width * saved_inputs.num_copies("o_proj")
+    return kept + saved_inputs.lora_a_bytes(*QKV, "q_b_proj", "kv_b_proj", "o_proj")
 
 
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:

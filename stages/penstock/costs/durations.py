@@ -224,12 +224,12 @@ def _layer_communication(
         seconds += layers * times.sums * share * stream / speed
     if degrees.ulysses > 1:
         heads = config.num_attention_heads + config.num_key_value_heads
-        sent = sharded.tokens * 2 * heads * config.head_dim * width / degrees.tensor
+        sent = sharded.tokens * 2 * heads * config.attention_dim * width / degrees.tensor
         share = (degrees.ulysses - 1) / degrees.ulysses
         speed = _link_bandwidth(machine, degrees.ulysses, degrees.tensor)
         seconds += layers * times.exchanges * share * sent / speed
     if degrees.ring > 1:
-        sent = sharded.tokens * 2 * config.num_key_value_heads * config.head_dim * width
+        sent = sharded.tokens * 2 * config.num_key_value_heads * config.attention_dim * width
         speed = _link_bandwidth(machine, degrees.ring, degrees.tensor * degrees.ulysses)
         # Most of it overlaps with computing the previous block.
         seconds += 0.3 * layers * times.turns * (degrees.ring - 1) * sent / speed

@@ -18,6 +18,9 @@ ROOT = -1
 EMBEDDING_UNIT = -2
 """FSDP unit of an embedding that is gathered apart from the norm and the head."""
 
+WHOLE = (None, ParallelStyle.REPLICATED, ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
+"""Roles of modules whose parameters tensor parallelism does not split."""
+
 QUANT_FORMATS: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
     "nvfp4": (0.5, 16, 1, 4),
@@ -161,7 +164,7 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
         return -(-rows // sharded.degrees.expert), columns
     role = sharded.model.roles.get(module)
     layer = parse_layer_number(name)
-    if size == 1 or role in (None, ParallelStyle.ROUTER, ParallelStyle.EXPERTS):
+    if size == 1 or role in WHOLE:
         return rows, columns
     if layer != ROOT and ".mlp." in name and config.layer_experts(layer):
         return rows, columns
@@ -249,7 +252,7 @@ def _adapter_shapes(
         return
     if role is ParallelStyle.ROWWISE:
         inputs = -(-inputs // size)
-    elif role is not None:
+    elif role not in WHOLE:
         outputs = -(-outputs // size)
     yield rank, inputs
     yield outputs, rank

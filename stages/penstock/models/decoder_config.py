@@ -356,6 +356,16 @@ class DecoderConfig:
                 )
 
     @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def attention_dim(self) -> int:
+        """Features of a head in attention, of which some may be zeros that are appended."""
+        return self.latent.padded_dim if self.latent else self.head_dim
+
+    @property
     def rotary_dim(self) -> int:
         """Number of rotated features of each head, from the first on."""
         return _rotary_dim(self.rope_parameters, self.rope_head_dims[0])

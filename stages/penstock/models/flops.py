@@ -8,6 +8,7 @@ Follows Chowdhery et al. 2022, "PaLM", appendix B, except that masked pairs of t
 counted.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -134,13 +135,14 @@ def pairs_per_token(config: DecoderConfig) -> int:
     machine.
     """
     sliding = len(config.sliding_layers)
-    full_dim, sliding_dim = config.rope_head_dims
-    per_pair = 12 * config.num_attention_heads
+    full_features, sliding_features = (
+        6 * _pair_features(kind) for kind in (config.layer_kinds[-1], config)
+    )
     per_token = 6 * matrix_parameters(config)
     if config.sliding_window is not None:
-        per_token += per_pair * sliding_dim * sliding * config.sliding_window
+        per_token += sliding_features * sliding * config.sliding_window
     # With sliding windows in every layer no cost is quadratic.
-    per_squared_token = per_pair * full_dim * (config.num_hidden_layers - sliding) // 2 or 1
+    per_squared_token = full_features * (config.num_hidden_layers - sliding) // 2 or 1
     return max(1, round(per_token / per_squared_token))
 
 
@@ -151,6 +153,9 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
         return width * config.vocab_size
     if isinstance(config, AutoModelConfig):
         return config.outline.matmul_params() if part == "network" else 0
+    if part == "attention" and config.latent:
+        shapes = config.latent.shapes(width, config.num_attention_heads).values()
+        return config.num_hidden_layers * sum(math.prod(one) for one in shapes if len(one) == 2)
     if part == "attention":
         return sum(
             width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
@@ -174,11 +179,16 @@ def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
     return _matmul_params(config, part) * (work.logits if part == "head" else work.tokens)
 
 
+def _pair_features(config: DecoderConfig) -> int:
+    """Features of a query's scores with a key and of its values, over all heads."""
+    return config.num_attention_heads * (config.head_dim + config.value_dim)
+
+
 def _attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention scores and of their products with values, in one
     forward pass."""
     sliding = len(config.sliding_layers)
-    full_dim, sliding_dim = config.rope_head_dims
-    full = (config.num_hidden_layers - sliding) * full_dim * work.attention_pairs
-    windows = sliding * sliding_dim * work.sliding_window_pairs
-    return 4.0 * config.num_attention_heads * (full + windows)
+    full_features, sliding_features = map(_pair_features, (config.layer_kinds[-1], config))
+    full = (config.num_hidden_layers - sliding) * full_features * work.attention_pairs
+    windows = sliding * sliding_features * work.sliding_window_pairs
+    return 2.0 * (full + windows)

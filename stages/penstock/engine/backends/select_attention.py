@@ -81,8 +81,8 @@ class _Requirements:
         q_1NH, k_1KH, sinks_N = (
             torch.empty(size, dtype=self.dtype, device=self.device)
             for size in (
-                (1, config.num_attention_heads, config.head_dim),
-                (1, config.num_key_value_heads, config.head_dim),
+                (1, config.num_attention_heads, config.attention_dim),
+                (1, config.num_key_value_heads, config.attention_dim),
                 (config.num_attention_heads,),
             )
         )

@@ -57,7 +57,8 @@ class ModelDims:
     intermediate_size: int
     vocab_size: int
     num_experts: int = 0
-    head_dim: int = 0
+    value_dim: int = 0
+    """Features of a head's values."""
     full_attention_heads: HeadSizes | None = None
     """Those of layers without a sliding window, where they differ."""
     published: QuantizationConfig | None = None
@@ -72,7 +73,9 @@ class ModelDims:
             CapabilityError: the quantization format is not supported.
         """
         hf = language_config(hf)
-        heads = config_require(hf, "num_attention_heads")
+        heads, hidden = (
+            config_require(hf, name) for name in ("num_attention_heads", "hidden_size")
+        )
         return cls(
             heads,
             config_get(hf, "num_key_value_heads", heads),
@@ -80,7 +83,7 @@ class ModelDims:
             config_require(hf, "intermediate_size"),
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
-            config_get(hf, "head_dim", config_require(hf, "hidden_size") // heads),
+            config_get(hf, "v_head_dim", config_get(hf, "head_dim", hidden // heads)),
             full_attention_heads(hf) if hf.get("model_type") == "gemma4_text" else None,
             parse_quantization_config(hf),
         )
@@ -212,7 +215,7 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
     if not lora.enable_qlora or tensor == 1:
         return
     quantization, unit = _base_quantization(run, dims)
-    columns = [("o_proj", dims.num_attention_heads * dims.head_dim)]
+    columns = [("o_proj", dims.num_attention_heads * dims.value_dim)]
     if own := dims.full_attention_heads:
         columns.append(("o_proj", dims.num_attention_heads * own.head_dim))
     if not dims.num_experts:

@@ -92,6 +92,9 @@ def unsupported_attention(hf: HfConfig) -> Iterator[str]:
             f"num_key_value_heads is {keys}; with latent attention it is num_attention_heads "
             f"({heads})"
         )
+    given, rotated = hf.get("head_dim"), hf.get("qk_rope_head_dim")
+    if given is not None and rotated is not None and given != rotated:
+        yield f"head_dim is {given}; with latent attention it is qk_rope_head_dim ({rotated})"
 
 
 def unsupported_routing(
