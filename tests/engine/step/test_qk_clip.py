@@ -12,6 +12,7 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.validate_model import validate_model
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
+from tests.engine.inputs import MODELS
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
 
@@ -90,6 +91,23 @@ def test_heads_over_the_threshold_come_down_to_it_and_the_others_stay(folder):
     assert again == (after > 1.001 * THRESHOLD).sum()
     same = [name for name in before if ".q_proj." not in name and ".k_proj." not in name]
     assert all(np.array_equal(before[name], weights[name]) for name in same if name in weights)
+
+
+def test_latent_attention_comes_down_to_it(folder):
+    shape = {**MODELS["dense latent attention"], "num_hidden_layers": 1, "num_attention_heads": 8}
+    runs.write_model(folder / "latent", noise=0.3, **shape)
+    run = runs.run_config(
+        folder / "of latent",
+        folder / "latent",
+        model={"model_path": str(folder / "latent")},
+        **{"qk_clip_threshold": 10.0, "optimizer": "sgd", "lr": 0, "max_steps": 2},
+        data_parallel_mode="none",
+    )
+    [(told, _)] = on_ranks(1, two_steps, runs.job_of(run, folder / "packed"))
+    (first, clipped), (second, _) = told
+    assert first > 12
+    assert clipped
+    assert second == pytest.approx(10.0, rel=1e-5)
 
 
 LAYOUTS = {

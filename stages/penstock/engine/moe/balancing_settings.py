@@ -12,7 +12,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
 from penstock.models.automodel.outline import AutoModelConfig
-from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
 BIAS_FAMILIES = (

@@ -19,8 +19,10 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.latent_config import LatentAttentionConfig
 from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import Block
+from penstock.models.layers.token_mixer import TokenMixer
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.max_logits import max_logits
 
@@ -101,19 +103,41 @@ class QKClip:
                 rows.mul_(factors_R.to(rows.device).view(-1, *[1] * (rows.dim() - 1)))
 
     def _row_factors(self, layer: int, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:
-        """Factors of the shard's rows, [R]. Those of a query head and of its key head multiply to
-        the head's gamma; a key head has the square root of the smallest one of its query heads."""
+        """Factors of the shard's rows, [R]."""
         config = self._config.of_layer(layer)
-        gamma_KG = gamma_N.view(config.num_key_value_heads, -1)
-        key_K1 = gamma_KG.amin(1, keepdim=True).sqrt()
-        of_q = (gamma_KG / key_K1).flatten().repeat_interleave(config.head_dim)
-        of_k = key_K1.flatten().repeat_interleave(config.head_dim)
-        of_tensor = {"q_proj": of_q, "k_proj": of_k, "v_proj": torch.ones_like(of_k)}
-        kind = next((kind for kind in of_tensor if kind in shard.tensor), None)
-        # A checkpoint may have the three as one tensor.
+        of_tensor = _latent_factors(config.latent, gamma_N) if config.latent else {}
+        of_tensor = of_tensor or _grouped_factors(config, gamma_N)
+        kind = next((kind for kind in of_tensor if f".{kind}." in shard.tensor), None)
+        # A checkpoint may have queries, keys and values as one tensor.
         factors_R = torch.cat([*of_tensor.values()]) if kind is None else of_tensor[kind]
         assert len(factors_R) == shard.full_shape[0], shard.tensor
         return factors_R.narrow(0, shard.offsets[0], shard.num_rows)
+
+
+def _grouped_factors(config: DecoderConfig, gamma_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Factors of rows by layer. Those of a query head and of its key head multiply to the head's
+    gamma; a key head has the square root of the smallest one of its query heads."""
+    gamma_KG = gamma_N.view(config.num_key_value_heads, -1)
+    key_K1 = gamma_KG.amin(1, keepdim=True).sqrt()
+    of_q = (gamma_KG / key_K1).flatten().repeat_interleave(config.head_dim)
+    of_k = key_K1.flatten().repeat_interleave(config.head_dim)
+    return {"q_proj": of_q, "k_proj": of_k, "v_proj": torch.ones_like(of_k)}
+
+
+def _latent_factors(
+    latent: LatentAttentionConfig, gamma_N: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Factors of rows by layer in latent attention: the root of gamma for queries and keys without
+    RoPE, and gamma for queries with RoPE, because all heads share the key with RoPE."""
+    root_N1, gamma_N1 = gamma_N.sqrt().unsqueeze(1), gamma_N.unsqueeze(1)
+    root_Nn = root_N1.expand(-1, latent.nope_dim)
+    of_q = torch.cat((root_Nn, gamma_N1.expand(-1, latent.rope_dim)), 1).flatten()
+    of_kv = torch.cat((root_Nn, torch.ones_like(gamma_N1).expand(-1, latent.v_dim)), 1).flatten()
+    return {"q_proj": of_q, "q_b_proj": of_q, "kv_b_proj": of_kv}
+
+
+SCALED = ("q_proj", "k_proj", "qkv_proj", "q_b_proj", "kv_b_proj")
+"""Layers with rows that are scaled."""
 
 
 def _layer_of(name: str) -> int | None:
@@ -122,20 +146,21 @@ def _layer_of(name: str) -> int | None:
     if not path:
         return None
     number, _, rest = path[0].partition(".")
-    is_scaled = rest.startswith(("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.qkv_proj."))
+    is_scaled = rest.startswith(tuple(f"self_attn.{kind}." for kind in SCALED))
     return int(number) if is_scaled else None
 
 
-def _observe(attention: SelfAttention, max_N: torch.Tensor, recompute: Recompute) -> None:
+def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -> None:
     """Keep the maximum of each head's logits in `max_N`, in passes with gradients."""
     run_core: Callable[..., torch.Tensor] = attention.run_core
+    window = attention.window if isinstance(attention, SelfAttention) else None
 
     # Not compiled: whether this is a recomputation would be decided once, when it is traced.
     @torch.compiler.disable()
     def record(q_TNH: torch.Tensor, k_TKH: torch.Tensor, segments: VarlenMetadata) -> None:
         if not torch.is_grad_enabled() or (_is_in_backward() and recompute != "reentrant"):
             return
-        logits_N = max_logits(q_TNH, k_TKH, segments, attention.scale, attention.window)
+        logits_N = max_logits(q_TNH, k_TKH, segments, attention.scale, window)
         torch.maximum(max_N, logits_N.to(max_N.dtype), out=max_N)
 
     def run(
