@@ -140,9 +140,9 @@ def compile_max_logits() -> None:
 
 
 def _parted(tile) -> dict:
-    """Constants, and how many warps."""
-    warps = tile.pop("num_warps")
-    return {"constants": tile, "num_warps": warps}
+    """Constants, and how many warps and stages."""
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages") if name in tile}
+    return {"constants": tile, **options}
 
 
 def compile_permute() -> None:
@@ -301,6 +301,56 @@ def compile_float8() -> None:
         assert "warp_group_dot" in loop
         assert "local_load" not in loop
         assert "async_copy_global_to_local" in loop
+
+
+def compile_linear_attention() -> None:
+    from penstock_kernels.linear_attention import triton
+    from penstock_kernels.linear_attention import triton_backward as backward
+    from penstock_kernels.linear_attention import triton_forward as forward
+
+    documents = {"cu_seqlens_ptr": "*i32", "chunks_ptr": "*i32", "firsts_ptr": "*i32"}
+    compiled(forward.plan, documents, {"BLOCK": triton.DOCUMENTS})
+    # Gated DeltaNet, Kimi Delta Attention, and states of Mamba-2.
+    kinds = (
+        ("*bf16", False, True, 128),
+        ("*bf16", True, True, 128),
+        ("*bf16", False, False, 256),
+        ("*fp32", False, True, 128),
+        ("*fp32", True, True, 128),
+    )
+    for data, by_channel, has_rule, K in kinds if ALL else kinds[:2]:
+        where = {"chunks_ptr": "*i32", "firsts_ptr": "*i32"}
+        numbers = {"sums_ptr": "*fp32", "beta_ptr": data if has_rule else None}
+        tensors = ("q_ptr", "k_ptr", "v_ptr", "dy_ptr", "y_ptr", "dv_ptr", "scores_ptr")
+        states = ("states_ptr", "dstates_ptr", "deltas_ptr", "solution_ptr", "dq_ptr", "dk_ptr")
+        floats = ("initial_ptr", "final_ptr", "dfinal_ptr", "dinitial_ptr")
+        more = ("dbeta_ptr", "dlog_decay_ptr", "log_decay_ptr")
+        named = {**dict.fromkeys((*tensors, *states), data), "scale": "fp32", **where, **numbers}
+        named |= dict.fromkeys((*floats, *more), "*fp32")
+
+        def types_of(kernel, named=named):
+            return {name: kind for name, kind in named.items() if name in kernel.arg_names}
+
+        def warps(number):
+            return {"num_warps": number, "num_stages": 1}
+
+        kind = {"CHANNELS": by_channel, "UPCAST": False}
+        block = {"BLOCK": triton.SUMMED if by_channel else 1}
+        compiled(forward.sum_decays, types_of(forward.sum_decays), block)
+        scan, small = triton.tile_of_scan(K, 128), triton.tile(K, 128, 2 if data == "*bf16" else 4)
+        products = {**kind, "BLOCK": small["BLOCK_K"], **warps(triton.PRODUCT_WARPS)}
+        compiled(forward.make_products, types_of(forward.make_products), **_parted(products))
+        for solved in (False, True):
+            of_scan = {**kind, "SOLVED": solved, **scan}
+            compiled(forward.scan_states, types_of(forward.scan_states), **_parted(of_scan))
+        compiled(forward.read_states, types_of(forward.read_states), **_parted({**kind, **small}))
+        back = backward.scan_gradients, backward.make_gradients
+        compiled(back[0], types_of(back[0]), **_parted({**kind, **scan}))
+        compiled(
+            back[1],
+            types_of(back[1]),
+            **_parted({**kind, **small, **warps(triton.GRADIENT_WARPS)}),
+        )
 
 
 def compile_optimizers() -> None:

@@ -60,6 +60,15 @@ KERNELS = {
         "float8.triton_quantize._transpose",
     },
     "max_logits": {"max_logits.triton._max_logits"},
+    "linear_attention": {
+        "linear_attention.triton_backward.make_gradients",
+        "linear_attention.triton_backward.scan_gradients",
+        "linear_attention.triton_forward.make_products",
+        "linear_attention.triton_forward.plan",
+        "linear_attention.triton_forward.read_states",
+        "linear_attention.triton_forward.scan_states",
+        "linear_attention.triton_forward.sum_decays",
+    },
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

@@ -5,10 +5,12 @@ each large axis runs, in Triton's interpreter.
 """
 
 import builtins
+import itertools
 
 import pytest
 import torch
 
+from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.cross_entropy import triton as cross_entropy
 from penstock_kernels.cross_entropy.loss_terms import PLAIN, LogitGradFactors
@@ -17,6 +19,8 @@ from penstock_kernels.dropout import triton as dropout
 from penstock_kernels.float8 import triton_quantize as float8
 from penstock_kernels.float8.float8_matrix import shape_of_scales
 from penstock_kernels.glu import packed_swiglu, swiglu
+from penstock_kernels.linear_attention import linear_attention
+from penstock_kernels.linear_attention import triton as linear_triton
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.permute import permute, sort_by_expert, unpermute
 from penstock_kernels.quant import dequantize, get_format, quantize
@@ -191,3 +195,46 @@ def test_the_last_rows_are_dequantized():
         large[-1][-16:] = tensor
     found = dequantize.backend("triton")(QuantizedTensor(few.format, 512, *large), torch.float32)
     close(found[-16:], dequantize.reference(few, torch.float32))
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_the_last_document_attends_linearly(has_rule, monkeypatch):
+    monkeypatch.setattr(linear_triton, "_planned", planned)
+    K, compared = 64, 32
+    lengths = (*[ROWS // LARGE] * LARGE, 1)
+    segments = VarlenMetadata.of(lengths)
+    T = segments.num_tokens
+    q, k, v = huge(T, 1, K), huge(T, 1, K), huge(T, 1, WIDTH)
+    beta = huge(T, 1).sigmoid() if has_rule else None
+    given = [x.requires_grad_() for x in (q, k, v)]
+    y, _ = linear_attention.backend("triton")(*given, torch.zeros(T, 1), beta, segments, 0.1)
+    assert y.numel() > 2**31
+    ends = [x[-1:].detach().float().requires_grad_() for x in given]
+    rate = None if beta is None else beta[-1:].float()
+    one = VarlenMetadata.of((1,))
+    want, _ = linear_attention.reference(*ends, torch.zeros(1, 1), rate, one, 0.1)
+    close_of(y, want, compared)
+    slope = huge(*y.shape)
+    mine = torch.autograd.grad(y, given, slope)
+    theirs = torch.autograd.grad(want, ends, slope[-1:].float())
+    close_of(mine[2], theirs[2], compared)
+    # Those of q and k are sums over the values' width, of which only the last block is computed.
+    if not has_rule:
+        close(mine[0][-1:], theirs[0])
+
+
+def planned(cu_seqlens, num_tokens):
+    """In PyTorch: of the kernel, too, only the last program would run."""
+    rows, firsts = [], [0]
+    for start, end in itertools.pairwise(cu_seqlens.tolist()):
+        rows += [(at, min(64, end - at)) for at in range(start, end, 64)]
+        firsts.append(len(rows))
+    # The last program is that of the last token.
+    assert rows[-1] == (num_tokens - 1, 1)
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(firsts, dtype=torch.int32), len(rows)
+
+
+def close_of(mine, theirs, compared):
+    """The last elements."""
+    ends = (x.detach()[-1:].flatten()[-compared:].float() for x in (mine, theirs))
+    torch.testing.assert_close(*ends, atol=5e-2, rtol=5e-2)

@@ -2,6 +2,8 @@
 Delta Attention), gated linear attention, and Mamba-2's state-space duality (SSD).
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from penstock_kernels.attention.segments import VarlenMetadata
@@ -9,7 +11,7 @@ from penstock_kernels.linear_attention.chunked import chunked as _chunked
 from penstock_kernels.linear_attention.reference import decode_step
 from penstock_kernels.linear_attention.reference import recurrent as _recurrent
 from penstock_kernels.linear_attention.ssd import ssd
-from penstock_kernels.op import KernelImpl, Op
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
 
 __all__ = ["decode_step", "linear_attention", "ssd"]
 
@@ -59,9 +61,37 @@ def _unsupported_on_cpu(
     return _misfit(*given)
 
 
+def _unsupported_on_triton(
+    q_TGK: torch.Tensor,
+    k_TGK: torch.Tensor,
+    v_TNV: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor | None,
+    segments: VarlenMetadata,
+    scale: float,
+    initial_state_BNKV: torch.Tensor | None = None,
+) -> str | None:
+    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    if reason := needs_cuda(*tensors) or _misfit(*given) or needs_floats(*tensors):
+        return reason
+    if not q_TGK.dtype == k_TGK.dtype == v_TNV.dtype:
+        return f"q is {q_TGK.dtype}, k is {k_TGK.dtype} and v is {v_TNV.dtype}"
+    if k_TGK.shape[2] > WIDEST:
+        return f"keys are {k_TGK.shape[2]} wide, and it takes up to {WIDEST}"
+    return None
+
+
+_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
+if HAS_TRITON:
+    from penstock_kernels.linear_attention.triton import WIDEST
+    from penstock_kernels.linear_attention.triton import linear_attention as _triton
+
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
+
 linear_attention = Op(
     "linear_attention",
     _recurrent,
-    {"chunked": KernelImpl(_chunked, _unsupported_on_cpu)},
+    {**_FAST, "chunked": KernelImpl(_chunked, _unsupported_on_cpu)},
     reference_name="recurrent",
 )

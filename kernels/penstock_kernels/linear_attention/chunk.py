@@ -69,7 +69,8 @@ def forward(
     deltas_HCV, updates_HCV = None, chunk.v
     if beta_HC1 is not None:
         v_HCV = chunk.v if read_HRCV is None else chunk.v - read_HRCV[:, 1]
-        deltas_HCV = torch.bmm(_inverse(products_HRCC[:, 1], beta_HC1), v_HCV)
+        solution_HCC = _solution(products_HRCC[:, 1], beta_HC1)
+        deltas_HCV = torch.baddbmm(v_HCV, solution_HCC, v_HCV * beta_HC1, alpha=-1)
         updates_HCV = deltas_HCV * beta_HC1
     if read_HRCV is None:
         return torch.bmm(products_HRCC[:, 0], updates_HCV), deltas_HCV
@@ -103,7 +104,7 @@ def backward(
     decays, rows_HRCK, k_HCK = chunk.decays, chunk.rows, chunk.k
     beta_HC1 = chunk.beta
     products_HRCC = decays.products(rows_HRCK, k_HCK)
-    values_HCV = chunk.v if deltas_HCV is None else deltas_HCV
+    updates_HCV = chunk.v if deltas_HCV is None else deltas_HCV * beta_HC1
 
     # Of what is added to the state.
     dv_HCV = torch.bmm(products_HRCC[:, 0].mT, dy_HCV)
@@ -111,22 +112,21 @@ def backward(
     if dnext_HKV is not None:
         end = decays.until_end
         dv_HCV.baddbmm_(k_HCK * end, dnext_HKV)
-        updates_HCV = values_HCV if beta_HC1 is None else values_HCV * beta_HC1
         dk_HCK = torch.bmm(updates_HCV, dnext_HKV.mT).mul_(end)
         dtotal_HK = (k_HCK * dk_HCK).sum(1)
 
     # Of what is read, and of products.
     dread_HRCV, dbeta_HC = dy_HCV.unsqueeze(1), None
-    if beta_HC1 is not None:
-        dbeta_HC = (dv_HCV * values_HCV).sum(-1)
-        dv_HCV = torch.bmm(_inverse(products_HRCC[:, 1], beta_HC1).mT, dv_HCV.mul_(beta_HC1))
+    if beta_HC1 is not None and deltas_HCV is not None:
+        solution_HCC = _solution(products_HRCC[:, 1], beta_HC1)
+        dv_HCV = torch.baddbmm(dv_HCV, solution_HCC.mT, dv_HCV * beta_HC1, alpha=-1)
+        dbeta_HC = (dv_HCV * deltas_HCV).sum(-1)
+        dv_HCV *= beta_HC1
         dread_HRCV = torch.stack((dy_HCV, -dv_HCV), dim=1)
     dread = dread_HRCV.flatten(1, 2)
-    dproducts_HRCC = torch.bmm(dread, values_HCV.mT).unflatten(1, dread_HRCV.shape[1:3])
-    if dbeta_HC is not None and beta_HC1 is not None:
-        dlower_HCC = dproducts_HRCC[:, 1].tril_(-1)
-        dbeta_HC += (dlower_HCC * products_HRCC[:, 1]).sum(1)
-        dproducts_HRCC.mul_(beta_HC1.mT.unsqueeze(1))
+    dproducts_HRCC = torch.bmm(dread, updates_HCV.mT).unflatten(1, dread_HRCV.shape[1:3])
+    if beta_HC1 is not None:
+        dproducts_HRCC[:, 1].tril_(-1)
     drows_HRCK = torch.zeros_like(rows_HRCK)
     dstate_HKV = None if dnext_HKV is None else dnext_HKV * decays.total
     if state_HKV is not None:
@@ -152,12 +152,9 @@ def backward(
     return ChunkGradients(drows_HRCK[:, 0], dk_HCK, dv_HCV, dlog_decay, dbeta_HC, dstate_HKV)
 
 
-def _inverse(products_HCC: torch.Tensor, beta_HC1: torch.Tensor) -> torch.Tensor:
-    """Of I + A beta."""
-    identity = torch.eye(products_HCC.shape[1], dtype=products_HCC.dtype)
+def _solution(products_HCC: torch.Tensor, beta_HC1: torch.Tensor) -> torch.Tensor:
+    """X of (I + A beta) X = A: then D = r - X (beta r) solves (I + A beta) D = r, and the
+    transposed X solves the transposed system of the gradients."""
     return torch.linalg.solve_triangular(
-        products_HCC * beta_HC1.mT,
-        identity.expand_as(products_HCC),
-        upper=False,
-        unitriangular=True,
+        products_HCC * beta_HC1.mT, products_HCC.tril(-1), upper=False, unitriangular=True
     )

@@ -1,0 +1,262 @@
+"""Linear attention on Triton: launches, and the operator.
+
+What needs states in order is a scan by document, head and block of the values' width; all else is
+done for all chunks at once. Chunks are found on the device, from the documents' borders: there are
+at most T / 64 and one for each document.
+"""
+
+# pyright: reportArgumentType=false
+
+from typing import Any
+
+import torch
+
+from penstock_kernels.attention.segments import VarlenMetadata
+from penstock_kernels.custom_op import operator
+from penstock_kernels.launch_sizes import cdiv, next_power_of_2
+from penstock_kernels.linear_attention import triton_backward as backward
+from penstock_kernels.linear_attention import triton_forward as forward
+from penstock_kernels.op import INTERPRETED
+
+CHUNK = 64
+WIDEST = 256
+"""Channels of a key: a scan holds a state of all of them."""
+DOCUMENTS = 128
+"""Documents that a program counts at a time."""
+SUMMED = 64
+"""Channels whose decays a program sums."""
+
+PRODUCT_WARPS, GRADIENT_WARPS = 8, 8
+"""Of kernels with several tiles of sums."""
+
+
+def tile_of_scan(K: int, V: int) -> dict[str, int]:
+    """The part of a state in one program: 64 or more programs for each document and 32 heads."""
+    block = max(16, next_power_of_2(K))
+    across = 32 if block <= 128 else 16
+    across = min(across, max(16, next_power_of_2(V)))
+    return {"BLOCK_K": block, "BLOCK_V": across, "num_warps": 8, "num_stages": 1}
+
+
+def tile(K: int, V: int, itemsize: int) -> dict[str, int]:
+    """Channels and values that other programs take at a time."""
+    most = 64 if itemsize == 2 else 32
+    across, wide = (min(most, max(16, next_power_of_2(width))) for width in (K, V))
+    return {"BLOCK_K": across, "BLOCK_V": wide, "num_warps": 4, "num_stages": 1}
+
+
+def _planned(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Chunks and each document's first; and how many there may be."""
+    documents = len(cu_seqlens) - 1
+    num_chunks = num_tokens // CHUNK + documents
+    chunks = cu_seqlens.new_empty(num_chunks, 2)
+    firsts = cu_seqlens.new_empty(documents + 1)
+    size = {"BLOCK": DOCUMENTS}
+    forward.plan[(documents + 1,)](cu_seqlens, chunks, firsts, documents, num_chunks, **size)
+    return chunks, firsts, num_chunks
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, final states, and for the backward pass: deltas, sums of log decays, scores, the delta
+    rule's solution."""
+    q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
+    beta, initial = (None if x is None else x.contiguous() for x in (beta, initial))
+    (T, G, K), (N, V) = k.shape, v.shape[1:]
+    chunks, firsts, num_chunks = _planned(cu_seqlens, T)
+    y, deltas, sums, scores, solution = _kept(k, v, log_decay, beta)
+    final = v.new_empty(len(firsts) - 1, N, K, V, dtype=torch.float32)
+    how, sizes = {"CHANNELS": log_decay.ndim == 3, "UPCAST": INTERPRETED}, (G, N, K)
+    small = tile(K, V, k.element_size())
+    width = K if log_decay.ndim == 3 else 1
+    block = min(SUMMED, next_power_of_2(width))
+    forward.sum_decays[(num_chunks, N, cdiv(width, block))](
+        log_decay, chunks, sums, N, width, BLOCK=block
+    )
+    forward.make_products[(num_chunks, N)](
+        *(q, k, sums, beta, chunks, scores, solution, scale, *sizes),
+        BLOCK=small["BLOCK_K"],
+        num_warps=PRODUCT_WARPS,
+        num_stages=1,
+        **how,
+    )
+    states = v.new_empty(num_chunks, N, K, V)
+    scan = tile_of_scan(K, V)
+    forward.scan_states[(len(firsts) - 1, N, cdiv(V, scan["BLOCK_V"]))](
+        *(k, v, sums, beta, solution, deltas, initial, chunks, firsts, states, final),
+        *sizes,
+        V,
+        SOLVED=False,
+        **how,
+        **scan,
+    )
+    forward.read_states[(num_chunks, N, cdiv(V, small["BLOCK_V"]))](
+        *(q, v, sums, beta, deltas, scores, chunks, states, y, scale), *sizes, V, **how, **small
+    )
+    return y, final, deltas, sums, scores, solution
+
+
+def _kept(
+    k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Memory for the results but the final states."""
+    has_rule = beta is not None
+    by_chunk = *v.shape[:2], CHUNK
+    return (
+        v.new_empty(v.shape),
+        v.new_empty(v.shape if has_rule else (0,)),
+        log_decay.new_empty(log_decay.shape, dtype=torch.float32),
+        k.new_empty(by_chunk),
+        k.new_empty(by_chunk if has_rule else (0,)),
+    )
+
+
+def _run_fake(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    del q, initial, scale
+    states = len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]
+    y, deltas, sums, scores, solution = _kept(k, v, log_decay, beta)
+    return y, v.new_empty(states, dtype=torch.float32), deltas, sums, scores, solution
+
+
+def _gradients(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    deltas: torch.Tensor,
+    sums: torch.Tensor,
+    scores: torch.Tensor,
+    solution: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients; those of absent inputs are empty."""
+    dy, q, k, v = (x.contiguous() for x in (dy, q, k, v))
+    beta, initial, dfinal = (None if x is None else x.contiguous() for x in (beta, initial, dfinal))
+    (T, G, K), (N, V) = k.shape, v.shape[1:]
+    by_channel = log_decay.ndim == 3
+    chunks, firsts, num_chunks = _planned(cu_seqlens, T)
+    documents, small, scan = len(firsts) - 1, tile(K, V, k.element_size()), tile_of_scan(K, V)
+    blocks_k, blocks_v = cdiv(K, small["BLOCK_K"]), cdiv(V, scan["BLOCK_V"])
+    how = {"CHANNELS": by_channel, "UPCAST": INTERPRETED}
+    states, dstates = v.new_empty(num_chunks, N, K, V), v.new_empty(num_chunks, N, K, V)
+    forward.scan_states[(documents, N, blocks_v)](
+        *(k, v, sums, beta, None, deltas, initial, chunks, firsts, states, None),
+        *(G, N, K, V),
+        SOLVED=True,
+        **how,
+        **scan,
+    )
+    dv, dinitial = v.new_empty(v.shape), v.new_empty(0)
+    if initial is not None:
+        dinitial = initial.new_empty(initial.shape)
+    dbeta = v.new_empty((0,) if beta is None else (blocks_v, T, N), dtype=torch.float32)
+    backward.scan_gradients[(documents, N, blocks_v)](
+        *(q, k, dy, sums, beta, scores, solution, deltas, dfinal, chunks, firsts),
+        *(dstates, dv, dbeta, None if initial is None else dinitial),
+        scale,
+        *(T, G, N, K, V),
+        **how,
+        **scan,
+    )
+    dq, dk = (k.new_empty(T, N, K, dtype=torch.float32 if N > G else None) for _ in range(2))
+    parts = sums.shape if by_channel else (blocks_k, T, N)
+    dlog_decay = sums.new_empty(parts)
+    backward.make_gradients[(num_chunks, N, blocks_k)](
+        *(q, k, v, dy, dv, sums, beta, deltas, chunks, states, dstates, dq, dk, dlog_decay),
+        scale,
+        *(T, G, N, K, V),
+        **how,
+        **{**small, "num_warps": GRADIENT_WARPS},
+    )
+    if N > G:
+        dq, dk = (x.view(T, G, N // G, K).sum(2).to(k.dtype) for x in (dq, dk))
+    if not by_channel:
+        dlog_decay = dlog_decay.sum(0)
+    if beta is not None:
+        dbeta = dbeta.sum(0).to(beta.dtype)
+    return dq, dk, dv, dlog_decay.to(log_decay.dtype), dbeta, dinitial
+
+
+def _gradients_fake(
+    dy: torch.Tensor,
+    dfinal: torch.Tensor | None,
+    deltas: torch.Tensor,
+    sums: torch.Tensor,
+    scores: torch.Tensor,
+    solution: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    initial: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    del dy, dfinal, deltas, sums, scores, solution, cu_seqlens, scale
+    dbeta = v.new_empty((0,), dtype=torch.float32) if beta is None else beta.new_empty(beta.shape)
+    dinitial = v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
+    dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
+    return dq, dk, dv, dlog_decay, dbeta, dinitial
+
+
+_gradients_of = operator("linear_attention_gradients", _gradients, fake=_gradients_fake)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output[2:], *tensors)
+
+
+def _back(
+    ctx: Any, dy: torch.Tensor | None, dfinal: torch.Tensor | None, *unused: None
+) -> tuple[torch.Tensor | None, ...]:
+    del unused
+    saved = ctx.saved_tensors
+    if dy is None:
+        dy = torch.zeros_like(saved[6])
+    found = _gradients_of(dy, dfinal, *saved, ctx.scale)
+    wanted = ctx.needs_input_grad
+    return *(x if wants else None for x, wants in zip(found, wanted, strict=False)), None, None
+
+
+_attention_of = operator("linear_attention", _run, fake=_run_fake, keep=_keep, backward=_back)
+
+
+def linear_attention(
+    q_TGK: torch.Tensor,
+    k_TGK: torch.Tensor,
+    v_TNV: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor | None,
+    segments: VarlenMetadata,
+    scale: float,
+    initial_state_BNKV: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same as the reference. States are in fp32; products are of operands in the dtype of k."""
+    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    y_TNV, final_BNKV, *_ = _attention_of(*given, segments.cu_seqlens, scale)
+    return y_TNV, final_BNKV
