@@ -353,6 +353,38 @@ def compile_linear_attention() -> None:
         )
 
 
+def compile_causal_conv1d() -> None:
+    from penstock_kernels.causal_conv1d import triton as conv
+
+    for data, more in ways(DATA, (True, False)):
+        named = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr"), data)
+        named |= dict.fromkeys(("bias_ptr", "initial_ptr", "dfinal_ptr"), data if more else None)
+        named |= {"states_ptr": data, "dweight_ptr": "*fp32", "cu_seqlens_ptr": "*i32"}
+        named["dbias_ptr"] = "*fp32" if more else None
+        kind = {"SILU": more, "WIDTH": 4}
+        for kernel, constants in (
+            (conv._forward, {**kind, **conv.TILE}),
+            (conv._backward, {**kind, **conv.TILE}),
+            (conv._states, {**kind, "BACKWARD": more, "BLOCK": conv.TILE["BLOCK"]}),
+        ):
+            types = {name: kind for name, kind in named.items() if name in kernel.arg_names}
+            compiled(kernel, types, **_parted(constants))
+
+
+def compile_gated_rms_norm() -> None:
+    from penstock_kernels.gated_rms_norm import triton as norm
+    from penstock_kernels.rms_norm.triton import tile
+
+    for data, (width, first) in ways(DATA, ((128, True), (4096, False))):
+        named = dict.fromkeys(("x_ptr", "gate_ptr", "y_ptr", "dy_ptr", "dx_ptr"), data)
+        named |= {"dgate_ptr": data, "weight_ptr": data, "dweight_ptr": "*fp32"}
+        named |= {"scale_ptr": "*fp32", "eps": "fp32"}
+        kind = {"NORM_FIRST": first, "SILU": first, **tile(width)}
+        for kernel in (norm._forward, norm._backward):
+            types = {name: kind for name, kind in named.items() if name in kernel.arg_names}
+            compiled(kernel, types, **_parted(dict(kind)))
+
+
 def compile_optimizers() -> None:
     from penstock_kernels.adamw import triton as adamw
     from penstock_kernels.newton_schulz import triton as newton_schulz

@@ -69,6 +69,12 @@ KERNELS = {
         "linear_attention.triton_forward.scan_states",
         "linear_attention.triton_forward.sum_decays",
     },
+    "causal_conv1d": {
+        "causal_conv1d.triton._backward",
+        "causal_conv1d.triton._forward",
+        "causal_conv1d.triton._states",
+    },
+    "gated_rms_norm": {"gated_rms_norm.triton._backward", "gated_rms_norm.triton._forward"},
     "optimizers": {
         "adamw.triton._step",
         "newton_schulz.triton._symmetric",

@@ -1,0 +1,84 @@
+"""The short depthwise convolution before linear attention and state-space layers, causal within
+each document of a packed micro-batch.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.attention.segments import VarlenMetadata
+from penstock_kernels.causal_conv1d import lean as _lean
+from penstock_kernels.causal_conv1d.reference import Activation, decode_step
+from penstock_kernels.causal_conv1d.reference import causal_conv1d as _reference
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+
+__all__ = ["Activation", "causal_conv1d", "decode_step"]
+
+WIDEST = 4
+"""Taps that a program on Triton holds."""
+
+
+def _misfit(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    segments: VarlenMetadata,
+    activation: Activation | None = None,
+    initial_state_BWC: torch.Tensor | None = None,
+) -> str | None:
+    x, weight = tuple(x_TC.shape), tuple(weight_CW.shape)
+    if (len(x), len(weight)) != (2, 2) or weight[0] != x[1] or not weight[1]:
+        return f"x is {x} and its weight is {weight}"
+    if bias_C is not None and tuple(bias_C.shape) != x[1:]:
+        return f"x is {x} and its bias is {tuple(bias_C.shape)}"
+    if segments.num_tokens != x[0]:
+        return f"x holds {x[0]} tokens and the documents {segments.num_tokens}"
+    if activation not in (None, "silu"):
+        return f"its activation is {activation}, and it has silu"
+    states = len(segments.lengths), weight[1] - 1, x[1]
+    if initial_state_BWC is not None and tuple(initial_state_BWC.shape) != states:
+        return f"initial_state is {tuple(initial_state_BWC.shape)}, and the states are {states}"
+    return None
+
+
+def _unsupported_on_cpu(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    segments: VarlenMetadata,
+    activation: Activation | None = None,
+    initial_state_BWC: torch.Tensor | None = None,
+) -> str | None:
+    if x_TC.device.type != "cpu":
+        return f"its tensors are on {x_TC.device.type}, and it needs cpu"
+    return _misfit(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+
+
+def _unsupported_on_triton(
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    segments: VarlenMetadata,
+    activation: Activation | None = None,
+    initial_state_BWC: torch.Tensor | None = None,
+) -> str | None:
+    tensors = [x for x in (x_TC, weight_CW, bias_C, initial_state_BWC) if x is not None]
+    misfit = _misfit(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    if reason := needs_cuda(*tensors) or misfit or needs_floats(*tensors):
+        return reason
+    if weight_CW.shape[1] > WIDEST:
+        return f"its kernel has {weight_CW.shape[1]} taps, and it takes up to {WIDEST}"
+    return None
+
+
+_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
+if HAS_TRITON:
+    from penstock_kernels.causal_conv1d.triton import causal_conv1d as _triton
+
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
+
+causal_conv1d = Op(
+    "causal_conv1d",
+    _reference,
+    {**_FAST, "lean": KernelImpl(_lean.causal_conv1d, _unsupported_on_cpu)},
+)

@@ -1,0 +1,66 @@
+"""RMSNorm with a gate, before it or after it: of the outputs of linear attention and Mamba-2."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock_kernels.gated_rms_norm import lean as _lean
+from penstock_kernels.gated_rms_norm.reference import Activation
+from penstock_kernels.gated_rms_norm.reference import gated_rms_norm as _reference
+from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.rms_norm import WIDEST
+
+__all__ = ["Activation", "gated_rms_norm"]
+
+
+def _misfit(
+    x_TD: torch.Tensor,
+    gate_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    activation: Activation = "silu",
+    norm_first: bool = True,
+    groups: int = 1,
+) -> str | None:
+    del norm_first
+    x, gate, weight = (tuple(one.shape) for one in (x_TD, gate_TD, weight_D))
+    if not x or x != gate or weight != x[-1:] or not x[-1]:
+        return f"x is {x}, its gate is {gate} and its weight is {weight}"
+    if groups < 1 or x[-1] % groups:
+        return f"rows are {x[-1]} wide, and there are {groups} groups"
+    if activation not in ("silu", "sigmoid"):
+        return f"its activation is {activation}, and it has silu and sigmoid"
+    if eps < 0:
+        return f"eps is {eps}, and the root of a negative number would be taken"
+    return needs_floats(x_TD, gate_TD, weight_D)
+
+
+def _unsupported_on_triton(
+    x_TD: torch.Tensor,
+    gate_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    activation: Activation = "silu",
+    norm_first: bool = True,
+    groups: int = 1,
+) -> str | None:
+    how = eps, activation, norm_first, groups
+    misfit = _misfit(x_TD, gate_TD, weight_D, *how)
+    if reason := needs_cuda(x_TD, gate_TD, weight_D) or misfit:
+        return reason
+    if x_TD.shape[-1] // groups > WIDEST:
+        return f"rows are {x_TD.shape[-1] // groups} wide, and it takes up to {WIDEST}"
+    return None
+
+
+_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
+if HAS_TRITON:
+    from penstock_kernels.gated_rms_norm.triton import gated_rms_norm as _triton
+
+    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
+
+gated_rms_norm = Op(
+    "gated_rms_norm",
+    _reference,
+    {**_FAST, "lean": KernelImpl(_lean.gated_rms_norm, _misfit)},
+)

@@ -1,0 +1,241 @@
+"""gated_rms_norm on Triton: some rows of one group a program, and nothing but inputs and one number
+a row saved.
+
+With n = x / rms(x), w its weight and a the activated gate,  y = n w a; or with x a for x,  y = n w.
+"""
+
+# pyright: reportArgumentType=false, reportReturnType=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock_kernels.custom_op import operator
+from penstock_kernels.gated_rms_norm.reference import Activation
+from penstock_kernels.launch_sizes import cdiv
+from penstock_kernels.rms_norm.triton import tile
+
+MOST_PARTIALS = 512
+"""Programs of a group in the backward pass, each with a sum of the weight's gradient."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    y_ptr,
+    scale_ptr,
+    tokens,
+    groups,
+    D,
+    eps,
+    NORM_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = (token < tokens)[:, None] & (at < D)
+    row = token.to(tl.int64) * groups + group
+    here = row[:, None] * D + at
+    x = tl.load(x_ptr + here, mask=inside, other=0).to(tl.float32)
+    gate = tl.load(gate_ptr + here, mask=inside, other=0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    gated = gate * share if SILU else share
+    if not NORM_FIRST:
+        x *= gated
+    mean = tl.sum(x * x, axis=1) / D + eps
+    scale = 1 / tl.sqrt(tl.where(token < tokens, mean, 1.0))
+    tl.store(scale_ptr + row, scale, mask=token < tokens)
+    weight = tl.load(weight_ptr + group * D + at, mask=at < D, other=0)
+    # Rounded to y's dtype before the weight, as the reference does.
+    y = (x * scale[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
+    y *= weight.to(y_ptr.dtype.element_ty).to(tl.float32)
+    if NORM_FIRST:
+        y *= gated
+    tl.store(y_ptr + here, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "tokens_each"])
+def _backward(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    dy_ptr,
+    scale_ptr,
+    dx_ptr,
+    dgate_ptr,
+    dweight_ptr,
+    tokens,
+    tokens_each,
+    groups,
+    D,
+    NORM_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part, group = tl.program_id(0), tl.program_id(1)
+    at = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + group * D + at, mask=at < D, other=0)
+    weight = weight.to(dx_ptr.dtype.element_ty).to(tl.float32)
+    dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    end = tl.minimum((part + 1) * tokens_each, tokens)
+    for first in range(part * tokens_each, end, ROWS):
+        token = first + tl.arange(0, ROWS)
+        inside = (token < end)[:, None] & (at < D)
+        row = token.to(tl.int64) * groups + group
+        here = row[:, None] * D + at
+        x = tl.load(x_ptr + here, mask=inside, other=0).to(tl.float32)
+        gate = tl.load(gate_ptr + here, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=token < end, other=0)[:, None]
+        share = tl.sigmoid(gate)
+        gated = gate * share if SILU else share
+        rise = share + gated * (1 - share) if SILU else share * (1 - share)
+        if NORM_FIRST:
+            normed = x * scale
+            dgate = dy * normed * weight * rise
+            dy *= gated
+        else:
+            normed = x * gated * scale
+        dweight += dy * normed
+        weighted = dy * weight
+        mean = tl.sum(weighted * normed, axis=1)[:, None] / D
+        dx = (weighted - normed * mean) * scale
+        if not NORM_FIRST:
+            dgate = dx * x * rise
+            dx *= gated
+        tl.store(dx_ptr + here, dx, mask=inside)
+        tl.store(dgate_ptr + here, dgate, mask=inside)
+    tl.store(
+        dweight_ptr + (part.to(tl.int64) * groups + group) * D + tl.arange(0, BLOCK),
+        tl.sum(dweight, axis=0),
+        mask=tl.arange(0, BLOCK) < D,
+    )
+
+
+def _run(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    silu: bool,
+    norm_first: bool,
+    groups: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and the factor of each row."""
+    D = x.shape[-1] // groups
+    tokens = x.numel() // x.shape[-1]
+    y = x.new_empty(x.shape)
+    scale = x.new_empty(tokens * groups, dtype=torch.float32)
+    if tokens:
+        how = tile(D)
+        _forward[(cdiv(tokens, how["ROWS"]), groups)](
+            *(x.contiguous(), gate.contiguous(), weight.contiguous(), y, scale),
+            *(tokens, groups, D, eps),
+            NORM_FIRST=norm_first,
+            SILU=silu,
+            **how,
+        )
+    return y, scale
+
+
+def _run_fake(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    silu: bool,
+    norm_first: bool,
+    groups: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del gate, weight, eps, silu, norm_first
+    rows = x.shape[:-1].numel() * groups
+    return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
+
+
+def _gradients(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    scale: torch.Tensor,
+    silu: bool,
+    norm_first: bool,
+    groups: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of x, the gate and the weight."""
+    D = x.shape[-1] // groups
+    tokens = x.numel() // x.shape[-1]
+    dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
+    if not tokens:
+        return dx, dgate, weight.new_zeros(weight.shape)
+    how = tile(D)
+    tokens_each = cdiv(cdiv(tokens, MOST_PARTIALS), how["ROWS"]) * how["ROWS"]
+    parts = cdiv(tokens, tokens_each)
+    dweight = x.new_empty(parts, groups * D, dtype=torch.float32)
+    _backward[(parts, groups)](
+        *(x.contiguous(), gate.contiguous(), weight.contiguous(), dy.contiguous(), scale),
+        *(dx, dgate, dweight, tokens, tokens_each, groups, D),
+        NORM_FIRST=norm_first,
+        SILU=silu,
+        **how,
+    )
+    return dx, dgate, dweight.sum(0).to(weight.dtype)
+
+
+def _gradients_fake(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    scale: torch.Tensor,
+    silu: bool,
+    norm_first: bool,
+    groups: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    del dy, scale, silu, norm_first, groups
+    dx, dgate, dweight = (one.new_empty(one.shape) for one in (x, gate, weight))
+    return dx, dgate, dweight
+
+
+_gradients_of = operator("gated_rms_norm_gradients", _gradients, fake=_gradients_fake)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
+    ctx.set_materialize_grads(False)
+    x, gate, weight, _, ctx.silu, ctx.norm_first, ctx.groups = inputs
+    ctx.save_for_backward(x, gate, weight, output[1])
+
+
+def _back(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
+    del dscale
+    x, gate, weight, scale = ctx.saved_tensors
+    how = ctx.silu, ctx.norm_first, ctx.groups
+    found = _gradients_of(x, gate, weight, dy, scale, *how)
+    wanted = ctx.needs_input_grad
+    gradients = (one if wants else None for one, wants in zip(found, wanted, strict=False))
+    return *gradients, None, None, None, None
+
+
+_norm_of = operator("gated_rms_norm", _run, fake=_run_fake, keep=_keep, backward=_back)
+
+
+def gated_rms_norm(
+    x_TD: torch.Tensor,
+    gate_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    activation: Activation = "silu",
+    norm_first: bool = True,
+    groups: int = 1,
+) -> torch.Tensor:
+    """Same as the reference, with a fused backward."""
+    y_TD, _ = _norm_of(x_TD, gate_TD, weight_D, eps, activation == "silu", norm_first, groups)
+    return y_TD
