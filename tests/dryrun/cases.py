@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dryrun.summary import DryRun, RankSummary
-from tests.dryrun.layouts import GEMMA3, MOE, OLMO2, PHI3, Case, dry_runs
+from tests.dryrun.layouts import GEMMA3, LATENT, MOE, OLMO2, PHI3, Case, dry_runs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
 
@@ -73,6 +73,10 @@ CASES: Mapping[str, Case] = {
     "ep": Case(model=MOE, train={"expert_parallel_size": 4}),
     "ep x 1f1b": Case(model=MOE, train=pipeline("1F1B", expert_parallel_size=2)),
     "ep, lora": Case(model=MOE, train={"expert_parallel_size": 4}, lora=LORA),
+    "latent attention, tp": Case(
+        model=LATENT,
+        train={"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
+    ),
     "moe, tp": Case(model=MOE, train={"tensor_parallel_size": 2}),
 }
 

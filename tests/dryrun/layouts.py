@@ -51,6 +51,24 @@ OLMO2: dict[str, Any] = {
     "model_type": "olmo2",
     "architectures": ["Olmo2ForCausalLM"],
 }
+LATENT: dict[str, Any] = {
+    **DENSE,
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 16,
+    "head_dim": None,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1024,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 PHI3: dict[str, Any] = {**DENSE, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 
 DEVICE = "H100"

@@ -169,7 +169,9 @@ def in_little_room(job):
     return found
 
 
-@pytest.mark.parametrize("name", ["model", "sinks"])
+@pytest.mark.parametrize(
+    "name", ["model", "sinks", pytest.param("latent attention", marks=pytest.mark.exhaustive)]
+)
 def test_what_is_kept_and_how_many_are_written_at_once_changes_nothing(folder, name):
     [found] = on_ranks(1, in_little_room, job_of(folder, f"room {name}", name))
     wanted = found.pop("afresh")
@@ -218,6 +220,9 @@ OTHERS = {
     },
     "a ring": {"ringattn_parallel_size": 2},
     "experts": {"expert_parallel_size": 2},
+    "latent attention, tp": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
+    "latent attention, ulysses": {"ulysses_parallel_size": 2},
+    "latent attention, stages": {"pipeline_parallel_size": 2},
 }
 
 
@@ -243,6 +248,8 @@ def test_every_rank_of_any_layout_draws_what_one_process_draws(folder, layouts):
 
 
 def _model_of(layout):
+    if layout.startswith("latent attention"):
+        return "latent attention"
     return "experts" if layout == "experts" else "windows"
 
 
@@ -268,30 +275,38 @@ def dropping(job):
     return found, all(part.training for part in model.modules())
 
 
-@pytest.fixture(scope="module")
-def adapter(folder):
+ADAPTED = {
+    "llama": ["q_proj", "v_proj", "lm_head"],
+    "latent attention": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+}
+
+
+def write_adapter(folder, name):
     """On the attention and the head, of weights that matter."""
-    model = read_model(folder / "llama")
     torch.manual_seed(0)
     config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False
+        r=4, lora_alpha=8, target_modules=ADAPTED[name], init_lora_weights=False
     )
-    adapted = peft.get_peft_model(model, config)
-    adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
-    return folder / "adapter"
+    adapted = peft.get_peft_model(read_model(folder / name), config)
+    adapted.save_pretrained(folder / f"adapter of {name}", save_embedding_layers=False)
+    return folder / f"adapter of {name}"
 
 
-def test_adapters_write_too_and_drop_nothing_while_they_do(folder, adapter):
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("latent attention", marks=pytest.mark.exhaustive)]
+)
+def test_adapters_write_too_and_drop_nothing_while_they_do(folder, name):
+    adapter = write_adapter(folder, name)
     lora = {
         "enable_lora": True,
         "lora_rank": 4,
         "lora_alpha": 8,
         "lora_dropout": 0.5,
-        "lora_target_modules": ["q_proj", "v_proj", "lm_head"],
+        "lora_target_modules": ADAPTED[name],
     }
-    job = job_of(folder, "adapted", "llama", lora=lora, adapter=adapter)
+    job = job_of(folder, f"adapted {name}", name, lora=lora, adapter=adapter)
     [(found, trains)] = on_ranks(1, dropping, job)
-    model = peft.PeftModel.from_pretrained(read_model(folder / "llama"), adapter).eval()
+    model = peft.PeftModel.from_pretrained(read_model(folder / name), adapter).eval()
     for prompt, one in zip(MANY[:2], found, strict=True):
         assert_foretold(model, prompt.tokens, one, ATOL)
     assert trains
