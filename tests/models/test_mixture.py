@@ -16,6 +16,7 @@ from penstock.models.layers.router_observer import observe_routers
 from tests.models.stored import to_hf
 from tests.models.twins import (
     SPARSE,
+    VARIANTS,
     as_stored,
     assert_gradients_equal,
     documents,
@@ -53,7 +54,7 @@ def assert_same_model(theirs, ids, labels, implementations, *, within=""):
         )
 
 
-@pytest.mark.parametrize("family", SPARSE)
+@pytest.mark.parametrize("family", [*SPARSE, *VARIANTS])
 def test_logits_loss_and_every_gradient_are_those_of_transformers(family):
     assert_same_model(hf_model(family, tied=False), *documents(), ["eager", "native"])
 

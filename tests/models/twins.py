@@ -332,10 +332,14 @@ SPARSE |= {
         "mlp_bias": True,
         "rope_parameters": YARN,
     },
-    "deepseek_v2-greedy": {**MLA, **ROUTED, "q_lora_rank": None, "n_group": None},
     "glm4_moe_lite": {**MLA, **ROUTED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
 }
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
+VARIANTS = {
+    "deepseek_v2-greedy": {**MLA, **ROUTED, "q_lora_rank": None, "n_group": None},
+    "deepseek_v3-dense": {**MLA, "first_k_dense_replace": 3, "q_lora_rank": None},
+}
+"""Further settings of families with experts."""
 NEEDED = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
@@ -367,7 +371,9 @@ CAPPED = ("gpt_oss", "gemma2", "vaultgemma")
 def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel:
     model_type = family.partition("-")[0]
     config = transformers.AutoConfig.for_model(
-        model_type, **{**SIZES, **(FAMILIES | SPARSE)[family], **more}, tie_word_embeddings=tied
+        model_type,
+        **{**SIZES, **(FAMILIES | SPARSE | VARIANTS)[family], **more},
+        tie_word_embeddings=tied,
     )
     # Of sinks and soft caps transformers' sdpa knows nothing.
     attention = "eager" if model_type in CAPPED else "sdpa"

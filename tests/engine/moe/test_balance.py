@@ -180,8 +180,8 @@ def test_what_routers_cannot_do_is_refused_before_anything_starts(tmp_path, fami
 
 
 def test_the_families_with_experts_and_with_biases_are_those_that_are_listed():
-    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    sizes = {"vocab_size": 8, "hidden_size": 48, "intermediate_size": 16, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 8}
     found = {
         name: family.read({**sizes, **NEEDED.get(name, {}), **SHAPES.get(name, {})}).experts
         for name, family in FAMILIES.items()
