@@ -90,7 +90,8 @@ class ModelConfig(ConfigSection):
     shared experts. No effect on models without shared experts."""
 
     merge_qkv: Keyed[bool] = True
-    """Fuse the query, key and value projections into one matrix, `qkv_proj`."""
+    """Fuse the query, key and value projections into one matrix, `qkv_proj`. No effect on latent
+    attention, which has other projections."""
 
     basic_modules: Unkeyed[list[str]] = Field(default_factory=list[str])
     """Names of further module classes that FSDP shards as separate units, besides the decoder

@@ -27,6 +27,7 @@ STRETCH = 4 << 20
 
 ONE_MATRIX = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent vectors"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "into"),
 }
 """Adjacent layers that servers fuse into one matrix, so they share one global scale."""
