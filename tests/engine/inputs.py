@@ -206,6 +206,15 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 1,
         "pad_token_id": None,
     },
+    # Attention and MLP side by side, LayerNorm without bias; no RoPE in layers without a window.
+    "parallel blocks": {
+        "model_type": "cohere2",
+        "architectures": ["Cohere2ForCausalLM"],
+        "sliding_window": 20,
+        "layer_types": ALTERNATING,
+        "logit_scale": 0.5,
+        "pad_token_id": None,
+    },
     "scales": {
         "model_type": "granite",
         "architectures": ["GraniteForCausalLM"],

@@ -13,7 +13,7 @@ from penstock.models.foundation import NO_EFFECT, apply_overrides, check_foundat
 from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import FAMILIES, get_family
 from penstock_kernels.attention import VarlenMetadata
-from tests.models.twins import LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE
+from tests.models.twins import LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE, marked
 
 TOKENS = 24
 
@@ -27,8 +27,22 @@ BASES: dict[str, dict[str, Any]] = {
     for name in FAMILIES
 }
 
-for name in ("ministral", "olmo3", "gemma2", "gemma3_text", "exaone4", "vaultgemma"):
+WITH_WINDOWS = (
+    "cohere2",
+    "cwm",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3_text",
+    "mellum",
+    "ministral",
+    "olmo3",
+    "vaultgemma",
+)
+for name in WITH_WINDOWS:
     BASES[name] |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+
+BASES["mellum"]["mlp_layer_types"] = ["dense", "sparse"]
 
 OTHER: dict[str, Any] = {
     "hidden_size": 60,
@@ -62,6 +76,7 @@ OTHER_ROPE: dict[str, Any] = {
     "olmo3": {"full_attention": {"rope_theta": 123.0}},
     "gemma3_text": {"full_attention": {"rope_theta": 123.0}},
     "gemma4_text": {"full_attention": {"rope_theta": 123.0}},
+    "mellum": {"full_attention": {"rope_theta": 123.0}},
 }
 """Where RoPE has other types, or a table for each kind of layer."""
 
@@ -107,7 +122,7 @@ def changes(base: dict[str, Any], name: str, value: Any) -> bool:
     return own.shape != other.shape or not torch.equal(own, other)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", marked(FAMILIES))
 def test_every_entry_changes_the_model_or_is_refused(model_type: str) -> None:
     torch.manual_seed(0)
     base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
@@ -234,7 +249,7 @@ KINDS: list[Any] = ["x", "4", {}, {"a": 1}, {"a": {}}, [1], [{}], True, 0, 1.5, 
 """Values of every kind that YAML has."""
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", marked(FAMILIES))
 def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_type: str) -> None:
     base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
     names = [*base, "rope_theta", "rope_scaling", "partial_rotary_factor", "nonsense"]
@@ -253,7 +268,7 @@ def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_typ
 FALSY: list[Any] = [[], {}, "", 0, 0.0, False]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", marked(FAMILIES))
 def test_a_value_that_is_falsy_is_refused_where_it_is_not_of_the_entrys_kind(
     model_type: str,
 ) -> None:

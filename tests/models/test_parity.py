@@ -13,6 +13,7 @@ from tests.models.twins import (
     documents,
     gradients,
     hf_model,
+    marked,
     ours_with,
     packed_logits,
     packed_loss,
@@ -44,7 +45,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(family, tied, merge_q
 
 
 @BOTH
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_a_document_has_the_same_logits_alone_packed_and_in_transformers(family, merge_qkv):
     pair = twins(family, merge_qkv=merge_qkv)
     ids, _ = documents()
@@ -89,7 +90,7 @@ def test_documents_turn_by_their_own_lengths_as_alone_in_transformers(kind):
             torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_bf16_is_as_close_to_fp32_as_transformers_is(family, tmp_path):
     # Loaded, not converted: `.to(bfloat16)` would round their rotary frequencies as well.
     hf_model(family, tied=False).bfloat16().save_pretrained(tmp_path)

@@ -1,7 +1,10 @@
 """Pairs of models with the same weights: transformers' and ours."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -166,6 +169,19 @@ FAMILIES |= {
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
     },
+    "cohere": {"rope_parameters": FAST, "attention_bias": True, "pad_token_id": None},
+    "cohere2": {**WINDOWS, "pad_token_id": None, "logit_scale": 0.5},
+    "olmo": {"pad_token_id": None},
+    "helium": {"head_dim": 8, "pad_token_id": None},
+    "cwm": {**WINDOWS, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+    "internlm3": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": FAST,
+        "pad_token_id": None,
+    },
+    "iquestcoder": {"head_dim": 16},
     "hunyuan_v1_dense": {
         "head_dim": 16,
         "rope_parameters": {
@@ -266,6 +282,46 @@ SPARSE = {
         "sliding_window": 5,
         "max_window_layers": 2,
     },
+    "exaone_moe": {
+        **WINDOWS,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "pad_token_id": None,
+    },
+    "flex_olmo": {
+        "intermediate_size": 24,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "pad_token_id": None,
+    },
+    "hy_v3": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+    },
+    "mellum": {
+        **WINDOWS,
+        "head_dim": 16,
+        "rope_parameters": BY_KIND,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+    },
+    "solar_open": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
     "gpt_oss": {
         "head_dim": 16,
         "intermediate_size": 24,
@@ -353,6 +409,29 @@ NEEDED = {
 }
 """What a family's config.json must say besides SIZES."""
 LENGTHS = [7, 1, 20, 13]
+ALIKE = {
+    "cohere",
+    "cwm",
+    "flex_olmo",
+    "gemma4_text",
+    "helium",
+    "hy_v3",
+    "internlm3",
+    "iquestcoder",
+    "mellum",
+    "olmo",
+    "solar_open",
+}
+"""Families that differ from others here in what other tests show: loss and gradients are tested by
+default, the rest with `pytest -m exhaustive`."""
+
+
+def marked(families: Iterable[str]) -> list[Any]:
+    """Families as parameters of a test that is exhaustive for those of `ALIKE`."""
+    return [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in ALIKE else ())
+        for name in families
+    ]
 
 
 @dataclass

@@ -48,7 +48,7 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     # Inputs of norms, with one fp32 statistic per row; and those of attention and network, normed
     # or not, if a trainable linear layer reads them.
     normed = tokens * stream_row
-    norms = 2 * (config.input_norms + config.output_norms)
+    norms = config.input_norms * (1 if config.parallel_block else 2) + 2 * config.output_norms
     stream = norms * (tokens / split) * (stream_row + FP32)
     attention = normed * saved_inputs.num_copies(*QKV) + _attention(
         sharded, saved_inputs, config.of_layer(number)

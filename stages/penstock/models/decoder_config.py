@@ -36,8 +36,9 @@ GroupScore = Literal["best_two", "best"]
 RotaryPairs = Literal["halves", "neighbours"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`relu2` is squared ReLU. `relu` and `relu2` are only for MLPs without a gate."""
-Norm = Literal["rms", "rms_1p", "layer", "layer_1p"]
-"""RMSNorm, or with the factor 1 + weight; LayerNorm with a bias, or with the factor 1 + weight."""
+Norm = Literal["rms", "rms_1p", "layer", "layer_1p", "layer_unbiased", "layer_plain"]
+"""RMSNorm, or with the factor 1 + weight; LayerNorm with a bias, with a bias and the factor
+1 + weight, without a bias, or without a weight either."""
 QKNorm = Literal["head", "projection"]
 """What QK norm takes the mean square over: a head, or all heads of queries or of keys."""
 
@@ -240,6 +241,9 @@ class DecoderConfig:
     """Norms of the residual stream. QK norm is always RMSNorm, with `rms_1p` of that kind too."""
     input_norms: bool = True
     """Whether attention and MLP read a normalized residual stream."""
+    parallel_block: bool = False
+    """Whether attention and MLP read the same normalized residual stream (parallel block), with one
+    norm in each layer."""
     output_norms: bool = False
     """Whether the outputs of attention and MLP are normalized before they are added to it."""
     rms_norm_eps: float = 1e-6
@@ -427,6 +431,12 @@ class DecoderConfig:
         keys = self.num_key_value_heads * self.head_dim
         queries = {"q_proj": self.num_attention_heads * self.head_dim, "k_proj": keys}
         return queries if self.keys_are_values else {**queries, "v_proj": keys}
+
+    @property
+    def norm_parameters(self) -> tuple[str, ...]:
+        """The parameters of a norm of the residual stream."""
+        unusual = {"layer": ("weight", "bias"), "layer_1p": ("weight", "bias"), "layer_plain": ()}
+        return unusual.get(self.norm, ("weight",))
 
     @property
     def score_scale(self) -> float:

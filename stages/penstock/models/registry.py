@@ -14,11 +14,13 @@ from penstock.models.families.dense.granite import GRANITE
 from penstock.models.families.dense.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from penstock.models.families.dense.hyperclovax import HYPERCLOVAX
 from penstock.models.families.dense.jais2 import JAIS2
+from penstock.models.families.dense.like_llama import CWM, HELIUM, INTERNLM3, IQUESTCODER
 from penstock.models.families.dense.llama import LLAMA
 from penstock.models.families.dense.ministral import MINISTRAL
 from penstock.models.families.dense.ministral3 import MINISTRAL3
 from penstock.models.families.dense.mistral import MISTRAL
 from penstock.models.families.dense.nemotron import NEMOTRON
+from penstock.models.families.dense.olmo import OLMO
 from penstock.models.families.dense.olmo2 import OLMO2, OLMO3
 from penstock.models.families.dense.opt import OPT
 from penstock.models.families.dense.phi3 import PHI3
@@ -39,15 +41,21 @@ from penstock.models.families.latent.minicpm3 import MINICPM3
 from penstock.models.families.latent.youtu import YOUTU
 from penstock.models.families.moe.dots1 import DOTS1
 from penstock.models.families.moe.ernie4_5_moe import ERNIE4_5_MOE
+from penstock.models.families.moe.exaone_moe import EXAONE_MOE
+from penstock.models.families.moe.flex_olmo import FLEX_OLMO
 from penstock.models.families.moe.glm4_moe import GLM4_MOE
 from penstock.models.families.moe.gpt_oss import GPT_OSS
 from penstock.models.families.moe.granitemoe import GRANITEMOE
 from penstock.models.families.moe.hunyuan_v1_moe import HUNYUAN_V1_MOE
+from penstock.models.families.moe.hy_v3 import HY_V3
+from penstock.models.families.moe.mellum import MELLUM
 from penstock.models.families.moe.minimax_m2 import MINIMAX_M2
 from penstock.models.families.moe.mixtral import MIXTRAL
 from penstock.models.families.moe.olmoe import OLMOE
 from penstock.models.families.moe.qwen2_moe import QWEN2_MOE
 from penstock.models.families.moe.qwen3_moe import QWEN3_MOE
+from penstock.models.families.moe.solar_open import SOLAR_OPEN
+from penstock.models.families.parallel.cohere import COHERE, COHERE2
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
@@ -100,6 +108,18 @@ FAMILIES = {
         GLM4_MOE_LITE,
         MINICPM3,
         YOUTU,
+        INTERNLM3,
+        IQUESTCODER,
+        CWM,
+        HELIUM,
+        OLMO,
+        COHERE,
+        COHERE2,
+        EXAONE_MOE,
+        FLEX_OLMO,
+        HY_V3,
+        MELLUM,
+        SOLAR_OPEN,
     )
 }
 

@@ -150,7 +150,7 @@ class WeightMap:
             if config.output_norms:
                 output_norm = f"{stored}.{names.attention_output_norm}"
                 yield from self._norm(f"{at}.attention_output_norm", output_norm)
-            if config.input_norms:
+            if config.input_norms and not config.parallel_block:
                 mlp_norm = f"{stored}.{names.mlp_norm}"
                 yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
             if experts := config.layer_experts(layer):
@@ -164,8 +164,7 @@ class WeightMap:
             yield _same(HEAD_WEIGHT, table)
 
     def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        leaves = ("weight", "bias") if self.config.norm.startswith("layer") else ("weight",)
-        for leaf in leaves:
+        for leaf in self.config.norm_parameters:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
     def _attention(

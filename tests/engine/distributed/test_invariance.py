@@ -52,6 +52,7 @@ OFTEN = {
     "fused layers, over nf4, shard 2 x tp 2",
     "soft caps, tp 2, sequence parallel",
     "gemma 4, tp 2, sequence parallel",
+    "parallel blocks, tp 2, sequence parallel",
     "scales, pp 2",
     "query scales, pp 2 x ring 2",
     "dots1, ep 2 over tp 2",
@@ -140,6 +141,7 @@ LATER = [
         "soft caps",
         "gemma 3",
         "gemma 4",
+        "parallel blocks",
         "scales",
         "query scales",
     )

@@ -22,15 +22,20 @@ BIAS_FAMILIES = (
     "glm4_moe",
     "glm4_moe_lite",
     "minimax_m2",
+    "exaone_moe",
+    "hy_v3",
+    "solar_open",
 )
 """Families with a load-balancing bias on expert choice that has no gradient."""
 
 MOE_FAMILIES = (
     *BIAS_FAMILIES,
     "deepseek_v2",
+    "flex_olmo",
     "gpt_oss",
     "granitemoe",
     "hunyuan_v1_moe",
+    "mellum",
     "mixtral",
     "olmoe",
     "qwen2_moe",

@@ -24,7 +24,8 @@ CALL_HOOKS = {"self_attn": "run_attn", "mlp": "run_mlp"}
 
 class Block(nn.Module):
     """Attention and a feed-forward network or MoE. Each has a norm of its input, of its output, or
-    of both; then come dropout and the residual addition.
+    of both; then come dropout and the residual addition. In a parallel block both have one norm of
+    their input.
 
     `run_attn` and `run_mlp` are call hooks. A caller that replaces one must call the previous one.
     """
@@ -57,7 +58,8 @@ class Block(nn.Module):
             drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
         self.attention_output_norm = output_norm()
-        self.post_attention_layernorm = input_norm()
+        self.is_parallel = config.parallel_block
+        self.post_attention_layernorm = NoNorm() if config.parallel_block else input_norm()
         drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
         if sparse := config.layer_experts(layer):
             gate = operations.gates[config.activation]
@@ -87,7 +89,8 @@ class Block(nn.Module):
         normed_TD = self.input_layernorm(x_TD)
         y_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments, *query_scale)
         y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
-        x_TD, normed_TD = self.post_attention_layernorm(y_TD, x_TD)
+        x_TD, after_TD = self.post_attention_layernorm(y_TD, x_TD)
+        normed_TD = normed_TD if self.is_parallel else after_TD
         y_TD = self.mlp_output_norm(self.run_mlp(self.mlp, normed_TD))
         x_TD = x_TD + self._scaled(self.drop_mlp(y_TD))
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar.to(x_TD.dtype)

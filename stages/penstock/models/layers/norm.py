@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import overload
 
 import torch
@@ -92,13 +92,22 @@ class NoNorm(nn.Module):
 
 class LayerNorm(nn.Module):
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension (Ba et al.
-    2016), computed in fp32 and returned in x's dtype. With `plus_one` the factor is 1 + weight."""
+    2016), computed in fp32 and returned in x's dtype. With `plus_one` the factor is 1 + weight.
+    `parameters` are those of weight and bias that there are."""
 
-    def __init__(self, width: int, eps: float, *, plus_one: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        plus_one: bool = False,
+        parameters: Collection[str] = ("weight", "bias"),
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width) if plus_one else torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.eps, self.plus_one = eps, plus_one
+        start = torch.zeros(width) if plus_one else torch.ones(width)
+        self.weight = nn.Parameter(start) if "weight" in parameters else None
+        self.bias = nn.Parameter(torch.zeros(width)) if "bias" in parameters else None
+        self.width, self.eps, self.plus_one = width, eps, plus_one
 
     @overload
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
@@ -116,13 +125,18 @@ class LayerNorm(nn.Module):
             sum_TD = stream_TD + x_TD
             return sum_TD, self.forward(sum_TD)
         precise = torch.promote_types(x_TD.dtype, torch.float32)
-        weight, bias = self.weight.to(precise), self.bias.to(precise)
-        weight = weight + 1 if self.plus_one else weight
-        return F.layer_norm(x_TD.to(precise), weight.shape, weight, bias, self.eps).to(x_TD.dtype)
+        weight, bias = (
+            None if parameter is None else parameter.to(precise)
+            for parameter in (self.weight, self.bias)
+        )
+        if weight is not None and self.plus_one:
+            weight = weight + 1
+        normed_TD = F.layer_norm(x_TD.to(precise), (self.width,), weight, bias, self.eps)
+        return normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+        return f"{self.width}, eps={self.eps}"
 
 
 def unit_rms_norm(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
@@ -136,7 +150,8 @@ def build_norm(config: DecoderConfig, operations: LayerOps) -> RMSNorm | LayerNo
     width, eps = config.hidden_size, config.rms_norm_eps
     if config.norm in ("rms", "rms_1p"):
         return RMSNorm(width, eps, plus_one=config.norm == "rms_1p", operations=operations)
-    return LayerNorm(width, eps, plus_one=config.norm == "layer_1p")
+    plus_one = config.norm == "layer_1p"
+    return LayerNorm(width, eps, plus_one=plus_one, parameters=config.norm_parameters)
 
 
 def build_qk_norm(config: DecoderConfig, heads: int, operations: LayerOps) -> RMSNorm:

@@ -43,9 +43,10 @@ def read_olmo3(hf: HfConfig) -> DecoderConfig:
 def olmo_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
     """The DecoderConfig of an OLMo 2 or 3, with these values."""
     bias = bool(config_get(hf, "attention_bias", False))
+    eps = specific.pop("rms_norm_eps", config_get(hf, "rms_norm_eps", 1e-5))
     return decoder_config(
         hf,
-        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
+        rms_norm_eps=eps,
         input_norms=False,
         output_norms=True,
         qk_norm=True,

@@ -24,16 +24,18 @@ def read(hf: HfConfig) -> DecoderConfig:
         rope_parameters=rope_parameters(hf, share=0.5),
         qkv_bias=bool(config_get(hf, "attention_bias", False)),
         qk_norm=bool(config_get(hf, "use_qk_norm", False)),
-        experts=_experts(hf),
+        experts=glm_experts(hf, _sparse_layers(hf), config_get(hf, "moe_intermediate_size", 1408)),
     )
 
 
-def _experts(hf: HfConfig) -> ExpertsConfig | None:
+def _sparse_layers(hf: HfConfig) -> range:
+    first = config_get(hf, "first_k_dense_replace", 1)
+    return range(first, config_require(hf, "num_hidden_layers"))
+
+
+def glm_experts(hf: HfConfig, layers: range, width: int) -> ExpertsConfig | None:
+    """The experts of these layers, which have this intermediate size."""
     count = config_get(hf, "n_routed_experts", config_get(hf, "num_local_experts", 128))
-    width = config_get(hf, "moe_intermediate_size", 1408)
-    layers = range(
-        config_get(hf, "first_k_dense_replace", 1), config_require(hf, "num_hidden_layers")
-    )
     if not layers:
         return None
     return ExpertsConfig(
