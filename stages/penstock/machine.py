@@ -20,7 +20,7 @@ from penstock.core.machine.gpus import Gpus, detect_gpus
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
-from penstock.core.sources.pin import pin_config
+from penstock.core.sources.pin import CONFIG_AND_CODE, pin_config
 from penstock.engine.distributed.parallel_dims import (
     AXIS_FIELDS,
     accumulation_steps,
@@ -213,7 +213,7 @@ def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     from penstock.models.registry import is_native
 
     data = run.data
-    if not data.shares_prompts or "share_prompts" in data.model_fields_set:
+    if not data.shares_prompts or data.share_prompts is not None:
         return run, ()
     if is_native(resolve_hf_config(run), run.model.backend):
         return run, ()
@@ -290,6 +290,12 @@ def check_model(run: RunConfig) -> None:
             "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
     require_backend(run, family, shape)
+    if run.model.trust_remote_code and not isinstance(family, AutoFamily):
+        raise ConfigError(
+            f"model.trust_remote_code is true, and {family.model_type} is computed by Penstock's "
+            "own code, not by the model's.\n"
+            "  Leave trust_remote_code out, or write model.backend: transformers."
+        )
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
         require_adaptable(shape)
@@ -356,10 +362,12 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
     from penstock.engine.hf.config import read_hf_config
 
     entries = run.model.foundation if entries is None else entries
-    source = run.model.config_source
+    source, runs_code = run.model.config_source, run.model.trust_remote_code
     if not source.startswith(SCHEME):
-        source = str(local_folder(source, pin_config(source), CONFIG_ALONE))
-    return read_hf_config(source, entries)
+        pinned = pin_config(source, with_code=runs_code, revision=run.model.code_revision)
+        files = CONFIG_AND_CODE if runs_code else CONFIG_ALONE
+        source = str(local_folder(source, pinned, files))
+    return read_hf_config(source, entries, runs_code=runs_code)
 
 
 def resolve_text_config(run: RunConfig) -> HfConfig:

@@ -72,13 +72,16 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         bias=lora.lora_bias,
     )
     return ModelSource(
-        config=pin_config(model.config_source),
+        config=pin_config(
+            model.config_source, with_code=model.trust_remote_code, revision=model.code_revision
+        ),
         config_path=model.config_source,
         weights=pin_model(model.model_path) if model.model_path else None,
         model_path=model.model_path,
         tokenizer=pin_tokenizer(model.tokenizer_source),
         tokenizer_path=model.tokenizer_source,
         backend=model.backend,
+        runs_code=model.trust_remote_code,
         foundation=model.foundation,
         seed=run.train.seed,
         adapting=adapting if lora.enable_lora else None,

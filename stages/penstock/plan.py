@@ -342,7 +342,7 @@ def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
         eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
         seed=run.train.seed,
-        share_prompts=data.share_prompts,
+        share_prompts=data.share_prompts is not False,
         **_kl_pairing(run),
     )
     stage = Pack(

@@ -27,7 +27,8 @@ def loop_of(job: Job, ranks: ProcessInfo | None = None) -> Trainer:
     """The loop that `penstock.train.rank` would run, with everything it stands on."""
     torch.set_num_threads(1)
     ranks = ranks or init_process_group(60)
-    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    model = job.config.model
+    hf_config = read_hf_config(job.config_path, model.foundation, runs_code=model.trust_remote_code)
     built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None, adapter=job.adapter)
     return Trainer(job, built, ranks, StopRequest())
 

@@ -73,6 +73,8 @@ class ModelSource:
     """None without QLoRA."""
     adapter: Source | None = None
     """The adapter that training resumed from; None for new adapters."""
+    runs_code: bool = False
+    """Whether the code beside the config.json is run (`model.trust_remote_code`)."""
     adapter_path: str | None = None
     """Its folder or hub id, as typed."""
 

@@ -134,7 +134,7 @@ def load_chat_model(
 
     Raises ConfigError, CapabilityError or ArtifactError for folders that are not supported.
     """
-    hf_config = read_hf_config(str(weights), {})
+    hf_config = read_hf_config(str(weights), {}, runs_code=run.model.trust_remote_code)
     built = assemble(run, hf_config, weights, ranks, lambda _: None, adapter=adapter)
     loaded = load_tokenizer(str(tokenizer))
     return ChatModel(built.generator, loaded, end_tokens(weights, hf_config, loaded))

@@ -60,7 +60,11 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     """Build the job's model. Raises ConfigError if the rows have token ids outside its
     vocabulary."""
     ranks.heartbeat.set_phase("loading the model")
-    hf_config = read_hf_config(job.config_path, job.config.model.foundation)
+    hf_config = read_hf_config(
+        job.config_path,
+        job.config.model.foundation,
+        runs_code=job.config.model.trust_remote_code,
+    )
     built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
     check_job(job, built.vocab_size)
     return built

@@ -281,7 +281,7 @@ def _check_loss_mask_options(run: RunConfig) -> Issues:
 
 def _check_share_prompts(run: RunConfig) -> Issues:
     path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if run.data.is_non_default("share_prompts") and first.is_typed and first.kind == "sft":
+    if run.data.share_prompts is False and first.is_typed and first.kind == "sft":
         yield ConfigIssue(
             ("data", "share_prompts"),
             f"samples of type {first.type} have one completion; leave share_prompts out",

@@ -52,6 +52,14 @@ def _check_model_path(run: RunConfig) -> Issues:
         )
 
 
+def _check_code_revision(run: RunConfig) -> Issues:
+    if run.model.code_revision is not None and not run.model.trust_remote_code:
+        yield ConfigIssue(
+            ("model", "code_revision"),
+            "no code of the model is run; write trust_remote_code: true, or leave it out",
+        )
+
+
 def _check_encoders(run: RunConfig) -> Issues:
     if run.model.encoders:
         kinds = ", ".join(sorted(run.model.encoders))
@@ -338,6 +346,7 @@ def _check_skip_prepare(run: RunConfig) -> Issues:
 
 RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_model_path,
+    _check_code_revision,
     _check_encoders,
     *DATA_RULES,
     check_dataset_columns,

@@ -143,11 +143,11 @@ class DataConfig(ConfigSection):
     tokens before it in the sequence, for example for pieces of one text; the first token of a
     sample is still not a target of the sample before it. Evaluations always isolate samples."""
 
-    share_prompts: bool = True
+    share_prompts: bool | None = None
     """Preference pairs: store the prompt once for both completions, which do not attend to each
     other. False stores it before each of them. The loss is the same; it takes more tokens, and
     works with attention backends (`flash_attention_*`) that cannot mask one completion from the
-    other. With `model.backend: transformers` the default is false."""
+    other. Unset: true; false for models of the transformers backend."""
 
     dataloader_num_workers: int | None = Field(default=None, ge=0)
     """DataLoader workers of each training process. Unset: 0, because packed sequences are
@@ -239,4 +239,4 @@ class DataConfig(ConfigSection):
     @property
     def shares_prompts(self) -> bool:
         """Whether the two completions of a sample share their prompt."""
-        return self.share_prompts and self.datasets[0].kind != "sft"
+        return self.share_prompts is not False and self.datasets[0].kind != "sft"

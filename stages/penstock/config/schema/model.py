@@ -32,6 +32,17 @@ class ModelConfig(ConfigSection):
     families that `penstock models` lists), `transformers` (any causal language model of the
     installed transformers; FSDP2, HSDP or DDP), or `auto`: native where the family is."""
 
+    trust_remote_code: KeyedByContent[bool] = False
+    """Run the model's own code: the Python files beside its config.json, which names them
+    (`auto_map`), with `backend: transformers`. Only for code that you have read: it can do anything
+    that you can. A local folder is identified by the content of these files, a hub id by
+    `code_revision`."""
+
+    code_revision: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    """The commit of the hub repository whose config.json and code are used with
+    `trust_remote_code`: 40 hexadecimal digits. Weights and tokenizer are those of its main branch.
+    """
+
     attn_implementation: Unkeyed[Attention | None] = None
     """Attention backend: `eager` (matmuls and softmax), `sdpa` (PyTorch's scaled dot-product
     attention), `native` (PyTorch's variable-length and flex attention; CUDA), or one of the

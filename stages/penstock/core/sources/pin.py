@@ -65,6 +65,8 @@ MODEL_FILES = (
     "*.safetensors",
 )
 
+CONFIG_AND_CODE = ("config.json", "*.py")
+
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -196,11 +198,17 @@ def pin_adapter(path: str) -> Source:
     return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
-def pin_config(path: str) -> Source:
-    """Pin a model's config.json alone, so that weights in the same folder do not affect the pin.
+def pin_config(path: str, *, with_code: bool = False, revision: str | None = None) -> Source:
+    """Pin a model's config.json alone, so that weights in the same folder do not affect the pin, or
+    `with_code` the code beside it too.
 
-    Raises ConfigError if there is none, CapabilityError if the Hub cannot be reached.
+    Code of a Hub repository is pinned by its commit `revision`, that of a folder by its content.
+
+    Raises ConfigError if there is none, or a commit is missing, CapabilityError if the Hub cannot
+    be reached.
     """
+    if with_code:
+        return _pin_code(path, revision)
     if path.startswith("builtin:") or (not is_url(path) and _is_on_hub(path)):
         return pin_model(path)
     target = _download(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
@@ -212,6 +220,26 @@ def pin_config(path: str) -> Source:
         )
     found = LocalFiles(file.name, file.parent, (file,))
     return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+
+
+def _pin_code(path: str, revision: str | None) -> Source:
+    if path.startswith("builtin:") or is_url(path):
+        raise ConfigError(
+            f"model.trust_remote_code is true, and {redact(path)} is neither a folder of this "
+            "machine nor a hub id.\n  Copy the model into a folder, or leave it out."
+        )
+    if _is_on_hub(path):
+        if revision is None or not COMMIT.fullmatch(revision):
+            raise ConfigError(
+                f"model.code_revision is {revision!r}; code of {path} is run at a fixed commit.\n"
+                "  Write the 40 digits of the commit whose code you have read."
+            )
+        return Source({"kind": "hub", "repo": path, "commit": revision})
+    _reject_for_files(path, **{"model.code_revision": revision})
+    found = pin_config(path).paths
+    code = _glob_files(found[0].parent, ("*.py",))
+    files = LocalFiles(found[0].parent.name, found[0].parent, tuple(sorted([*found, *code])))
+    return Source({"kind": "files", "files": _digest_files(files)}, files.paths)
 
 
 def is_checkpoint(path: str) -> bool:

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.models.automodel.remote_code import CODE, trusted
 from penstock.models.builtin import SCHEME, builtin_config
 from penstock.models.foundation import apply_overrides
 
 
-def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str, Any]:
+def read_hf_config(
+    config_path: str, foundation: Mapping[str, Any], *, runs_code: bool = False
+) -> dict[str, Any]:
     """Read the config in the folder `config_path` (or `builtin:<name>`), with `foundation`
-    overrides.
+    overrides. `runs_code`: with the code beside it (`models/automodel/remote_code.py`).
 
-    Raises ConfigError if there is no readable config.json.
+    Raises ConfigError if there is no readable config.json, or no code.
     """
     if config_path.startswith(SCHEME):
         config = builtin_config(config_path)
@@ -28,4 +31,9 @@ def read_hf_config(config_path: str, foundation: Mapping[str, Any]) -> dict[str,
                 f"model.config_path: {file} cannot be read as JSON ({error}).\n"
                 "  Name a folder that holds a Hugging Face config.json."
             ) from error
-    return apply_overrides(config, foundation)
+    config = apply_overrides(config, foundation)
+    config.pop(CODE, None)
+    if runs_code:
+        folder = Path(config_path).expanduser()
+        return trusted(config, folder if folder.is_dir() else folder.parent)
+    return config

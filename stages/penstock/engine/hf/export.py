@@ -14,6 +14,7 @@ import torch
 
 from penstock.core.files import read_json
 from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin import CONFIG_AND_CODE
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
@@ -55,7 +56,7 @@ def write_folders(
     Raises ArtifactError if the checkpoint is incomplete or of another model.
     """
     reader = CheckpointReader(checkpoint)
-    hf_config = read_hf_config(_config_path(origin), origin.foundation)
+    hf_config = read_hf_config(_config_path(origin), origin.foundation, runs_code=origin.runs_code)
     family = get_family(hf_config, origin.backend)
     names = family.weight_map(family.read(hf_config))
     reads_base = origin.quantizing or reader.state["adapter_only"] or names.multimodal
@@ -194,7 +195,8 @@ def _folder(origin: ModelSource) -> Path | None:
 def _config_path(origin: ModelSource) -> str:
     if origin.config.pin["kind"] == "builtin":
         return origin.config_path
-    return str(local_folder(origin.config_path, origin.config, ("config.json",)))
+    files = CONFIG_AND_CODE if origin.runs_code else ("config.json",)
+    return str(local_folder(origin.config_path, origin.config, files))
 
 
 def _generation_config(origin: ModelSource) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ complete or not at all, existing shards are not written again, and equal weights
 """
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, pu
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.quantization.export import Quantizer
+from penstock.models.automodel.remote_code import CODE, code_files
 from penstock.models.multimodal import TEXT_CONFIG
 
 DTYPES = {
@@ -64,11 +66,14 @@ def write_hf_folder(
         weights, out, dtype=dtype, max_shard_size=max_shard_size, quantizer=quantizer
     )
     # The export is not quantized in the base model's format.
-    replaced = {"torch_dtype", "quantization_config"}
+    replaced = {"torch_dtype", "quantization_config", CODE}
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     if quantizer:
         config["quantization_config"] = quantizer.config
     write_json(out / "config.json", _with_dtype(config, dtype_name(dtype)))
+    if code := extras.hf_config.get(CODE):
+        for file in code_files(Path(code["folder"])):
+            shutil.copyfile(file, out / file.name)
     extras.tokenizer.write(out)
     write_json(
         out / "generation_config.json",

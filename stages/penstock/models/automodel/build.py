@@ -10,6 +10,10 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import NAME, register
 from penstock.models.automodel.outline import AttentionImpl
+from penstock.models.automodel.remote_code import AUTO_MAP, CODE, CONFIG, MODEL, load_class
+
+_MODEL_CLASSES: dict[type, Any] = {}
+"""Of configs whose code is the model's own."""
 
 
 def build_config(hf_config: Mapping[str, Any]) -> Any:
@@ -25,12 +29,19 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
 
     # As from a file: JSON has no infinity.
     values = PreTrainedConfig._decode_special_floats(dict(hf_config))
+    if CODE in hf_config:
+        return _config_of_code(hf_config, values)
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        if "auto_map" in hf_config:
-            hint = " Its own code (auto_map) is not run."
+        if AUTO_MAP in hf_config:
+            raise CapabilityError(
+                f"the model's config.json says model_type {kind!r}, whose code is not part of the "
+                "installed transformers but of the model (auto_map), and it is not run unasked.\n"
+                "  Read the code, then write model.trust_remote_code: true, and for a hub id "
+                "model.code_revision: the commit that you have read."
+            )
         raise CapabilityError(
             f"the model's config.json says model_type {kind!r}, which neither is native nor known "
             f"to the installed transformers.{hint}\n"
@@ -41,6 +52,20 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
     except (ValueError, TypeError, KeyError) as error:
         raise CapabilityError(
             f"transformers refuses the model's config.json: {error}\n"
+            "  Correct it, or overwrite the value with model.foundation."
+        ) from error
+
+
+def _config_of_code(hf_config: Mapping[str, Any], values: dict[str, Any]) -> Any:
+    """The config of the model's own class."""
+    config_class, model_class = (load_class(hf_config, name) for name in (CONFIG, MODEL))
+    _MODEL_CLASSES[config_class] = model_class
+    values = {key: value for key, value in values.items() if key not in (CODE, AUTO_MAP)}
+    try:
+        return config_class.from_dict(values)
+    except Exception as error:  # What the code may raise is not known.
+        raise CapabilityError(
+            f"{config_class.__name__} refuses the model's config.json: {error}\n"
             "  Correct it, or overwrite the value with model.foundation."
         ) from error
 
@@ -71,10 +96,10 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
 
     register()
     implementation = NAME if attention == "varlen" else attention
+    own_class = _MODEL_CLASSES.get(type(config))
+    make = own_class._from_config if own_class else AutoModelForCausalLM.from_config
     try:
-        model = AutoModelForCausalLM.from_config(
-            deepcopy(config), attn_implementation=implementation, dtype=torch.float32
-        )
+        model = make(deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
     except Exception as error:  # What a model's constructor may raise is not known.
         raise CapabilityError(
             f"transformers cannot build a causal language model of type {config.model_type}: "

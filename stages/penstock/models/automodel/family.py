@@ -14,6 +14,7 @@ from typing import Any
 from penstock.core.env import cache_home
 from penstock.core.files import read_json
 from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
+from penstock.models.automodel.remote_code import CODE
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.decoder_config import (
     LENGTH_DEPENDENT_ROPE,
@@ -106,6 +107,8 @@ def auto_family(hf_config: HfConfig) -> AutoFamily:
 def _family(text: str) -> AutoFamily:
     hf_config: Mapping[str, Any] = json.loads(text)
     known = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
+    if CODE in known:
+        known[CODE] = known[CODE]["digest"]
     versions = [REVISION, version("transformers"), version("torch")]
     digest = hashlib.sha256(json.dumps([known, versions], sort_keys=True).encode()).hexdigest()
     file = cache_home() / "models" / f"{digest[:32]}.json"

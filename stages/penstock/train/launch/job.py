@@ -11,7 +11,7 @@ from penstock.core.cache.record import Record, read_record_fields, write_record
 from penstock.core.cache.stage import Artifact
 from penstock.core.files import atomic_write
 from penstock.core.remote.urls import redact
-from penstock.core.sources.hub import local_folder
+from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.model_source import ModelSource
 
@@ -179,7 +179,8 @@ def build_job(
     `origin`."""
     config_path = model_source.config_path
     if model_source.config.pin["kind"] != "builtin":
-        config_path = str(local_folder(config_path, model_source.config).resolve())
+        files = (*MODEL_FILES, "*.py") if model_source.runs_code else MODEL_FILES
+        config_path = str(local_folder(config_path, model_source.config, files).resolve())
     weights = None
     if model_source.model_path and model_source.weights:
         weights = local_folder(model_source.model_path, model_source.weights).resolve()

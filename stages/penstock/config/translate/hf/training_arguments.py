@@ -282,7 +282,7 @@ IDLE: Mapping[str, str] = {
     "tf32": "products of float32 are exact here",
     "average_tokens_across_devices": "the loss is a mean over all tokens of a step, on all ranks",
     "fsdp_config": "every decoder layer is a unit of FSDP, and checkpoints are whole",
-    "trust_remote_code": "no code of a model is run",
+    "trust_remote_code": "model.trust_remote_code runs code of a commit, in a native file",
     "liger_kernel_config": "fused kernels are taken wherever they serve",
     "group_by_length": "sequences are padded to a multiple of 128 tokens in any case",
     "do_train": "a run trains; train.eval_only evaluates alone",
