@@ -242,9 +242,7 @@ def assemble(
     set_grad_dtype(train, params)
     cpu_offload = CPUOffloadedParams.of(params) if train.optimizer_offload == "cpu" else None
     optimizer_params = cpu_offload.there if cpu_offload else params
-    optimizer = build_distributed_optimizer(
-        run, optimizer_params, family.roles, config.num_hidden_layers, ranks
-    )
+    optimizer = build_distributed_optimizer(run, optimizer_params, family.roles, config, ranks)
     autocast = autocast_context(train, ranks.device)
     if mesh.size("pipeline") > 1:
         notify(describe_pipeline(train, config.num_hidden_layers))

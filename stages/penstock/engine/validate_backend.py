@@ -38,6 +38,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "train.enable_reentrant": ("layers have keyword arguments, which it does not pass", ""),
     "train.recompute_modules": ("whole layers are recomputed", ""),
     "train.dropout": ("the rates are those of the model's config.json", "them in model.foundation"),
+    "train.muon_split_heads": ("heads are known of native layers only", ""),
     "train.qk_clip_threshold": ("attention logits are observed in native layers only", ""),
     "train.moe_checkpoint_method": (OWN_EXPERTS, ""),
     "train.moe_bias_update_rate": (OWN_EXPERTS, ""),

@@ -20,7 +20,10 @@ ELEMENTWISE = tuple(
 )
 """Element-wise optimizers besides those of `ARGUMENTS`: they work on shards of a tensor."""
 
-MUON_FIELDS = ("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn")
+MUON_FIELDS = (
+    *("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn"),
+    "muon_split_heads",
+)
 
 STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
 """Optimizers with stochastic rounding."""

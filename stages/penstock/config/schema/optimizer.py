@@ -106,3 +106,7 @@ class OptimConfig(ConfigSection):
     """Muon: scaling of the learning rate by a matrix's shape [N, K]. `original` (also if unset):
     sqrt(max(1, N/K)). `match_rms_adamw`: 0.2 sqrt(max(N, K)), with which a learning rate and weight
     decay of AdamW can be used: set `muon_lr` to `lr`."""
+
+    muon_split_heads: KeyedUnlessDefault[bool] = False
+    """Muon: each head's queries, keys and values are a matrix, orthogonalized by itself, as in
+    GLM-5."""

@@ -35,7 +35,7 @@ def optimizer_for(
         run.model_copy(update={"train": train}),
         trained,
         substrate.family.roles,
-        built.config.num_hidden_layers,
+        built.config,
         substrate.ranks,
     )
     for group in made.param_groups:

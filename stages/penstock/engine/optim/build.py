@@ -12,7 +12,9 @@ from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.distributed_muon import DistMuon, is_matrix
+from penstock.engine.optim.head_rows import split_by_heads, whole_matrices
 from penstock.engine.optim.tensor_norms import TensorNorms
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.tp_roles import Roles
 from penstock.optim.anyprecision import Rounding, StatePrecision
 from penstock.optim.build import build_optimizer, newton_schulz_args
@@ -21,15 +23,21 @@ from penstock_kernels.rng_rows import RowKeys
 
 
 def build_distributed_optimizer(
-    run: RunConfig, params: Sequence[LocalParam], roles: Roles, num_layers: int, ranks: ProcessInfo
+    run: RunConfig,
+    params: Sequence[LocalParam],
+    roles: Roles,
+    config: DecoderConfig,
+    ranks: ProcessInfo,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of `params`, in a model of `num_layers` layers.
+    """The optimizer over the trainable parameters of `params`, in a model with this config.
 
     Raises ConfigError as `build_optimizer` does. Collective.
     """
     train = run.train
     trained = [one for one in params if one.parameter.requires_grad]
     matrices = [one for one in trained if is_matrix(one, roles)] if _is_muon(train) else []
+    head_rows = split_by_heads(config) if train.muon_split_heads else whole_matrices
+    num_layers = config.num_hidden_layers
     bound = train.layerwise_lr_decay_bound
     grouping = Grouping(
         weight_decay=train.weight_decay,
@@ -45,7 +53,7 @@ def build_distributed_optimizer(
         train,
         grouping,
         precision=build_state_precision(train, trained),
-        directions=DistMuon(matrices, newton_schulz_args(train), ranks)
+        directions=DistMuon(matrices, newton_schulz_args(train), ranks, head_rows=head_rows)
         if _is_muon(train)
         else None,
         tensors=TensorNorms(trained, ranks) if train.optimizer == "novograd" else None,

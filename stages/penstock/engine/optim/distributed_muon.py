@@ -8,7 +8,7 @@ ends, so nothing is lost.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, cycle, groupby
 from operator import attrgetter
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from penstock.adapters.names import parse_lora_name
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.optim.head_rows import HeadRows, whole_matrices
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.optim.muon import MomentumFn, Orthogonalizer
 
@@ -85,21 +86,41 @@ class Message:
     """All ranks that receive the result."""
 
 
-def matrix_shards(pieces: Sequence[TensorShard]) -> list[list[Box]]:
-    """The boxes of each shard: one, or one for each matrix of a stack."""
-    found: list[list[Box]] = []
+def matrix_shards(pieces: Sequence[TensorShard], head_rows: tuple[int, ...] = ()) -> list[Box]:
+    """The boxes of all shards, in the order of their rows: for each shard one, or one for each
+    matrix of a stack, or of a head."""
+    found: list[Box] = []
     for piece in pieces:
-        shape, offsets, sizes = piece.full_shape[-2:], piece.offsets[-2:], piece.sizes[-2:]
-        numbers = range(1)
+        shape, offsets, sizes = (
+            _two(numbers[-2:]) for numbers in (piece.full_shape, piece.offsets, piece.sizes)
+        )
         if len(piece.full_shape) == 3:
             numbers = range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
-        found.append(
-            [
-                Box((piece.tensor, number), _two(shape), _two(offsets), _two(sizes))
-                for number in numbers
-            ]
-        )
+            found += [Box((piece.tensor, number), shape, offsets, sizes) for number in numbers]
+        elif head_rows:
+            found += _boxes_of_heads(piece.tensor, shape, offsets, sizes, head_rows)
+        else:
+            found.append(Box((piece.tensor, 0), shape, offsets, sizes))
     return found
+
+
+def _boxes_of_heads(
+    tensor: str,
+    shape: tuple[int, int],
+    offsets: tuple[int, int],
+    sizes: tuple[int, int],
+    head_rows: tuple[int, ...],
+) -> Iterator[Box]:
+    """The parts of the heads' matrices that a shard of a tensor of this shape holds."""
+    [num_rows, columns], [low, column], high = shape, offsets, offsets[0] + sizes[0]
+    repeats = cycle(head_rows)
+    heads = [next(repeats) for _ in range(len(head_rows) * num_rows // sum(head_rows))]
+    assert sum(heads) == num_rows, f"{tensor} has {num_rows} rows, and heads have {head_rows}"
+    for number, (end, rows) in enumerate(zip(accumulate(heads), heads, strict=True)):
+        first, last = max(low, end - rows), min(high, end)
+        if first < last:
+            within = first - (end - rows), column
+            yield Box((tensor, number), (rows, columns), within, (last - first, sizes[1]))
 
 
 def _two(numbers: tuple[int, ...]) -> tuple[int, int]:
@@ -172,13 +193,14 @@ class DistMuon:
         orthogonalizer: Orthogonalizer,
         ranks: ProcessInfo,
         at_once: int = GATHER_ELEMENTS,
+        head_rows: HeadRows = whole_matrices,
     ) -> None:
         self._orthogonalizer, self._ranks = orthogonalizer, ranks
+        self._boxes = {
+            one.parameter: matrix_shards(one.shards, head_rows(one.name)) for one in params
+        }
         self._params = {one.parameter: one for one in params}
-        have = [
-            (one.name, [box for boxes in matrix_shards(one.shards) for box in boxes])
-            for one in params
-        ]
+        have = [(one.name, self._boxes[one.parameter]) for one in params]
         messages = planned(ranks.all_gather(have), at_once)
         self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
         self._last_wave = self._last_waves()
@@ -193,7 +215,7 @@ class DistMuon:
             momenta = {one: momentum_fn(one) for one in mine}
             transpose = self._orthogonalized(messages, self._views(momenta))
             for parameter, momentum in momenta.items():
-                yield parameter, self._direction(self._params[parameter], momentum, transpose)
+                yield parameter, self._direction(parameter, momentum, transpose)
         for parameter in parameters:
             if self._last_wave[parameter] < 0:
                 # This rank holds no part of it. Its momentum is requested all the same, because it
@@ -208,21 +230,29 @@ class DistMuon:
             for message in messages
         }
         return {
-            parameter: max(
-                (wave_of[box] for boxes in matrix_shards(one.shards) for box in boxes), default=-1
-            )
-            for parameter, one in self._params.items()
+            parameter: max((wave_of[box] for box in boxes), default=-1)
+            for parameter, boxes in self._boxes.items()
         }
 
     def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
         """Every local box, as a view of its parameter's momentum."""
         found: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
-            pieces = self._params[parameter].shards
-            for piece, boxes in zip(pieces, matrix_shards(pieces), strict=True):
-                stack = piece.view(momentum).view(len(boxes), *boxes[0].sizes)
-                found.update(zip(boxes, stack, strict=True))
+            found.update(self._box_views(parameter, momentum))
         return found
+
+    def _box_views(
+        self, parameter: nn.Parameter, local_tensor: torch.Tensor
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """The boxes of a parameter, with their views of a tensor like its local part."""
+        boxes = iter(self._boxes[parameter])
+        for piece in self._params[parameter].shards:
+            rows = piece.view(local_tensor).view(-1, piece.sizes[-1])
+            first = 0
+            while first < len(rows):
+                box = next(boxes)
+                yield box, rows[first : first + box.sizes[0]]
+                first += box.sizes[0]
 
     def _orthogonalized(
         self, messages: Sequence[Message], here: Mapping[Box, torch.Tensor]
@@ -282,12 +312,10 @@ class DistMuon:
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
 
     def _direction(
-        self, local_param: LocalParam, momentum: torch.Tensor, transpose: Mapping[Box, torch.Tensor]
+        self, parameter: nn.Parameter, momentum: torch.Tensor, transpose: Mapping[Box, torch.Tensor]
     ) -> torch.Tensor:
         """The update of the local part of a parameter, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
-        for piece, boxes in zip(local_param.shards, matrix_shards(local_param.shards), strict=True):
-            stack = piece.view(direction).view(len(boxes), *boxes[0].sizes)
-            for box, into in zip(boxes, stack, strict=True):
-                into.copy_(transpose[box]).mul_(self._orthogonalizer.size(box.shape))
+        for box, into in self._box_views(parameter, direction):
+            into.copy_(transpose[box]).mul_(self._orthogonalizer.size(box.shape))
         return direction

@@ -16,6 +16,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.optim.head_rows import attention_layer
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
@@ -61,9 +62,8 @@ class QKClip:
     ) -> None:
         """Observe attention in `parts`; `params` are those that the optimizer steps."""
         self._threshold, self._config, self._ranks = threshold, config, ranks
-        self._params = [
-            (layer, one) for one in params if (layer := _layer_of(one.name)) is not None
-        ]
+        named = [(attention_layer(one.name), one) for one in params]
+        self._params = [(of[0], one) for of, one in named if of and of[1] in SCALED]
         self._max_LN = torch.full(
             (config.num_hidden_layers, config.num_attention_heads),
             float("-inf"),
@@ -138,16 +138,6 @@ def _latent_factors(
 
 SCALED = ("q_proj", "k_proj", "qkv_proj", "q_b_proj", "kv_b_proj")
 """Layers with rows that are scaled."""
-
-
-def _layer_of(name: str) -> int | None:
-    """The layer of a weight or bias of queries or keys; None for other parameters."""
-    _, *path = name.split(".layers.")
-    if not path:
-        return None
-    number, _, rest = path[0].partition(".")
-    is_scaled = rest.startswith(tuple(f"self_attn.{kind}." for kind in SCALED))
-    return int(number) if is_scaled else None
 
 
 def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -> None:
