@@ -102,7 +102,7 @@ def _status(name: str) -> int:
     return int(found[1]) * 1024
 
 
-def job(folder: Path, name: str, rows: Path, model: Path, **settings: Any) -> Job:
+def job(folder: Path, name: str, rows: Path, model: Path, /, **settings: Any) -> Job:
     """The job of a run with these settings, of all sections, those of `train` by name."""
     run = runs.run_config(folder / name, model, **{"max_steps": 3, "save_epochs": 0, **settings})
     return runs.job_of(run, rows)

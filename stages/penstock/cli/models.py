@@ -20,11 +20,14 @@ AUTO_AXES = "fsdp, ddp"
 def list_models(console: Console) -> JsonObject:
     """List the model types that can be trained."""
     from penstock.models.automodel.proved import ProvedModels
+    from penstock.models.multimodal import MULTIMODAL
     from penstock.models.registry import FAMILIES
 
     proved = ProvedModels.read()
     known = sorted({*proved.models, *FAMILIES})
     found = {name: _entry(name, name in FAMILIES, proved) for name in known}
+    found |= {name: _text_entry() for name in MULTIMODAL}
+    found = dict(sorted(found.items()))
     rows = [("model_type", "backend", "parallelism", "documents", "LoRA")]
     rows += [
         (name, one["backend"], one["parallelism"], one["documents"], one["lora"])
@@ -35,7 +38,8 @@ def list_models(console: Console) -> JsonObject:
     installed = version("transformers")
     other = "" if installed == proved.transformers else f" (installed: {installed})"
     console.result(
-        f"{table(rows)}\n\n{len(rows) - 1} model types, proved with transformers "
+        f"{table(rows)}\n\nnative (text): the language model, of a native type in text_config, is "
+        f"trained as text.\n{len(rows) - 1} model types, proved with transformers "
         f"{proved.transformers}{other}. Not proved:\n" + "\n".join(refused)
     )
     return {"transformers": proved.transformers, "installed": installed, "models": found}
@@ -84,11 +88,22 @@ def check_one(
             "head": "apart" if traits.head else "all logits",
             "why": traits.why,
             "not_native": "; ".join(family.not_native),
+            "router_losses": "yes" if family.outline.routers else traits.routers_why,
         }
     else:
         found["parallelism"] = EXPERT_AXES if config.experts else NATIVE_AXES
     console.result(table([(name, _shown(value)) for name, value in found.items() if value != ""]))
     return found
+
+
+def _text_entry() -> JsonObject:
+    return {
+        "backend": "native (text)",
+        "parallelism": NATIVE_AXES,
+        "documents": "packed",
+        "lora": "yes",
+        "reason": "",
+    }
 
 
 def _entry(name: str, is_native: bool, proved: Any) -> JsonObject:

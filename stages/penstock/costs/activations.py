@@ -7,13 +7,18 @@ rank. The saved tensors follow the modules in `penstock.models.layers`, line by 
 from dataclasses import dataclass
 
 from penstock.costs.sharded_model import ShardedModel
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.latent_config import LatentAttentionConfig
+from penstock.models.weights import LAYERS
 
 FP32 = 4
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read one input, by the names that checkpoints have for them."""
+
+LONG_DOCUMENT = 1024
+"""The longest document of a row, where its length matters and is not known."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     """Activation memory of the layer with this number."""
     config, degrees, width = sharded.config, sharded.degrees, sharded.compute_bytes
     tokens = sharded.tokens
+    if isinstance(config, AutoModelConfig) and (counted := _counted(sharded, config, number)):
+        return counted
     tensor = degrees.tensor
     split = tensor if sharded.run.train.sequence_parallel else 1
     stream_row = config.hidden_size * width
@@ -63,6 +70,22 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
         network += _network(sharded, saved_inputs, features)
         gradients = tokens * width * (2 * features + 2 * config.hidden_size)
     return Layer(stream, attention, network, gradients, tokens / split * stream_row)
+
+
+def _counted(sharded: ShardedModel, config: AutoModelConfig, number: int) -> Layer | None:
+    """A layer of a transformers model as its code was counted; None if it could not be. That its
+    frozen linear layers save no input is not counted."""
+    width, tokens = sharded.compute_bytes, sharded.tokens
+    saved = config.outline.saved.get("float32" if width == FP32 else "bfloat16")
+    if not saved:
+        return None
+    each, pair = saved[min(number, len(saved) - 1)]
+    document = min(sharded.run.data.row_length, LONG_DOCUMENT)
+    whole = tokens * (each + pair * document)
+    its = (one for one in sharded.model.adapters if one.native.startswith(f"{LAYERS}{number}."))
+    lora = sharded.run.lora.lora_rank * width * tokens * sum(1 for _ in its)
+    gradients = tokens * width * 2 * (config.intermediate_size + config.hidden_size)
+    return Layer(whole + lora, 0.0, 0.0, gradients, tokens * config.hidden_size * width)
 
 
 class _SavedInputs:

@@ -21,6 +21,7 @@ from penstock.costs.param_sizes import (
     local_layers,
 )
 from penstock.costs.sharded_model import ShardedModel
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock_kernels.logit_chunks import tokens_at_once
 
 
@@ -286,7 +287,8 @@ class _Rank:
         width = FP32 if sharded.run.model.lm_head_fp32 else sharded.compute_bytes
         # Eager cross-entropy has logits, their fp32 copy, the softmax and its gradient.
         rows, each = sharded.tokens, 4 * FP32
-        if self.train.ce_mode != "eager":
+        needs_all = isinstance(config, AutoModelConfig) and config.outline.traits.head is None
+        if self.train.ce_mode != "eager" and not needs_all:
             each = width
             rows = min(rows, tokens_at_once(int(entries * width), sharded.kind))
         hidden = 3 * sharded.tokens * config.hidden_size * width

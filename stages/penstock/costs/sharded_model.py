@@ -1,7 +1,7 @@
 """How a run is sharded over its ranks, as inputs of the cost estimates. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.adapters.match_targets import TargetLayer
@@ -10,11 +10,14 @@ from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation
 from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
 from penstock.engine.distributed.validate_layout import micro_batch_padding
 from penstock.engine.trainable import adapted, trainable_params
+from penstock.models.automodel.outline import AutoModelConfig, ModelOutline
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import TrainableParams
+from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.quantization_config import QuantizationConfig
 from penstock.models.tp_roles import ParallelStyle, find_parallel_style
+from penstock.models.weights import LAYERS
 
 Kind = Literal["cpu", "cuda"]
 """Device type: CPU and CUDA kernels save different tensors for backward."""
@@ -49,9 +52,30 @@ class UnshardedModel:
         names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
         shapes = {name: names.native_shape(name) for name in names.native_names()}
         its = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
+        if isinstance(config, AutoModelConfig):
+            shapes = {decoder_name(name, config.outline): one for name, one in shapes.items()}
+            its = tuple(_renamed(one, config.outline) for one in its)
         modules = {name.rpartition(".")[0] for name in shapes} | {one.native for one in its}
         roles = {module: find_parallel_style(module, family.roles) for module in modules}
         return cls(config, shapes, roles, its, trainable_params(run, family, config), published)
+
+
+def decoder_name(name: str, outline: ModelOutline) -> str:
+    """The name of a transformers model's parameter, or module, with those of a decoder for layers,
+    embedding and head."""
+    for number, layer in enumerate(outline.layers):
+        if name.startswith(f"{layer}."):
+            return f"{LAYERS}{number}{name.removeprefix(layer)}"
+    ends = {outline.embedding: EMBEDDING_WEIGHT, outline.head: HEAD_WEIGHT}
+    module = name.removesuffix(".weight")
+    if found := ends.get(module):
+        return found if name != module else found.removesuffix(".weight")
+    return name
+
+
+def _renamed(one: TargetLayer, outline: ModelOutline) -> TargetLayer:
+    native, of = (decoder_name(name, outline) for name in (one.native, one.of))
+    return replace(one, native=native, of=of)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from penstock.models.automodel.proved import ProvedModel, ProvedModels
+from penstock.models.multimodal import MULTIMODAL
 from penstock.models.registry import FAMILIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -34,6 +35,14 @@ The last three are of the transformers backend.
 """
 
 
+TEXT = """\
+## Multimodal models trained as text
+
+Their language model is trained by Penstock's decoder (*native (text)* above), where `text_config`
+is of a native type; see [guide/models.md](guide/models.md#language-models-of-multimodal-models).
+"""
+
+
 def page(proved: ProvedModels) -> str:
     """The page."""
     trained = {name: one for name, one in proved.models.items() if not one.reason}
@@ -50,11 +59,14 @@ def page(proved: ProvedModels) -> str:
         *rows,
     ]
     rest = ["| `model_type` | reason |", "|---|---|", *refused]
-    return "\n".join([head, *table, "", "## Not proved", "", *rest, ""])
+    others = [f"| `{name}` | `{one.architecture}` |" for name, one in sorted(MULTIMODAL.items())]
+    text = [TEXT, "| `model_type` | class |", "|---|---|", *others]
+    return "\n".join([head, *table, "", *text, "", "## Not proved", "", *rest, ""])
 
 
 def _row(name: str, one: ProvedModel) -> str:
     backend = "native" if name in FAMILIES else "transformers"
+    backend = "native (text)" if name in MULTIMODAL else backend
     documents = "packed" if one.packing else "padded"
     head = "apart" if one.head else "all logits"
     lora = "yes" if one.lora else "no"

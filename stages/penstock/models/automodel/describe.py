@@ -15,6 +15,7 @@ from penstock.models.automodel.normalize import (
 )
 from penstock.models.automodel.outline import STACKED, ModelOutline, Shape
 from penstock.models.automodel.routers import layers_of, router_modules
+from penstock.models.automodel.saved_activations import saved_activations
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
 EXPERTS_PER_TOKEN = (
@@ -68,6 +69,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
         aux_loss_coef=_aux_loss_coef(config),
         dropout=_has_dropout(config),
         traits=traits,
+        saved=saved_activations(lambda: build_meta(config, traits.attention), layers),
     )
 
 

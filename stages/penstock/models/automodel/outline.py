@@ -4,7 +4,7 @@ the model on the meta device, and cached. No torch: planning reads it."""
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from penstock.models.decoder_config import DecoderConfig, Scoring
 
@@ -45,6 +45,14 @@ class Traits:
     """Why they are not; empty if there are none."""
 
 
+class SavedBytes(NamedTuple):
+    """Bytes that a layer saves for its backward pass, per token."""
+
+    each: float
+    pair: float
+    """Times the tokens of its document."""
+
+
 @dataclass(frozen=True)
 class ModelOutline:
     """A transformers model: its parameters, and the modules that the engine handles."""
@@ -82,6 +90,8 @@ class ModelOutline:
     dropout: bool
     """Whether the config has a dropout rate above 0."""
     traits: Traits
+    saved: Mapping[str, tuple[SavedBytes, ...]]
+    """What each layer saves, by the dtype of activations; empty if it could not be counted."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -101,6 +111,10 @@ class ModelOutline:
                 "scalars": tuple(found["scalars"]),
                 "transposed": tuple(found["transposed"]),
                 "fp32": tuple(found["fp32"]),
+                "saved": {
+                    dtype: tuple(SavedBytes(*one) for one in layers)
+                    for dtype, layers in found["saved"].items()
+                },
                 "traits": Traits(**traits, head=head and Head(**head)),
             }
         )
