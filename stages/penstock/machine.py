@@ -229,7 +229,7 @@ def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
 
     require_float8(capability)
     config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend)
+    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     float8_layers(run.train, names, family.roles)
 
@@ -243,7 +243,7 @@ def check_adapted_layers(run: RunConfig) -> None:
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend)
+    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
     require_layers(targets, names)
 
@@ -280,7 +280,7 @@ def check_model(run: RunConfig) -> None:
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend)
+    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
     shape = family.read(config)
     widest = max(shape.hidden_size, shape.intermediate_size)
     if run.lora.enable_lora and run.lora.lora_rank > widest:

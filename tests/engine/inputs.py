@@ -82,6 +82,20 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
         "attention_multiplier": 0.3,
     },
+    # One expert per token, which scales its input; attention in chunks, RoPE in all layers but one.
+    "llama 4": {
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "tie_word_embeddings": False,
+        "intermediate_size": 20,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 8,
+        "moe_layers": [1, 3],
+        "no_rope_layers": [1, 1, 0, 1],
+        "attention_chunk_size": 12,
+        "floor_scale": 8,
+        "pad_token_id": None,
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "architectures": ["MiniMaxM2ForCausalLM"],

@@ -161,6 +161,13 @@ MORE_EXPERTS = tuple(
             "ep 2 over shard 2, adapters": {**EP_SHARD, "lora": True},
             "pp 2": {"pp": 2},
         },
+        "llama 4": {
+            "ep 2 over shard 2": {**EP_SHARD, "moe_checkpoint_method": "moe_act"},
+            "ep 2 over tp 2": EP_TP,
+            "pp 2 x ring 2": {"pp": 2, "ring": 2},
+            "ulysses 2": {"ulysses": 2},
+            "ring 2 x tp 2": {"ring": 2, "tp": 2},
+        },
         "minimax_m2": {"ep 2 over tp 2": EP_TP, "ring 2": {"ring": 2}},
         "hunyuan_v1_moe": {"ep 2 over tp 2": EP_TP, "ulysses 2": {"ulysses": 2}},
         "olmoe": {"ep 2 over shard 2": EP_SHARD, "tp 2": {"tp": 2, "lora": True}},

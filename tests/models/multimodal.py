@@ -73,6 +73,23 @@ CONFIGS = {
         },
         "tie_word_embeddings": False,
     },
+    "llama4": {
+        "text_config": {
+            **TEXT,
+            "model_type": "llama4_text",
+            "head_dim": 8,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 4,
+        },
+        "vision_config": {
+            **VISION,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+    },
     "llava": LLAVA,
     "llava_next": {**LLAVA, "image_grid_pinpoints": [[32, 32]]},
     "llava_onevision": {

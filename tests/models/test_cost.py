@@ -83,7 +83,7 @@ def counted(model, length=LENGTH):
 
 def as_eager(length=LENGTH):
     """What eager attention computes: the pairs of the future as well."""
-    return Work(length, attention_pairs=length**2, sliding_window_pairs=0, logits=KEPT)
+    return Work(length, attention_pairs=length**2, local_pairs=0, logits=KEPT)
 
 
 @pytest.mark.parametrize("kind", ["dense", *SPARSE])
@@ -139,15 +139,11 @@ def test_documents_are_compared_with_themselves_alone(window):
     work = Work.from_lengths(config, lengths)
     assert work.tokens == work.logits == sum(lengths)
     assert work.attention_pairs == visible(lengths).sum()
-    assert work.sliding_window_pairs == (visible(lengths, window).sum() if window else 0)
+    assert work.local_pairs == (visible(lengths, window).sum() if window else 0)
     assert work == Work.from_lengths(config, lengths[:2]) + Work.from_lengths(config, lengths[2:])
     sums = Work.from_totals(config, sum(lengths), sum(n**2 for n in lengths))
     assert sums.attention_pairs == work.attention_pairs
-    assert (
-        0
-        <= sums.sliding_window_pairs - work.sliding_window_pairs
-        <= len(lengths) * (window or 0) ** 2 / 2
-    )
+    assert 0 <= sums.local_pairs - work.local_pairs <= len(lengths) * (window or 0) ** 2 / 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])

@@ -42,6 +42,7 @@ WITH_WINDOWS = (
 for name in WITH_WINDOWS:
     BASES[name] |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
+BASES["llama4_text"] |= {"no_rope_layers": [1, 0], "moe_layers": [1]}
 BASES["mellum"]["mlp_layer_types"] = ["dense", "sparse"]
 
 OTHER: dict[str, Any] = {

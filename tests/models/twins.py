@@ -304,6 +304,18 @@ SPARSE = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
     },
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 8,
+        "moe_layers": [0, 2],
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 6,
+        "floor_scale": 4,
+        "pad_token_id": None,
+        "rope_parameters": FAST,
+    },
     "mellum": {
         **WINDOWS,
         "head_dim": 16,
@@ -399,6 +411,7 @@ VARIANTS = {
 NEEDED = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "llama4_text": {"intermediate_size_mlp": 80},
     "opt": {"ffn_dim": 80, "dropout": 0.0},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},

@@ -86,6 +86,24 @@ class VarlenMetadata:
             )
         return None if window is None or window >= self.max_length else window
 
+    def in_chunks(self, size: int) -> "VarlenMetadata":
+        """Documents cut into chunks of `size` tokens, each a document of its own, from the first
+        token of each document on; cached.
+
+        Raises:
+            ValueError: the size is below 1, or a document has branches.
+        """
+        if size < 1:
+            raise ValueError(f"a chunk of {size} tokens has none; it has at least 1")
+        if size >= self.max_length:
+            return self
+        if self.start_rows is not None:
+            raise ValueError("documents with branches cannot be cut into chunks")
+        if ("chunks", size) not in self.kept:
+            lengths = chunk_lengths(self.lengths, size)
+            self.kept["chunks", size] = VarlenMetadata.of(lengths, self.cu_seqlens.device)
+        return self.kept["chunks", size]
+
     def start_rows_of(self, first: int, length: int) -> torch.Tensor | None:
         """The start rows of a document, counted from its own first token."""
         return None if self.start_rows is None else self.start_rows[first : first + length] - first
@@ -121,6 +139,13 @@ class VarlenMetadata:
             buckets=buckets,
             start_rows=_to_device(start_rows, device) if start_rows is not None and hides else None,
         )
+
+
+def chunk_lengths(lengths: Sequence[int], size: int) -> tuple[int, ...]:
+    """The lengths of the chunks of at most `size` tokens of documents with these lengths."""
+    return tuple(
+        min(size, length - start) for length in lengths for start in range(0, length, size)
+    )
 
 
 def _to_device(numbers: Sequence[int], device: torch.device | str) -> torch.Tensor:

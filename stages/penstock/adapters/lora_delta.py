@@ -17,7 +17,6 @@ from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.lora_stacked import StackedAdapter
 from penstock.adapters.names import ADAPTER
 from penstock.adapters.weight_delta import LoraDelta
-from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 
@@ -80,7 +79,7 @@ def _expert_deltas(
 ) -> list[tuple[int, LoraDelta]]:
     """The deltas of one of the two tensors of the experts."""
     is_quantized = isinstance(getattr(experts, name), QuantizedMatrix)
-    is_transposed = isinstance(experts, ClampedExperts) and not is_quantized
+    is_transposed = experts.is_transposed and not is_quantized
     within: list[Matrix] = [
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
     ]

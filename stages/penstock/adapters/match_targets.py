@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.automodel.weight_map import AutoWeightMap
-from penstock.models.decoder_config import DecoderConfig, TensorNames
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.names import EMBEDDING_WEIGHT
 from penstock.models.weights import LAYERS, WeightMap
 
@@ -105,7 +105,7 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
 
 def require_adaptable(config: DecoderConfig) -> None:
     """Raise CapabilityError for a model that does not support adapters."""
-    if config.names.linear_layers != TensorNames().linear_layers:
+    if not config.is_adaptable:
         raise CapabilityError(
             "lora.enable_lora is true, and adapters take their names from layers that this model's"
             f" checkpoints call otherwise ({config.names.up_proj}, …).\n"

@@ -55,7 +55,7 @@ USABLE_MEMORY = 0.92
 
 def build_cost_model(run: RunConfig, hf_config: HfConfig) -> UnshardedModel:
     """Build the unsharded model. Raises CapabilityError for an unsupported model."""
-    family = get_family(hf_config, run.model.backend)
+    family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     keeps_codes = run.model.model_path is not None and run.lora.enable_qlora
     published = parse_quantization_config(hf_config) if keeps_codes else None
     return UnshardedModel.from_run(run, family, family.read(hf_config), published)

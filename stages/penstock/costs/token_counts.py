@@ -173,6 +173,6 @@ def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows
     return Work(
         tokens=length * documents,
         attention_pairs=one.attention_pairs * documents,
-        sliding_window_pairs=one.sliding_window_pairs * documents,
+        local_pairs=one.local_pairs * documents,
         logits=round(length * documents * trained),
     )

@@ -318,7 +318,7 @@ def assemble(
 def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) -> Family:
     """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
     honour."""
-    family = get_family(hf_config, run.model.backend)
+    family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     if isinstance(family, AutoFamily):
         require_backend(run, family, family.read(hf_config))
         notify(describe_backend(family))

@@ -44,6 +44,13 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
 
     The RoPE type is that in this config.json.
     """
+    config = _native_config(hf)
+    if config is not None and config.chunked_layers and data.shares_prompts:
+        raise CapabilityError(
+            "data.share_prompts lays both answers to a prompt into one document, and this model "
+            f"attends in chunks of {config.attention_chunk} tokens of a document "
+            "(attention_chunk_size in config.json).\n  Write data.share_prompts: false."
+        )
     kind = _length_dependent_rope(hf)
     if kind is not None and data.shares_prompts:
         raise CapabilityError(
@@ -122,12 +129,18 @@ def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
 
 def _length_dependent_rope(hf: HfConfig) -> str | None:
     """The RoPE type of a native model whose angles depend on document lengths, if it has one."""
+    config = _native_config(hf)
+    return None if config is None else config.length_dependent_rope
+
+
+def _native_config(hf: HfConfig) -> DecoderConfig | None:
+    """The config of a model that its native family computes."""
     # Imported here: a finished run needs no families.
     from penstock.models.registry import FAMILIES  # noqa: PLC0415
 
     hf = language_config(hf)
     family = FAMILIES.get(native_type(hf) or "")
     try:
-        return family.read(hf).length_dependent_rope if family else None
+        return family.read(hf) if family else None
     except NotNativeError:
         return None

@@ -204,9 +204,15 @@ class Decoder(nn.Module):
         scales: tuple[torch.Tensor, ...] = ()
         if config.query_scale is not None:
             scales = (query_scale(config.query_scale, position_ids_T, x_TD.dtype),)
+        chunks = segments
+        if config.chunked_layers and config.attention_chunk is not None:
+            chunks = segments.in_chunks(config.attention_chunk)
         for number, layer in self.model.layers.items():
-            cos_TH, sin_TH = sliding_angles if int(number) in config.sliding_layers else angles
-            x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, segments, *scales)
+            at = int(number)
+            cos_TH, sin_TH = sliding_angles if at in config.sliding_layers else angles
+            within = chunks if at in config.chunked_layers else segments
+            own = scales if config.scales_queries(at) else ()
+            x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, within, *own)
         if self.model.norm is None or self.lm_head is None:
             return x_TD
         x_TD = self.model.norm(x_TD)

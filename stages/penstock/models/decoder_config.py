@@ -83,13 +83,14 @@ class TensorNames:
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     o_proj: str = "self_attn.o_proj"
+    gate_proj: str = "mlp.gate_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
 
     @property
     def linear_layers(self) -> tuple[str, ...]:
         """Those of linear layers."""
-        return self.backbone, self.o_proj, self.up_proj, self.down_proj
+        return self.backbone, self.o_proj, self.gate_proj, self.up_proj, self.down_proj
 
     @property
     def embedding(self) -> str:
@@ -119,6 +120,10 @@ class QueryScale:
     beta: float
     length: int
     """The document length up to which the factor is 1."""
+    first: int = 0
+    """The position of a document's first token."""
+    only_without_rope: bool = False
+    """Whether only `no_rope_layers` have it."""
 
     def __post_init__(self) -> None:
         """Raise an error for values that are not numbers."""
@@ -183,6 +188,11 @@ class ExpertsConfig:
     """Whether checkpoints store the router's weight in fp32, whatever the dtype of the others."""
     aux_loss_coef: float = 0.0
     """Default coefficient of the load-balancing loss."""
+    scales_inputs: bool = False
+    """Whether a token's weight multiplies the input of its expert, not the output. One expert per
+    token."""
+    transposed: bool = False
+    """Whether checkpoints have the stacked matrices as [experts, inputs, outputs]."""
     clamped: ClampedGate | None = None
     """None: `silu(gate) * up` without biases."""
     names: ExpertNames = field(default_factory=ExpertNames)
@@ -208,12 +218,22 @@ class ExpertsConfig:
             raise _config_error(
                 f"a token chooses {self.experts_per_token} of {num_candidates} experts"
             )
+        if self.scales_inputs and self.experts_per_token > 1:
+            raise _config_error(
+                f"a token chooses {self.experts_per_token} experts, and weights that multiply "
+                "inputs are of one"
+            )
         has_pairs = self.num_experts // self.num_groups > 1
         if self.num_groups > 1 and self.group_score == "best_two" and not has_pairs:
             raise _config_error(
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
                 "are scored by their two best experts"
             )
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether matrices are [experts, inputs, outputs]."""
+        return self.transposed or self.clamped is not None
 
     @property
     def is_stacked(self) -> bool:
@@ -279,6 +299,9 @@ class DecoderConfig:
     qk_norm_over: QKNorm = "head"
     qk_norm_after_rope: bool = False
     """Whether QK norm comes after RoPE, or before."""
+    qk_unit_norm: bool = False
+    """Whether queries and keys of each head are divided by their root mean square after RoPE, in
+    layers with RoPE."""
     value_norm: bool = False
     """Whether the values of each head are divided by their root mean square."""
     attention_scale: float | None = None
@@ -293,6 +316,10 @@ class DecoderConfig:
     itself."""
     sliding_layers: tuple[int, ...] = ()
     """Indices of the layers with sliding-window attention; the others have full attention."""
+    attention_chunk: int | None = None
+    """Tokens of the chunks into which `chunked_layers` cut each document: a token attends to those
+    before it in its chunk."""
+    chunked_layers: tuple[int, ...] = ()
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     rounds_embedding_scale: bool = False
@@ -337,6 +364,11 @@ class DecoderConfig:
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
                 raise _config_error(f"{name} is {cap}; it must be more than 0, or null")
+        if self.chunked_layers and (self.attention_chunk is None or self.attention_chunk < 1):
+            raise _config_error(
+                f"attention_chunk_size is {self.attention_chunk}, and {len(self.chunked_layers)} "
+                "layers use it; it is a number of tokens, 1 or more"
+            )
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
             raise _config_error(
                 f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
@@ -439,13 +471,34 @@ class DecoderConfig:
         return unusual.get(self.norm, ("weight",))
 
     @property
+    def is_adaptable(self) -> bool:
+        """Whether checkpoints name linear layers as the model does, which adapters need."""
+        return self.names.linear_layers == TensorNames().linear_layers
+
+    @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
+    @property
+    def cacheable_length(self) -> float:
+        """The document length up to which keys and values of earlier tokens can be kept."""
+        chunk = self.attention_chunk if self.chunked_layers else None
+        return min(self.rope_invariant_up_to, math.inf if chunk is None else chunk)
+
+    @property
+    def local_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention to nearby tokens only: windows or chunks."""
+        return self.sliding_layers or self.chunked_layers
+
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+    def scales_queries(self, layer: int) -> bool:
+        """Whether this layer has `query_scale`."""
+        scale = self.query_scale
+        return scale is not None and (not scale.only_without_rope or layer in self.no_rope_layers)
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of this layer; None if it is dense."""

@@ -30,8 +30,8 @@ class Work:
     """Tokens without padding."""
     attention_pairs: int
     """(query, key) pairs of causal attention within documents, including each token with itself."""
-    sliding_window_pairs: int
-    """The same for a layer with sliding-window attention."""
+    local_pairs: int
+    """The same for a layer with a sliding window, or with attention in chunks."""
     logits: int
     """Tokens whose logits are computed: those with a loss."""
 
@@ -40,15 +40,18 @@ class Work:
         cls, config: DecoderConfig, lengths: Iterable[int], *, logits: int | None = None
     ) -> "Work":
         """The work of documents with these lengths. `logits` None: all tokens have a loss."""
-        tokens = pairs = window_pairs = 0
-        window = config.sliding_window
+        tokens = pairs = local_pairs = 0
+        window, chunk = config.sliding_window, config.attention_chunk
         for length in lengths:
             tokens += length
             pairs += length * (length + 1) // 2
             if window is not None:
                 full = min(length, window)
-                window_pairs += full * (full + 1) // 2 + (length - full) * window
-        return cls(tokens, pairs, window_pairs, tokens if logits is None else logits)
+                local_pairs += full * (full + 1) // 2 + (length - full) * window
+            elif chunk is not None:
+                count, rest = divmod(length, chunk)
+                local_pairs += (count * chunk * (chunk + 1) + rest * (rest + 1)) // 2
+        return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
 
     @classmethod
     def from_totals(
@@ -57,19 +60,19 @@ class Work:
         """The work of documents with `tokens` tokens, whose squared lengths sum to `squares`.
 
         With a sliding window it is an upper estimate, too high by less than half a squared window
-        per document: every token counts a full window, up to the pairs of full attention.
+        per document: every token counts a full window, up to the pairs of full attention. With
+        chunks every token counts half a chunk.
         """
         pairs = (squares + tokens) // 2
-        window = config.sliding_window
-        window_pairs = 0 if window is None else min(pairs, window * tokens)
-        return cls(tokens, pairs, window_pairs, tokens if logits is None else logits)
+        local_pairs = min(pairs, _local_keys(config) * tokens)
+        return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
 
     def __add__(self, other: "Work") -> "Work":
         """The work of both."""
         return Work(
             self.tokens + other.tokens,
             self.attention_pairs + other.attention_pairs,
-            self.sliding_window_pairs + other.sliding_window_pairs,
+            self.local_pairs + other.local_pairs,
             self.logits + other.logits,
         )
 
@@ -129,21 +132,27 @@ def pairs_per_token(config: DecoderConfig) -> int:
     """How many squared tokens of a document cost as much as all other work for one token. It weighs
     the quadratic cost of attention when the costs of rows and documents are compared.
 
-    Causal attention costs half of the squared document length. In a layer with a sliding window it
-    costs the window per token, which is the same in all longer documents and so counts as work per
-    token. The result is a whole number, so that costs, and any order by cost, are the same on every
-    machine.
+    Causal attention costs half of the squared document length. In a layer with a sliding window or
+    with chunks it costs a constant per token, which is the same in all longer documents and so
+    counts as work per token. The result is a whole number, so that costs, and any order by cost,
+    are the same on every machine.
     """
-    sliding = len(config.sliding_layers)
-    full_features, sliding_features = (
+    local = len(config.local_layers)
+    full_features, local_features = (
         6 * _pair_features(kind) for kind in (config.layer_kinds[-1], config)
     )
     per_token = 6 * matrix_parameters(config)
-    if config.sliding_window is not None:
-        per_token += sliding_features * sliding * config.sliding_window
+    per_token += local_features * local * _local_keys(config)
     # With sliding windows in every layer no cost is quadratic.
-    per_squared_token = full_features * (config.num_hidden_layers - sliding) // 2 or 1
+    per_squared_token = full_features * (config.num_hidden_layers - local) // 2 or 1
     return max(1, round(per_token / per_squared_token))
+
+
+def _local_keys(config: DecoderConfig) -> int:
+    """The keys of a token in layers with a sliding window, at most, or with chunks, on average."""
+    if config.sliding_window is not None:
+        return config.sliding_window
+    return 0 if config.attention_chunk is None else (config.attention_chunk + 1) // 2
 
 
 def _matmul_params(config: DecoderConfig, part: Part) -> int:
@@ -187,8 +196,8 @@ def _pair_features(config: DecoderConfig) -> int:
 def _attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention scores and of their products with values, in one
     forward pass."""
-    sliding = len(config.sliding_layers)
-    full_features, sliding_features = map(_pair_features, (config.layer_kinds[-1], config))
-    full = (config.num_hidden_layers - sliding) * full_features * work.attention_pairs
-    windows = sliding * sliding_features * work.sliding_window_pairs
-    return 2.0 * (full + windows)
+    local = len(config.local_layers)
+    full_features, local_features = map(_pair_features, (config.layer_kinds[-1], config))
+    full = (config.num_hidden_layers - local) * full_features * work.attention_pairs
+    nearby = local * local_features * work.local_pairs
+    return 2.0 * (full + nearby)

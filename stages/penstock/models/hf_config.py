@@ -5,7 +5,7 @@ No torch: whether a parallel layout fits a model is checked before anything slow
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.decoder_config import LENGTH_DEPENDENT_ROPE, Activation, DecoderConfig
@@ -82,8 +82,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
 """`hidden_act` values of MLPs without a gate."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""`layer_types` values of full and sliding-window attention."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""`layer_types` values of full, sliding-window and chunked attention."""
 
 
 def decoder_config(
@@ -114,8 +114,12 @@ def decoder_config(
             *not_native,
             f"{act} is {activation!r}; {', '.join(supported)} are computed",
         )
-    windows = "computed" if "sliding_layers" in specific else "refused"
-    check_supported(hf, unsupported, not_native, windows=windows)
+    local = tuple(
+        kind
+        for kind, field in ((SLIDING, "sliding_layers"), (CHUNKED, "chunked_layers"))
+        if field in specific
+    )
+    check_supported(hf, unsupported, not_native, local=local)
     heads = config_require(hf, "num_attention_heads")
     hidden = config_require(hf, "hidden_size")
     fields = {
@@ -318,16 +322,16 @@ def check_supported(
     unsupported: Iterable[str],
     not_native: Iterable[str] = (),
     *,
-    windows: Literal["computed", "refused"],
+    local: tuple[str, ...],
 ) -> None:
     """Raise one error for everything that is unsupported in all families, and for `unsupported` and
     `not_native`: NotNativeError if transformers computes some of it, otherwise CapabilityError.
 
-    `windows` is whether this family supports sliding-window attention.
+    `local` are the `layer_types` of this family besides full attention.
     """
     unsupported, not_native = list(unsupported), list(not_native)
-    supported = (FULL, SLIDING) if windows == "computed" else (FULL,)
-    if windows == "refused" and config_get(hf, "use_sliding_window", False):
+    supported = (FULL, *local)
+    if SLIDING not in local and config_get(hf, "use_sliding_window", False):
         not_native.append("use_sliding_window is true; attention over whole documents is computed")
     elif other := sorted(set(config_get(hf, "layer_types", [])) - set(supported)):
         not_native.append(

@@ -38,6 +38,7 @@ MULTIMODAL: Mapping[str, Multimodal] = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Multimodal("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", tied=True),
+    "llama4": Multimodal("Llama4ForConditionalGeneration", "llama4_text"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
     "llava_onevision": Multimodal("LlavaOnevisionForConditionalGeneration", "qwen2"),
@@ -85,6 +86,10 @@ TEXT_TYPES: Mapping[str, TextType] = {
     "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
     "gemma4_text": TextType("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072)),
     "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
+    "llama4_text": TextType(
+        "llama4_text",
+        {**_sizes(202048, 5120, 8192, 48, 40, 131072), "intermediate_size_mlp": 16384},
+    ),
     "mistral": TextType("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
     "qwen2": TextType("qwen2", _QWEN),
     "qwen3": TextType("qwen3", _QWEN),

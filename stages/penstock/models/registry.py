@@ -48,6 +48,7 @@ from penstock.models.families.moe.gpt_oss import GPT_OSS
 from penstock.models.families.moe.granitemoe import GRANITEMOE
 from penstock.models.families.moe.hunyuan_v1_moe import HUNYUAN_V1_MOE
 from penstock.models.families.moe.hy_v3 import HY_V3
+from penstock.models.families.moe.llama4 import LLAMA4
 from penstock.models.families.moe.mellum import MELLUM
 from penstock.models.families.moe.minimax_m2 import MINIMAX_M2
 from penstock.models.families.moe.mixtral import MIXTRAL
@@ -118,6 +119,7 @@ FAMILIES = {
         EXAONE_MOE,
         FLEX_OLMO,
         HY_V3,
+        LLAMA4,
         MELLUM,
         SOLAR_OPEN,
     )
@@ -129,8 +131,9 @@ Backend = Literal["auto", "native", "transformers"]
 family computes it."""
 
 
-def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
-    """The model family of this config.json.
+def get_family(hf_config: HfConfig, backend: Backend = "auto", *, adapters: bool = False) -> Family:
+    """The model family of this config.json. With `adapters` (LoRA), `auto` takes the transformers
+    backend for native models whose layers cannot have any.
 
     Raises:
         CapabilityError: for a model_type that is not native, with the native backend; for a model
@@ -138,7 +141,7 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto") -> Family:
     """
     model_type = str(native_type(hf_config))
     native = native_family(hf_config)
-    refusal = _refusal(native, hf_config) if native and backend == "auto" else None
+    refusal = _refusal(native, hf_config, adapters) if native and backend == "auto" else None
     if native and backend != "transformers" and refusal is None:
         return native
     if refusal is not None:
@@ -175,16 +178,19 @@ def native_family(hf_config: HfConfig) -> Family | None:
     return FAMILIES.get(native_type(hf_config) or "") or _language_model(hf_config)
 
 
-def _refusal(family: Family, hf_config: HfConfig) -> NotNativeError | None:
+def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeError | None:
     """Why a native family does not compute this config.json; None for errors that it would raise
     with either backend."""
     try:
-        family.read(hf_config)
+        config = family.read(hf_config)
     except NotNativeError as error:
         return error
     except (ConfigError, CapabilityError, TypeError, ValueError, LookupError, ArithmeticError):
         return None
-    return None
+    if not adapters or config.is_adaptable:
+        return None
+    reason = f"layers of a {family.model_type} cannot have adapters (lora.enable_lora)"
+    return NotNativeError(f"{reason}.\n  Write lora.enable_lora: false.", [reason])
 
 
 def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:

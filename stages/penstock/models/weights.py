@@ -218,7 +218,7 @@ class WeightMap:
             both, name = (2 * up[0], up[1]), f"mlp.{GATE_UP_PROJ}"
             yield from _linear(f"{layer}.{name}", f"{stored}.{name}", both, bias)
         elif config.gated:
-            yield from _linear(f"{layer}.mlp.gate_proj", f"{stored}.mlp.gate_proj", up, bias)
+            yield from _linear(f"{layer}.mlp.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
         if not config.fused_gate_up:
             yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
         yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
@@ -259,7 +259,7 @@ class WeightMap:
                 ("gate_up_proj", names.gate_up_stack, (2 * inner, width)),
                 ("down_proj", names.down_stack, (width, inner)),
             ):
-                matrices = shape[::-1] if experts.clamped else shape
+                matrices = shape[::-1] if experts.is_transposed else shape
                 yield _renamed(f"{at}.{matrix}", f"{stored}.{stack}", (count, *matrices))
                 if experts.clamped:
                     bias = f"{matrix}_bias"

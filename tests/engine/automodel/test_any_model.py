@@ -20,6 +20,7 @@ from penstock.rows.reader import PackedRows
 from tests.engine import loops, runs
 from tests.engine.automodel import examine, page, tiny_models
 from tests.engine.traces import loss_of_transformers
+from tests.models.twins import SIZES
 from tests.ranks import on_ranks
 
 KINDS = (
@@ -251,5 +252,11 @@ def test_auto_takes_transformers_where_the_native_family_does_not_compute_a_conf
     native = get_family(values, "native")
     with pytest.raises(CapabilityError, match="hidden_act is 'relu'"):
         native.read(values)
+    # Adapters need layers that checkpoints call as the model does.
+    opt = {"model_type": "opt", **SIZES, "ffn_dim": 80, "dropout": 0.0}
+    assert get_family(opt) is FAMILIES["opt"]
+    adapted = get_family(opt, adapters=True)
+    assert isinstance(adapted, AutoFamily)
+    assert "cannot have adapters" in describe_backend(adapted)
     # What transformers computes as little is an error, and no reason to take it.
     assert get_family(runs.TINY | {"attention_dropout": 0.1}) is FAMILIES["qwen3"]

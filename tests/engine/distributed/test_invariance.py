@@ -57,6 +57,7 @@ OFTEN = {
     "query scales, pp 2 x ring 2",
     "dots1, ep 2 over tp 2",
     "granitemoe, ep 2 over shard 2, adapters",
+    "llama 4, ep 2 over tp 2",
     "minimax_m2, ep 2 over tp 2",
     "hunyuan_v1_moe, ulysses 2",
     "olmoe, tp 2",

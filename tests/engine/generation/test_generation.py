@@ -58,6 +58,12 @@ FAMILIES = {
     "soft caps": {**MODELS["soft caps"], "sliding_window": 11, **APART},
     "gemma 3": {**MODELS["gemma 3"], "sliding_window": 11, **TWO_LAYERS, **APART},
     "gemma 4": {**MODELS["gemma 4"], "sliding_window": 11, **TWO_LAYERS, **APART},
+    "chunks": {
+        **MODELS["llama 4"],
+        "attention_chunk_size": 11,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+    },
     "output norms": {**MODELS["output norms"], "sliding_window": 11, **TWO_LAYERS},
     "scales": {**MODELS["scales"], **APART},
     "query scales": MODELS["query scales"],

@@ -20,7 +20,7 @@ from penstock.plan import check_machine
 from penstock_kernels.op import Op
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, loop_of, step
-from tests.models.twins import hf_model
+from tests.models.twins import SIZES, hf_model
 from tests.ranks import on_ranks
 
 OPERATIONS = {
@@ -156,6 +156,9 @@ def test_prompts_are_not_shared_where_documents_turn_by_their_length(folder):
     require_prompts_apart(data.model_copy(update={"share_prompts": False}), by_length)
     with pytest.raises(CapabilityError, match=r"kind 'dynamic'(.|\n)*data.share_prompts: false"):
         require_prompts_apart(data, by_length)
+    chunks = {"model_type": "llama4_text", **SIZES, "intermediate_size_mlp": 80}
+    with pytest.raises(CapabilityError, match=r"chunks of 8192 tokens(.|\n)*share_prompts: false"):
+        require_prompts_apart(data, chunks)
     changed = {
         "model": run.model.model_copy(update={"foundation": {"rope_parameters": rope}}),
         "data": data,

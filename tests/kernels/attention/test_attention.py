@@ -290,3 +290,15 @@ def test_windows_and_sinks_agree_with_eager_on_cuda(backend, window, sinks):
         y = attention.backend(name)(q, k, v, documents, SCALE, window, *more)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))))
     torch.testing.assert_close(*results, atol=5e-2, rtol=5e-2)
+
+
+def test_chunks_of_documents_are_documents_of_their_own():
+    segments = VarlenMetadata.of([7, 3, 6])
+    chunks = segments.in_chunks(3)
+    assert chunks.lengths == (3, 3, 1, 3, 3, 3)
+    assert segments.in_chunks(3) is chunks
+    assert segments.in_chunks(7) is segments
+    with pytest.raises(ValueError, match="has none"):
+        segments.in_chunks(0)
+    with pytest.raises(ValueError, match="branches"):
+        VarlenMetadata.of([4], start_rows=[4, 3, 4, 4]).in_chunks(2)

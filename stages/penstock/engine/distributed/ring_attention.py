@@ -30,6 +30,7 @@ from penstock.models.layers.attention import AttentionFn
 from penstock.rows.shared_prefix import Span
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.block import Rectangle, block, block_backward
+from penstock_kernels.attention.segments import chunk_lengths
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
 
 
@@ -90,6 +91,18 @@ class RingSegments(VarlenMetadata):
             made = ring_segments(self.doc_lengths, *where, window=window, spans=self.spans)
             self._by_window[window] = made
         return self._by_window[window]
+
+    def in_chunks(self, size: int) -> "RingSegments":
+        """The segments of documents cut into chunks of `size` tokens; cached."""
+        if size >= max(self.doc_lengths):
+            return self
+        if self.spans is not None:
+            raise ValueError("documents with branches cannot be cut into chunks")
+        if ("chunks", size) not in self.kept:
+            lengths = chunk_lengths(self.doc_lengths, size)
+            where = self.size, self.index, self.cu_seqlens.device
+            self.kept["chunks", size] = ring_segments(lengths, *where)
+        return self.kept["chunks", size]
 
 
 def ring_segments(

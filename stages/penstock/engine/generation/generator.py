@@ -349,7 +349,7 @@ def build_generator(
         ranks,
         logits,
         tokens_multiple(train),
-        max_cached_length=config.rope_invariant_up_to if has_cache else 0,
+        max_cached_length=config.cacheable_length if has_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
     )
     if not train.enable_compile:

@@ -57,7 +57,7 @@ def write_folders(
     """
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation, runs_code=origin.runs_code)
-    family = get_family(hf_config, origin.backend)
+    family = get_family(hf_config, origin.backend, adapters=origin.adapting is not None)
     names = family.weight_map(family.read(hf_config))
     reads_base = origin.quantizing or reader.state["adapter_only"] or names.multimodal
     folder = _folder(origin) if reads_base else None

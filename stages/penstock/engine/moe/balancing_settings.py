@@ -35,6 +35,7 @@ MOE_FAMILIES = (
     "gpt_oss",
     "granitemoe",
     "hunyuan_v1_moe",
+    "llama4_text",
     "mellum",
     "mixtral",
     "olmoe",

@@ -66,7 +66,9 @@ class SharedBase:
     @property
     def family(self) -> Family:
         """The model family."""
-        return get_family(dict(self.hf_config), self.run.model.backend)
+        return get_family(
+            dict(self.hf_config), self.run.model.backend, adapters=self.run.lora.enable_lora
+        )
 
     @property
     def names(self) -> WeightMap:
@@ -168,7 +170,7 @@ def build_shared_base(
                 f"lora.{name} is written, and models of several clients cannot have it: {why}.\n"
                 f"  Leave {name} out."
             )
-    family = get_family(hf_config, run.model.backend)
+    family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     if family.multimodal:
         raise CapabilityError(
             f"the model is a {family.model_type}, and the server has text models only.\n"

@@ -129,6 +129,8 @@ class SelfAttention(nn.Module):
         self.dropout = drop
         self.rope = operations.rope
         self.use_rope = config.learned_positions is None and layer not in config.no_rope_layers
+        has_unit_norm = config.qk_unit_norm and self.use_rope
+        self.unit_norm_eps = config.rms_norm_eps if has_unit_norm else None
 
     def forward(
         self,
@@ -153,6 +155,8 @@ class SelfAttention(nn.Module):
             q_TNH, k_TKH = self.rope(q_TNH, k_TKH, cos_TH, sin_TH, self.rope_pairs)
         if norms_heads and self.qk_norm_after_rope:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
+        if self.unit_norm_eps is not None:
+            q_TNH, k_TKH = (unit_rms_norm(one, self.unit_norm_eps) for one in (q_TNH, k_TKH))
         if self.value_norm_eps is not None:
             v_TKH = unit_rms_norm(v_TKH, self.value_norm_eps)
         if query_scale_T is not None:

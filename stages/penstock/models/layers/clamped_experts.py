@@ -22,9 +22,6 @@ that every grouped GEMM backend supports."""
 class ClampedExperts(Experts):
     """`down(clamp(gate(x)) * sigmoid(alpha * clamp(gate(x))) * (clamp(up(x)) + 1))`."""
 
-    is_transposed = True
-    """Parameters are [E, inputs, outputs]; quantized matrices are [E, outputs, inputs]."""
-
     def __init__(
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
     ) -> None:

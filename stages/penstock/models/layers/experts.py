@@ -80,6 +80,9 @@ def call_experts(experts: "Experts", x_RD: torch.Tensor, counts_E: torch.Tensor,
 class Experts(nn.Module):
     """`down(silu(gate(x)) * up(x))`; each row uses the matrices of its own expert.
 
+    Parameters are [E, outputs, inputs], or [E, inputs, outputs] if `is_transposed`; quantized
+    matrices are always [E, outputs, inputs].
+
     Dimension 0 of both parameters is the expert, so expert parallelism shards it. The caller that
     builds the model may replace two hooks. `run` calls the two halves, e.g. with recomputation in
     the backward pass. `adapter` is called with a matrix's name, its input and the counts, and
@@ -92,19 +95,23 @@ class Experts(nn.Module):
         super().__init__()
         self.inner, self.width = config.intermediate_size, hidden_size
         self.num_experts, self.is_stacked = config.num_experts, config.is_stacked
+        self.is_transposed = config.is_transposed
         self._add_parameters(config.num_experts, config.intermediate_size, hidden_size)
         self.operations = operations
         self.run: RunExperts = call_experts
         self.adapter: nn.Module | None = None
 
     def _add_parameters(self, experts: int, inner: int, hidden_size: int) -> None:
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * inner, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden_size, inner))
+        gate_up, down = (2 * inner, hidden_size), (hidden_size, inner)
+        if self.is_transposed:
+            gate_up, down = gate_up[::-1], down[::-1]
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, *gate_up))
+        self.down_proj = nn.Parameter(torch.empty(experts, *down))
 
     @property
     def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
         """Output and input features of each of an expert's matrices."""
-        _, width, inner = self.down_proj.shape
+        inner, width = self.inner, self.width
         down: dict[Matrix, tuple[int, int]] = {"down_proj": (width, inner)}
         if self.is_stacked:
             return {"gate_up_proj": (2 * inner, width), **down}
@@ -141,7 +148,8 @@ class Experts(nn.Module):
             return weight_ENK.group_linear(x_RK, counts_E, multiply)
         # Explicit cast of fp32 weights beside autocast's hidden states: torch.autocast does not
         # cover grouped GEMMs.
-        return multiply(x_RK, weight_ENK.to(x_RK.dtype), counts_E)
+        weight_ENK = weight_ENK.to(x_RK.dtype)
+        return multiply(x_RK, weight_ENK.mT if self.is_transposed else weight_ENK, counts_E)
 
     def _add_adapter(
         self, matrix: Matrix, y_RN: torch.Tensor, x_RK: torch.Tensor, counts_E: torch.Tensor

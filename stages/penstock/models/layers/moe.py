@@ -75,7 +75,7 @@ class MoE(nn.Module):
         self.gate = Router(experts, width, precision=router)
         form = ClampedExperts if experts.clamped else Experts
         self.experts = form(experts, width, operations=operations)
-        self.names = experts.names
+        self.names, self.scales_inputs = experts.names, experts.scales_inputs
         if inner := experts.shared_intermediate_size:
             mlp = FeedForward(width, inner, bias=config.mlp_bias, gate=gate)
             self.add_module(self.names.shared, mlp)
@@ -99,7 +99,11 @@ class MoE(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
         choice_TK, weights_TK = self.gate(x_TD)
-        y_TD = self.dispatch(x_TD, choice_TK, weights_TK, self.experts)
+        routed_TD = x_TD
+        if self.scales_inputs:
+            routed_TD = x_TD * weights_TK.to(x_TD.dtype)  # K is 1
+            weights_TK = torch.ones_like(weights_TK)
+        y_TD = self.dispatch(routed_TD, choice_TK, weights_TK, self.experts)
         shared, gate = self.shared, self.shared_gate
         if shared is None:
             return self.finish_dispatch(y_TD)

@@ -80,7 +80,7 @@ def query_scale(
     scale: QueryScale, position_ids_T: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The factor of each token's queries, [T]."""
-    steps_T = torch.floor(position_ids_T / scale.length)
+    steps_T = torch.floor((position_ids_T + scale.first) / scale.length)
     return (1 + scale.beta * torch.log(1 + steps_T)).to(dtype)
 
 
