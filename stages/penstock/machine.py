@@ -210,12 +210,14 @@ def require_prefix_sharing_attention(run: RunConfig) -> None:
 def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The run without shared prompts, and a line that says so, if they are the default and the
     model's code cannot hide parts of a document."""
-    from penstock.models.registry import is_native
-
     data = run.data
     if not data.shares_prompts or data.share_prompts is not None:
         return run, ()
-    if is_native(resolve_hf_config(run), run.model.backend):
+    # A finished run of other data is known without the model.
+    from penstock.models.registry import is_native
+
+    hf_config, adapters = resolve_hf_config(run), run.lora.enable_lora
+    if is_native(hf_config, run.model.backend, adapters=adapters):
         return run, ()
     apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
     note = "data: prompts are stored before each answer; transformers' models cannot share them"

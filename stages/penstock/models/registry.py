@@ -165,12 +165,12 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto", *, adapters: bool
     )
 
 
-def is_native(hf_config: HfConfig, backend: Backend = "auto") -> bool:
-    """Whether our decoder computes the model of this config.json."""
+def is_native(hf_config: HfConfig, backend: Backend = "auto", *, adapters: bool = False) -> bool:
+    """Whether our decoder computes the model of this config.json, as `get_family` decides it."""
     family = native_family(hf_config)
     if backend == "transformers" or family is None:
         return False
-    return backend == "native" or _refusal(family, hf_config) is None
+    return backend == "native" or _refusal(family, hf_config, adapters) is None
 
 
 def native_family(hf_config: HfConfig) -> Family | None:

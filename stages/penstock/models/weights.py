@@ -97,7 +97,7 @@ class WeightMap:
     def is_transposed(self, native_name: str) -> bool:
         """Whether the matrices of this tensor, which stacks experts, are [in, out]."""
         del native_name
-        return bool(self.config.experts and self.config.experts.clamped)
+        return bool(self.config.experts and self.config.experts.is_transposed)
 
     def stack_parameter(self, native_name: str) -> str:
         """Transformers' parameter of a native tensor that stacks the experts of a layer."""

@@ -11,8 +11,6 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
-from penstock.models.automodel.outline import AutoModelConfig
-from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
 BIAS_FAMILIES = (
@@ -61,20 +59,6 @@ class RoutedLayers:
     num_experts: int
     aux_loss_coef: float
     """The model's own coefficient of the load-balancing loss."""
-
-    @staticmethod
-    def of(config: DecoderConfig) -> "RoutedLayers | None":
-        """Those of a model; None without any."""
-        if isinstance(config, AutoModelConfig):
-            outline = config.outline
-            layers = tuple(outline.routers.values())
-            return (
-                RoutedLayers(layers, outline.num_experts, outline.aux_loss_coef) if layers else None
-            )
-        experts = config.experts
-        if experts is None:
-            return None
-        return RoutedLayers(experts.layers, experts.num_experts, experts.aux_loss_coef)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from penstock.losses.load_balancing import (
     update_expert_bias,
     z_loss,
 )
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.router_observer import AuxLossGradient, RouterStats
@@ -54,11 +55,23 @@ def build_routers(
 
     Raises ConfigError if something is requested and the model has no routers.
     """
-    routed = RoutedLayers.of(config)
+    routed = routed_layers(config)
     balance = LoadBalancingConfig.of(train, routed)
     if balance is None or routed is None:
         return None
     return Routers(balance, routed, parts, params, mesh, ranks)
+
+
+def routed_layers(config: DecoderConfig) -> RoutedLayers | None:
+    """The layers of a model with routers that are observed; None without any."""
+    if isinstance(config, AutoModelConfig):
+        outline = config.outline
+        layers = tuple(outline.routers.values())
+        return RoutedLayers(layers, outline.num_experts, outline.aux_loss_coef) if layers else None
+    experts = config.experts
+    if experts is None:
+        return None
+    return RoutedLayers(experts.layers, experts.num_experts, experts.aux_loss_coef)
 
 
 class Routers:

@@ -131,6 +131,7 @@ class _Attention(torch.autograd.Function):
         return y_TNH
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        del dy_TNH
         q_TNH, k_TKH, v_TKH, *_ = ctx.saved_tensors
         return torch.empty_like(q_TNH), torch.empty_like(k_TKH), torch.empty_like(v_TKH)
