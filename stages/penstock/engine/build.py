@@ -400,9 +400,11 @@ def is_padded(config: DecoderConfig) -> bool:
 
 def splits_by_length(train: TrainConfig, config: DecoderConfig, routers: Routers | None) -> bool:
     """Whether micro-batches are split into padded batches of similar length. The losses of samples
-    and of packed sequences need theirs in one pass."""
-    needs_whole = train.objective == "preference" or (routers and routers.balances_rows)
-    return is_padded(config) and not needs_whole
+    and of packed sequences need theirs in one pass, and an optimizer in the backward pass needs one
+    pass of all."""
+    if train.objective == "preference" or train.fuse_optimizer_step:
+        return False
+    return is_padded(config) and not (routers and routers.balances_rows)
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContext:
