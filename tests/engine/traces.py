@@ -102,8 +102,8 @@ def _dequantized(job: Job, weights: loops.Arrays) -> loops.Arrays:
 
 def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Trace:
     """The same steps of transformers' model, with its update written out."""
-    # Of soft caps transformers' sdpa knows nothing.
-    attention = "eager" if kind == "soft caps" else "sdpa"
+    # Of soft caps and sinks transformers' sdpa knows nothing.
+    attention = "eager" if kind in ("soft caps", "dense sinks") else "sdpa"
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / kind, dtype=torch.float32, attn_implementation=attention
     )

@@ -31,9 +31,11 @@ WITH_WINDOWS = (
     "cohere2",
     "cwm",
     "exaone4",
+    "cohere2_moe",
     "exaone_moe",
     "gemma2",
     "gemma3_text",
+    "granite_swa",
     "mellum",
     "ministral",
     "olmo3",
@@ -43,6 +45,7 @@ for name in WITH_WINDOWS:
     BASES[name] |= {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 BASES["llama4_text"] |= {"no_rope_layers": [1, 0], "moe_layers": [1]}
+BASES["cohere2_moe"]["mlp_layer_types"] = ["dense", "sparse"]
 BASES["mellum"]["mlp_layer_types"] = ["dense", "sparse"]
 
 OTHER: dict[str, Any] = {
@@ -77,11 +80,17 @@ OTHER_ROPE: dict[str, Any] = {
     "olmo3": {"full_attention": {"rope_theta": 123.0}},
     "gemma3_text": {"full_attention": {"rope_theta": 123.0}},
     "gemma4_text": {"full_attention": {"rope_theta": 123.0}},
+    "granite_swa": {"rope_type": "linear", "factor": 2.0},
     "mellum": {"full_attention": {"rope_theta": 123.0}},
 }
 """Where RoPE has other types, or a table for each kind of layer."""
 
-KNOWN = {"use_bidirectional_attention": False, "clip_qkv": 1.0, "attn_logit_softcapping": 1.0}
+KNOWN = {
+    "use_bidirectional_attention": False,
+    "clip_qkv": 1.0,
+    "rms_norm_eps": 1.0,
+    "attn_logit_softcapping": 1.0,
+}
 """What an entry is that transformers writes as null."""
 
 

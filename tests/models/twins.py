@@ -171,6 +171,13 @@ FAMILIES |= {
     },
     "cohere": {"rope_parameters": FAST, "attention_bias": True, "pad_token_id": None},
     "cohere2": {**WINDOWS, "pad_token_id": None, "logit_scale": 0.5},
+    "granite_swa": {
+        **WINDOWS,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 3.0,
+        "layer_rope_theta": [100.0, 0, 100.0],
+    },
     "olmo": {"pad_token_id": None},
     "helium": {"head_dim": 8, "pad_token_id": None},
     "cwm": {**WINDOWS, "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
@@ -281,6 +288,18 @@ SPARSE = {
         "first_k_dense_replace": 1,
         "sliding_window": 5,
         "max_window_layers": 2,
+    },
+    "cohere2_moe": {
+        **WINDOWS,
+        "head_dim": 16,
+        "intermediate_size": 24,
+        "prefix_dense_intermediate_size": 40,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "shared_expert_combination_strategy": "sum",
+        "pad_token_id": None,
     },
     "exaone_moe": {
         **WINDOWS,
@@ -424,9 +443,11 @@ NEEDED = {
 LENGTHS = [7, 1, 20, 13]
 ALIKE = {
     "cohere",
+    "cohere2_moe",
     "cwm",
     "flex_olmo",
     "gemma4_text",
+    "granite_swa",
     "helium",
     "hy_v3",
     "internlm3",
@@ -457,7 +478,7 @@ class Twins:
     weights: WeightMap
 
 
-CAPPED = ("gpt_oss", "gemma2", "vaultgemma")
+CAPPED = ("gpt_oss", "granite_swa", "gemma2", "vaultgemma")
 
 
 def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel:

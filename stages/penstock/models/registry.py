@@ -11,6 +11,7 @@ from penstock.models.families.dense.ernie4_5 import ERNIE4_5
 from penstock.models.families.dense.exaone4 import EXAONE4
 from penstock.models.families.dense.glm import GLM, GLM4
 from penstock.models.families.dense.granite import GRANITE
+from penstock.models.families.dense.granite_swa import GRANITE_SWA
 from penstock.models.families.dense.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 from penstock.models.families.dense.hyperclovax import HYPERCLOVAX
 from penstock.models.families.dense.jais2 import JAIS2
@@ -57,6 +58,7 @@ from penstock.models.families.moe.qwen2_moe import QWEN2_MOE
 from penstock.models.families.moe.qwen3_moe import QWEN3_MOE
 from penstock.models.families.moe.solar_open import SOLAR_OPEN
 from penstock.models.families.parallel.cohere import COHERE, COHERE2
+from penstock.models.families.parallel.cohere2_moe import COHERE2_MOE
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
@@ -116,6 +118,8 @@ FAMILIES = {
         OLMO,
         COHERE,
         COHERE2,
+        COHERE2_MOE,
+        GRANITE_SWA,
         EXAONE_MOE,
         FLEX_OLMO,
         HY_V3,

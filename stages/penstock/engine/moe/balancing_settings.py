@@ -29,6 +29,7 @@ BIAS_FAMILIES = (
 MOE_FAMILIES = (
     *BIAS_FAMILIES,
     "deepseek_v2",
+    "cohere2_moe",
     "flex_olmo",
     "gpt_oss",
     "granitemoe",

@@ -1,5 +1,7 @@
 """Granite 3: Llama with factors of the embeddings, the outputs of layers, attention and logits."""
 
+from typing import Any
+
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_get, decoder_config
@@ -10,6 +12,11 @@ ROLES = DECODER_ROLES
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Granite's config.json."""
+    return granite_config(hf)
+
+
+def granite_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
+    """The DecoderConfig of a Granite of any kind, with these values."""
     bias = bool(config_get(hf, "attention_bias", False))
     return decoder_config(
         hf,
@@ -20,6 +27,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         residual_scale=config_get(hf, "residual_multiplier", 1.0),
         attention_scale=config_get(hf, "attention_multiplier", 1.0),
         logit_scale=1 / config_get(hf, "logits_scaling", 1.0),
+        **specific,
     )
 
 

@@ -41,18 +41,20 @@ def read_cohere2(hf: HfConfig) -> DecoderConfig:
 def cohere_config(hf: HfConfig, *, theta: float, **specific: Any) -> DecoderConfig:
     """The DecoderConfig of either, with these values."""
     bias = bool(config_get(hf, "attention_bias", False))
+    fields: dict[str, Any] = {
+        "norm": "layer_unbiased",
+        "rms_norm_eps": config_get(hf, "layer_norm_eps", 1e-5),
+    }
     return decoder_config(
         hf,
-        norm="layer_unbiased",
         parallel_block=True,
-        rms_norm_eps=config_get(hf, "layer_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters(hf, theta=theta)),
         rope_pairs="neighbours",
         qkv_bias=bias,
         o_bias=bias,
         logit_scale=config_get(hf, "logit_scale", 0.0625),
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
-        **specific,
+        **{**fields, **specific},
     )
 
 
