@@ -23,7 +23,8 @@ transformers on separate documents (relative difference at most 1e-4), it falls 
 over one batch, with all weights and with LoRA, a run that resumes from a checkpoint ends with the
 same bits, and the exported model has equal logits in transformers.
 
-- *backend*: the one that `model.backend: auto` takes.
+- *backend*: the one that `model.backend: auto` takes; where a native family does not compute a
+  config.json, or LoRA on it, that of transformers.
 - *documents*: `packed` rows give the outputs and gradients of separate documents; otherwise a
   micro-batch is computed as a `padded` batch of its documents.
 - *attention*: `varlen` is Penstock's attention over packed documents; otherwise that of
