@@ -318,7 +318,7 @@ def compile_linear_attention() -> None:
         ("*fp32", False, True, 128),
         ("*fp32", True, True, 128),
     )
-    for data, by_channel, has_rule, K in kinds if ALL else kinds[:2]:
+    for data, by_channel, has_rule, K in kinds if ALL else kinds[:1]:
         where = {"chunks_ptr": "*i32", "firsts_ptr": "*i32"}
         numbers = {"sums_ptr": "*fp32", "beta_ptr": data if has_rule else None}
         tensors = ("q_ptr", "k_ptr", "v_ptr", "dy_ptr", "y_ptr", "dv_ptr", "scores_ptr")

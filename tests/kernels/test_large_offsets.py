@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.causal_conv1d import causal_conv1d
+from penstock_kernels.causal_conv1d import triton as conv_triton
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.cross_entropy import triton as cross_entropy
 from penstock_kernels.cross_entropy.loss_terms import PLAIN, LogitGradFactors
@@ -18,6 +20,7 @@ from penstock_kernels.cross_entropy.reference import logits_to_grad_, softmax_st
 from penstock_kernels.dropout import triton as dropout
 from penstock_kernels.float8 import triton_quantize as float8
 from penstock_kernels.float8.float8_matrix import shape_of_scales
+from penstock_kernels.gated_rms_norm import gated_rms_norm
 from penstock_kernels.glu import packed_swiglu, swiglu
 from penstock_kernels.linear_attention import linear_attention
 from penstock_kernels.linear_attention import triton as linear_triton
@@ -63,6 +66,7 @@ CASES = {
     "rms_norm": (rms_norm, [(ROWS, WIDTH), (WIDTH,)], (1e-6,)),
     "rms_norm of heads": (rms_norm, [(ROWS, 32, 128), (128,)], (1e-6,)),
     "add_rms_norm": (add_rms_norm, [(ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)], (1e-6,)),
+    "gated_rms_norm": (gated_rms_norm, [(ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,)], (1e-6,)),
     "swiglu": (swiglu, [(ROWS, WIDTH), (ROWS, WIDTH)], ()),
     "packed_swiglu": (packed_swiglu, [(ROWS, 2 * WIDTH)], ()),
     "clamped_gate": (clamped_gate, [(ROWS, 2 * WIDTH)], (1.702, 7.0)),
@@ -221,6 +225,24 @@ def test_the_last_document_attends_linearly(has_rule, monkeypatch):
     # Those of q and k are sums over the values' width, of which only the last block is computed.
     if not has_rule:
         close(mine[0][-1:], theirs[0])
+
+
+def test_the_last_token_is_convolved(monkeypatch):
+    # So large, and so few tokens for a program, that the last one takes no seconds.
+    monkeypatch.setattr(conv_triton, "TILE", {"ROWS": 16, "BLOCK": WIDTH, "num_warps": 4})
+    monkeypatch.setattr(conv_triton, "MOST_PARTIALS", 4096)
+    x, taps = huge(ROWS, WIDTH).requires_grad_(), weight(WIDTH, 4)
+    segments = VarlenMetadata.of((ROWS - 1, 1))
+    y, state = causal_conv1d.backend("triton")(x, taps, None, segments, "silu")
+    end = x[-1:].detach().float().requires_grad_()
+    one = VarlenMetadata.of((1,))
+    want, _ = causal_conv1d.reference(end, taps, None, one, "silu")
+    close(y[-1:], want)
+    assert torch.equal(state[-1, -1], x[-1])
+    slope = huge(*y.shape)
+    [mine] = torch.autograd.grad(y, x, slope)
+    [theirs] = torch.autograd.grad(want, end, slope[-1:].float())
+    close(mine[-1:], theirs)
 
 
 def planned(cu_seqlens, num_tokens):

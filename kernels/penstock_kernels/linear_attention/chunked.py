@@ -1,27 +1,28 @@
 """Linear attention by chunks, in PyTorch: the implementation for CPUs, in fp32 and fp64.
 
-Its inputs and the delta rule's deltas are saved for the backward pass. It first passes all chunks
-again, for the states before them.
+Its inputs and the delta rule's deltas are saved for the backward pass. For each document it first
+passes the chunks again, for the states before them.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.custom_op import operator
+from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.linear_attention.chunk import Chunk, backward, forward, next_state
 from penstock_kernels.linear_attention.decays import decays_of
-from penstock_kernels.linear_attention.layout import CHUNK, Batch, batches_of
 
-MOST_CHUNKS = 16
-"""Chunks, each of a document and a head, that are computed at once, unless a token has more heads:
-theirs are a few megabytes."""
+CHUNK = 32
+"""Tokens of a chunk. With half as many as on a GPU, products within chunks cost half as much."""
 
 
 class _Packed:
-    """The inputs of all chunks, and their states."""
+    """The inputs of all documents."""
 
     def __init__(
         self,
@@ -30,80 +31,46 @@ class _Packed:
         v: torch.Tensor,
         log_decay: torch.Tensor,
         beta: torch.Tensor | None,
-        initial: torch.Tensor | None,
         cu_seqlens: torch.Tensor,
         scale: float,
     ) -> None:
         self.q, self.k, self.v, self.log_decay, self.beta = q, k, v, log_decay, beta
-        self.initial, self.scale, self.num_heads = initial, scale, v.shape[1]
+        self.bounds, self.scale, self.num_heads = cu_seqlens.tolist(), scale, v.shape[1]
         self.wide = torch.promote_types(v.dtype, torch.float32)
-        lengths = tuple(cu_seqlens.diff().tolist())
-        self.batches = batches_of(lengths, max(1, MOST_CHUNKS // self.num_heads), CHUNK)
-        self.state_shape = len(lengths), self.num_heads, k.shape[2], v.shape[2]
+        self.state_shape = len(self.bounds) - 1, self.num_heads, k.shape[2], v.shape[2]
 
-    def read(self, batch: Batch, *sides: torch.Tensor) -> torch.Tensor:
-        """Tensors [T, heads, ...] by chunks, [H, sides, C, ...]; zeros where a chunk is filled up.
+    def documents(self) -> Iterator[tuple[int, list[slice]]]:
+        """Numbers, and chunks."""
+        for document, (start, end) in enumerate(pairwise(self.bounds)):
+            starts = range(start, end, CHUNK)
+            yield document, [slice(at, min(at + CHUNK, end)) for at in starts]
 
-        A key head is repeated for its value heads.
-        """
-        is_full = all(some.stop - some.start == CHUNK for some in batch.tokens)
-        make = torch.empty if is_full else torch.zeros
-        heads, of_each = sides[0].shape[1], self.num_heads // sides[0].shape[1]
-        shape = len(batch.tokens), heads, of_each, len(sides), CHUNK, *sides[0].shape[2:]
-        found = make(shape, dtype=self.wide)
-        for at, some in enumerate(batch.tokens):
-            for side, x in enumerate(sides):
-                rows = x[some].transpose(0, 1).unsqueeze(1)
-                found[at, :, :, side, : rows.shape[2]].copy_(rows)
-        return found.flatten(0, 2)
+    def read(self, x: torch.Tensor, tokens: slice) -> torch.Tensor:
+        """A chunk of a tensor [T, heads, ...] as [N, C, ...]; a key head is repeated for its value
+        heads. Decays by channel halve chunks, so zeros fill them up to a power of 2."""
+        found = x[tokens].transpose(0, 1).to(self.wide)
+        if x.shape[1] < self.num_heads:
+            found = found.repeat_interleave(self.num_heads // x.shape[1], dim=0)
+        length = tokens.stop - tokens.start
+        if self.log_decay.ndim == 3 and (missing := next_power_of_2(length) - length):
+            found = F.pad(found, (*[0, 0] * (found.ndim - 2), 0, missing))
+        return found
 
-    def write(self, batch: Batch, x: torch.Tensor, found: torch.Tensor | None) -> None:
-        """[H, C, ...] into x, [T, heads, ...], summed over the value heads of a key head."""
+    def write(self, x: torch.Tensor, tokens: slice, found: torch.Tensor | None) -> None:
+        """[N, C, ...] into x, [T, heads, ...], summed over the value heads of a key head."""
         if found is None:
             return
-        heads = x.shape[1]
-        of_each = self.num_heads // heads
-        found = found.unflatten(0, (-1, heads, of_each))
-        found = found.sum(2) if of_each > 1 else found.squeeze(2)
-        for at, some in enumerate(batch.tokens):
-            x[some].copy_(found[at, :, : some.stop - some.start].transpose(0, 1))
+        if x.shape[1] < self.num_heads:
+            found = found.unflatten(0, (x.shape[1], -1)).sum(1)
+        x[tokens] = found[:, : tokens.stop - tokens.start].transpose(0, 1)
 
-    def chunk(self, batch: Batch) -> Chunk:
-        """The inputs of a batch."""
-        qk_H2CK = self.read(batch, self.q, self.k)
-        qk_H2CK[:, 0].mul_(self.scale)
-        v_HCV = self.read(batch, self.v).squeeze(1)
-        decays = decays_of(self.read(batch, self.log_decay).squeeze(1))
-        beta = None
-        if self.beta is not None:
-            beta = self.read(batch, self.beta).squeeze(1).unsqueeze(-1)
-        return Chunk(qk_H2CK, v_HCV, decays, beta)
-
-    def scan(
-        self, deltas_of: Callable[[Batch, Chunk, torch.Tensor | None], torch.Tensor | None]
-    ) -> torch.Tensor:
-        """Pass each batch with the state before it, and return the states after the last."""
-        if self.initial is None:
-            states = torch.empty(self.state_shape, dtype=self.wide)
-        else:
-            states = self.initial.to(self.wide, copy=True)
-        for batch in self.batches:
-            chunk, before = self.chunk(batch), None
-            if self.initial is not None or not batch.is_first:
-                before = _of_documents(states, batch)
-            after = next_state(chunk, deltas_of(batch, chunk, before), before)
-            _put(states, batch, after)
-        return states
-
-
-def _of_documents(states: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """A copy, [H, K, V]."""
-    return torch.cat([states[document] for document in batch.documents])
-
-
-def _put(states: torch.Tensor, batch: Batch, found: torch.Tensor) -> None:
-    for document, one in zip(batch.documents, found.split(states.shape[1]), strict=True):
-        states[document] = one
+    def chunk(self, tokens: slice) -> Chunk:
+        """The inputs of a chunk."""
+        qk = torch.stack((self.read(self.q, tokens), self.read(self.k, tokens)), dim=1)
+        qk[:, 0].mul_(self.scale)
+        decays = decays_of(self.read(self.log_decay, tokens))
+        beta = None if self.beta is None else self.read(self.beta, tokens).unsqueeze(-1)
+        return Chunk(qk, self.read(self.v, tokens), decays, beta)
 
 
 def _forward(
@@ -117,20 +84,27 @@ def _forward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Outputs, final states, and the delta rule's deltas, [T, N, V], empty without it."""
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    packed = _Packed(*given, cu_seqlens, scale)
+    packed = _Packed(q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, cu_seqlens, scale)
     y_TNV = v_TNV.new_empty(v_TNV.shape)
     deltas_TNV = v_TNV.new_empty((0,) if beta_TN is None else v_TNV.shape, dtype=packed.wide)
-
-    def solve(batch: Batch, chunk: Chunk, before: torch.Tensor | None) -> torch.Tensor | None:
-        y_HCV, deltas_HCV = forward(chunk, before)
-        packed.write(batch, y_TNV, y_HCV)
-        packed.write(batch, deltas_TNV, deltas_HCV)
-        return deltas_HCV
-
+    final_BNKV = v_TNV.new_empty(packed.state_shape, dtype=packed.wide)
     with torch.autocast("cpu", enabled=False):
-        final_BNKV = packed.scan(solve)
+        for document, chunks in packed.documents():
+            state = _state(initial_state_BNKV, document, packed.wide)
+            for tokens in chunks:
+                chunk = packed.chunk(tokens)
+                y_NCV, deltas_NCV = forward(chunk, state)
+                packed.write(y_TNV, tokens, y_NCV)
+                packed.write(deltas_TNV, tokens, deltas_NCV)
+                state = next_state(chunk, deltas_NCV, state)
+            final_BNKV[document] = state
     return y_TNV, final_BNKV, deltas_TNV
+
+
+def _state(
+    states_BNKV: torch.Tensor | None, document: int, wide: torch.dtype
+) -> torch.Tensor | None:
+    return None if states_BNKV is None else states_BNKV[document].to(wide)
 
 
 def _forward_fake(
@@ -164,42 +138,50 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients; those of absent inputs are empty."""
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN
     packed = _Packed(*given, cu_seqlens, scale)
-    absent = v_TNV.new_empty(0)
-    dq, dk, dv, dlog_decay, dbeta = (
-        absent if x is None else x.new_empty(x.shape) for x in given[:5]
-    )
-    passed: list[tuple[Chunk, torch.Tensor | None, torch.Tensor | None]] = []
-
-    def keep(batch: Batch, chunk: Chunk, before: torch.Tensor | None) -> torch.Tensor | None:
-        deltas = None if beta_TN is None else packed.read(batch, deltas_TNV).squeeze(1)
-        passed.append((chunk, deltas, before))
-        return deltas
-
-    wants_initial = initial_state_BNKV is not None
+    gradients = _empty_gradients(v_TNV, *given, initial_state_BNKV)
+    *by_token, dinitial_BNKV = gradients
     with torch.autocast("cpu", enabled=False):
-        packed.scan(keep)
-        if dfinal_BNKV is None:
-            dstates = torch.zeros(packed.state_shape, dtype=packed.wide)
-        else:
-            dstates = dfinal_BNKV.to(packed.wide, copy=True)
-        for batch in reversed(packed.batches):
-            dnext = None
-            if dfinal_BNKV is not None or not batch.is_last:
-                dnext = _of_documents(dstates, batch)
-            dy = packed.read(batch, dy_TNV).squeeze(1)
-            wants_state = wants_initial or not batch.is_first
-            slopes = backward(*passed.pop(), dy, dnext, wants_state)
-            packed.write(batch, dq, slopes.q.mul_(scale))
-            packed.write(batch, dk, slopes.k)
-            packed.write(batch, dv, slopes.v)
-            packed.write(batch, dlog_decay, slopes.log_decay)
-            packed.write(batch, dbeta, slopes.beta)
-            if wants_state and slopes.state is not None:
-                _put(dstates, batch, slopes.state)
-    dinitial = dstates.to(initial_state_BNKV.dtype) if initial_state_BNKV is not None else absent
-    return dq, dk, dv, dlog_decay, dbeta, dinitial
+        for document, chunks in packed.documents():
+            state = _state(initial_state_BNKV, document, packed.wide)
+            passed = _passed(packed, chunks, deltas_TNV, state)
+            dstate = _state(dfinal_BNKV, document, packed.wide)
+            for tokens in reversed(chunks):
+                dy_NCV = packed.read(dy_TNV, tokens).contiguous()
+                wants_state = tokens is not chunks[0] or initial_state_BNKV is not None
+                slopes = backward(*passed.pop(), dy_NCV, dstate, wants_state)
+                slopes.q.mul_(scale)
+                found = slopes.q, slopes.k, slopes.v, slopes.log_decay, slopes.beta
+                for gradient, one in zip(by_token, found, strict=True):
+                    packed.write(gradient, tokens, one)
+                dstate = slopes.state
+            if initial_state_BNKV is not None and dstate is not None:
+                dinitial_BNKV[document] = dstate
+    return gradients
+
+
+def _passed(
+    packed: _Packed, chunks: Sequence[slice], deltas_TNV: torch.Tensor, state: torch.Tensor | None
+) -> list[tuple[Chunk, torch.Tensor | None, torch.Tensor | None]]:
+    """Chunks of a document, their deltas, and the states before them."""
+    passed = []
+    for tokens in chunks:
+        chunk = packed.chunk(tokens)
+        deltas_NCV = None if packed.beta is None else packed.read(deltas_TNV, tokens)
+        passed.append((chunk, deltas_NCV, state))
+        if tokens is not chunks[-1]:
+            state = next_state(chunk, deltas_NCV, state)
+    return passed
+
+
+def _empty_gradients(
+    v_TNV: torch.Tensor, *given: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v, log_decay, beta, initial = (
+        v_TNV.new_empty(0) if x is None else x.new_empty(x.shape) for x in given
+    )
+    return q, k, v, log_decay, beta, initial
 
 
 def _backward_fake(
@@ -216,11 +198,8 @@ def _backward_fake(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     del dy_TNV, dfinal_BNKV, deltas_TNV, cu_seqlens, scale
-    given = (q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV)
-    q, k, v, log_decay, beta, initial = (
-        v_TNV.new_empty(0) if x is None else x.new_empty(x.shape) for x in given
-    )
-    return q, k, v, log_decay, beta, initial
+    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    return _empty_gradients(v_TNV, *given)
 
 
 _gradients_of = operator("linear_attention_chunked_gradients", _backward, fake=_backward_fake)

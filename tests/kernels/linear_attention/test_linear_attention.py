@@ -23,8 +23,6 @@ on_cpu = linear_attention.backend("chunked")
 @pytest.mark.parametrize("seeds", HUNDREDS)
 def test_chunks_and_their_gradients_are_the_recurrence(seeds, monkeypatch):
     for seed in seeds:
-        # Batches of several documents, and of one.
-        monkeypatch.setattr(chunked, "MOST_CHUNKS", 1 + seed % 8)
         monkeypatch.setattr(chunked, "CHUNK", (32, 64, 8)[seed % 3])
         case = drawn(seed)
         want = case.with_gradients(linear_attention.reference)
