@@ -4,7 +4,7 @@ Each finds the documents of its tokens in their borders. The backward pass recom
 the activation, also those of the next tokens, which are read from the caches.
 """
 
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

@@ -39,8 +39,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         normed = (x if norm_first else x * gated).unflatten(-1, (groups, -1))
         scale = torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
         normed = (normed * scale).flatten(-2)
+        dgated = slope * normed * weight
         if norm_first:
-            dgated = slope * normed * weight
             slope = slope * gated
         dweight_D = None
         if ctx.needs_input_grad[2]:

@@ -82,7 +82,7 @@ def next_state(
 ) -> torch.Tensor:
     """The state after the chunk."""
     keys_HKC = (chunk.k * chunk.decays.until_end).mT
-    updates_HCV = chunk.v if deltas_HCV is None else deltas_HCV * chunk.beta
+    updates_HCV = _updates(chunk, deltas_HCV)
     if state_HKV is None:
         return torch.bmm(keys_HKC, updates_HCV)
     return (state_HKV * chunk.decays.total).baddbmm_(keys_HKC, updates_HCV)
@@ -104,7 +104,7 @@ def backward(
     decays, rows_HRCK, k_HCK = chunk.decays, chunk.rows, chunk.k
     beta_HC1 = chunk.beta
     products_HRCC = decays.products(rows_HRCK, k_HCK)
-    updates_HCV = chunk.v if deltas_HCV is None else deltas_HCV * beta_HC1
+    updates_HCV = _updates(chunk, deltas_HCV)
 
     # Of what is added to the state.
     dv_HCV = torch.bmm(products_HRCC[:, 0].mT, dy_HCV)
@@ -150,6 +150,13 @@ def backward(
         dk_HCK += drows_HRCK[:, 1]
     dlog_decay = decays.gradient(dsums_HCK)
     return ChunkGradients(drows_HRCK[:, 0], dk_HCK, dv_HCV, dlog_decay, dbeta_HC, dstate_HKV)
+
+
+def _updates(chunk: Chunk, deltas_HCV: torch.Tensor | None) -> torch.Tensor:
+    """What keys add to the state: beta D, or v."""
+    if deltas_HCV is None or chunk.beta is None:
+        return chunk.v
+    return deltas_HCV * chunk.beta
 
 
 def _solution(products_HCC: torch.Tensor, beta_HC1: torch.Tensor) -> torch.Tensor:

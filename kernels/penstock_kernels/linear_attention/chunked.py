@@ -97,6 +97,7 @@ def _forward(
                 packed.write(y_TNV, tokens, y_NCV)
                 packed.write(deltas_TNV, tokens, deltas_NCV)
                 state = next_state(chunk, deltas_NCV, state)
+            assert state is not None, "documents have tokens"
             final_BNKV[document] = state
     return y_TNV, final_BNKV, deltas_TNV
 

@@ -84,9 +84,8 @@ def _run(
     forward.make_products[(num_chunks, N)](
         *(q, k, sums, beta, chunks, scores, solution, scale, *sizes),
         BLOCK=small["BLOCK_K"],
-        num_warps=PRODUCT_WARPS,
-        num_stages=1,
         **how,
+        **{"num_warps": PRODUCT_WARPS, "num_stages": 1},
     )
     states = v.new_empty(num_chunks, N, K, V)
     scan = tile_of_scan(K, V)

@@ -1,6 +1,6 @@
 """Kernels of linear attention's backward pass; the mathematics is in `chunk.py`."""
 
-# pyright: reportArgumentType=false, reportReturnType=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl

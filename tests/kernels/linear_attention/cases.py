@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ class Case:
     """Arguments of the operation, with slopes of its results."""
 
     lengths: tuple[int, ...]
-    tensors: tuple[torch.Tensor | None, ...]
+    tensors: tuple[Any, ...]
     """q, k, v, log_decay, beta and initial_state."""
     slopes: tuple[torch.Tensor, torch.Tensor]
     scale: float

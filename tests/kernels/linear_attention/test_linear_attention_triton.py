@@ -1,5 +1,6 @@
 """Linear attention on Triton, judged by the recurrence in fp64."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from tests.kernels.where import DEVICE, needs_triton
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("poisoned")]
 
-ROUNDING = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+ROUNDING = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 """Interpreted, a kernel cuts bits off where a GPU rounds."""
 
 SEEDS = [
@@ -24,7 +25,8 @@ SEEDS = [
 
 
 def on_triton(*given):
-    return linear_attention.backend("triton")(*given)
+    run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_attention.backend("triton")
+    return run(*given)
 
 
 def calm(case):
