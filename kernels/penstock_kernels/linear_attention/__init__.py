@@ -31,7 +31,8 @@ def _misfit(
     if (len(q), len(v)) != (3, 3) or q != k or q[0] != v[0] or not q[1] or v[1] % q[1]:
         return f"q is {q}, k is {k} and v is {v}"
     decay = tuple(log_decay_TN.shape)
-    if decay not in (v[:2], (*v[:2], k[2])):
+    # Sizes may be symbolic, and are not found in a tuple of tuples.
+    if decay != v[:2] and decay != (*v[:2], k[2]):
         return f"log_decay is {decay}, and v is {v}"
     if beta_TN is not None and tuple(beta_TN.shape) != v[:2]:
         return f"beta is {tuple(beta_TN.shape)}, and v is {v}"
