@@ -1,9 +1,9 @@
 """Linear attention on one CPU thread, ours and transformers' PyTorch implementation: `python -m
 tests.bench.kernels.bench_linear_attention [--lengths L ...] [--heads N] [--width K]`.
 
-Forward and backward in float32, by default of as many heads as Qwen3-Next has. transformers' functions know no documents' borders: they are called
-for each document. Runs alternate; printed are milliseconds, and how many times as long transformers
-takes. The goal is 2.
+Forward and backward in float32, by default of as many heads as Qwen3-Next has. transformers'
+functions know no documents' borders: they are called for each document. Runs alternate; printed are
+milliseconds, and how many times as long transformers takes. The goal is 2.
 """
 
 import argparse
