@@ -1,5 +1,7 @@
 """Checkpoints as DeepSeek publishes them: FP8 tiles, and a layer that predicts further tokens."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -124,7 +126,7 @@ def in_tiles(weight):
 
 def test_published_tiles_of_every_layer_are_read_also_of_the_one_that_is_not_trained(tmp_path):
     # Of no size a multiple of a tile's.
-    ranks = {"kv_lora_rank": 200, "q_lora_rank": 136, "moe_intermediate_size": 136}
+    ranks: dict[str, Any] = {"kv_lora_rank": 200, "q_lora_rank": 136, "moe_intermediate_size": 136}
     tensors = write_model(tmp_path, **ranks)
     kept = ("embed_tokens", "lm_head", "norm", ".gate.", "eh_proj")
     stored, wanted = {}, {}
