@@ -41,6 +41,13 @@ CASES = {
     ),
     # Tensors of all experts that the model and the checkpoint call otherwise.
     "granitemoe": LoraSpec(4, 6.0, ["gate_up_proj", "down_proj"], experts="shared", scaling="root"),
+    # Low-rank projections of queries and of latent vectors.
+    "deepseek_v3": LoraSpec(
+        4,
+        6.0,
+        ["q_*proj", "kv_a_proj_with_mqa", "kv_b_proj", "experts.*.up_proj"],
+        experts="hybrid",
+    ),
     "dots1": LoraSpec(4, 6.0, ["mlp.experts.*.gate_proj", "shared_experts.down_proj"]),
     "minimax_m2": LoraSpec(4, 6.0, ["w2", "layers.1.self_attn.k_proj"], experts="hybrid"),
     "hunyuan_v1_moe": LoraSpec(4, 6.0, ["gate_proj", "v_proj"]),
