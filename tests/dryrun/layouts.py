@@ -55,6 +55,7 @@ LATENT: dict[str, Any] = {
     **DENSE,
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
     "num_key_value_heads": 16,
     "head_dim": None,
     "q_lora_rank": 768,

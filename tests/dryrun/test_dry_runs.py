@@ -23,7 +23,7 @@ ROUGH = {
     "zbv": (0.8, 1.1),
     # Of gathered experts, two layers are assumed to be there at once.
     "moe, tp": (0.9, 1.25),
-    "latent attention, tp": (0.9, 1.35),
+    "latent attention, tp": (0.9, 1.4),
 }
 """Bounds of the estimate over the peak where it is rougher, and why."""
 
