@@ -87,6 +87,10 @@ class ContextParallel:
             mine = reduce_from_tp_region(mine, group, "whole")
         return mine
 
+    def gather_tokens(self, x_S: torch.Tensor) -> torch.Tensor:
+        """All tokens of a per-token tensor, where `attend` supports a KV cache; no gradients."""
+        return self._ulysses.gather(x_S) if self._ulysses else x_S
+
     def shard_tensor(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from penstock.engine.distributed.collectives import all_gather_dim0
 from penstock.models.layers.attention import AttentionFn
 from penstock_kernels.attention import VarlenMetadata
 
@@ -48,17 +49,26 @@ class Ulysses:
             sinks_N: torch.Tensor | None = None,
             soft_cap: float | None = None,
         ) -> torch.Tensor:
+            is_one = v_SKH is k_SKH
             repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
-            if repeats > 1:
+            if repeats > 1 and is_one:
+                k_SKH = k_SKH.repeat_interleave(repeats, dim=1)
+            elif repeats > 1:
                 k_SKH, v_SKH = (x.repeat_interleave(repeats, dim=1) for x in (k_SKH, v_SKH))
             # One all-to-all for all three: separate ones would cost three times the latency.
-            q_TNH, k_TKH, v_TKH = _ToHeads.apply(self, q_SNH, k_SKH, v_SKH)
+            parts = (k_SKH,) if is_one else (k_SKH, v_SKH)
+            q_TNH, k_TKH, *others = _ToHeads.apply(self, q_SNH, *parts)
+            v_TKH = k_TKH if is_one else others[0]
             if sinks_N is not None:
                 sinks_N = sinks_N.chunk(self.size)[self.index]
             y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
             return _ToTokens.apply(self, y_TNH)
 
         return over_heads
+
+    def gather(self, x_S: torch.Tensor) -> torch.Tensor:
+        """All tokens of what each rank has of its share; without gradients."""
+        return all_gather_dim0(x_S, self.group)
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """[S, n, H] of each part to [T, n / size, H], which are views of one tensor."""

@@ -12,7 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.generation.kv_cache import KVCache, decode_segments, prefill_segments
+from penstock.engine.generation.kv_cache import (
+    GatherTokens,
+    KVCache,
+    decode_segments,
+    prefill_segments,
+)
 from penstock.engine.generation.sequences import DecodingSequence
 from penstock.rows.collate import MicroBatch, collate
 from penstock.rows.reader import Row
@@ -84,9 +89,14 @@ class KVCachedDecode:
     """
 
     def __init__(
-        self, sequences: Sequence[DecodingSequence], limits: Limits, device: torch.device
+        self,
+        sequences: Sequence[DecodingSequence],
+        limits: Limits,
+        device: torch.device,
+        gather: GatherTokens,
     ) -> None:
-        self._waiting, self._limits, self._device = deque(sequences), limits, device
+        self._waiting, self._limits = deque(sequences), limits
+        self._device, self._gather = device, gather
         self._active: list[DecodingSequence] = []
         """The sequences in the cache, by cache row."""
         self._cache = KVCache(limits.kv_cache_tokens)
@@ -103,7 +113,9 @@ class KVCachedDecode:
                     [group[0].prompt.tokens for group in groups], self._limits.pad_to_multiple_of
                 ),
                 groups,
-                lambda plain: prefill_segments(plain, self._cache, rows, self._device),
+                lambda plain: prefill_segments(
+                    plain, self._cache, rows, self._device, self._gather
+                ),
             )
         if not self._active:
             return None

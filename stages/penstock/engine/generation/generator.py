@@ -2,8 +2,8 @@
 
 Every rank takes part in every pass, under any layout, and every rank gets all completions.
 Sequences are split over replicas; apart from rounding, samples do not depend on that. Ring
-attention has no KV cache, nor has latent attention with Ulysses, and neither have sequences so long
-that RoPE scaling depends on their length: each of their tokens costs a full forward pass.
+attention has no KV cache, and neither have sequences so long that RoPE scaling depends on their
+length: each of their tokens costs a full forward pass.
 
 T tokens of a pass, S positions where a token is sampled or scored, C positions of a chunk, V
 vocabulary.
@@ -205,7 +205,7 @@ class Generator:
         kept = [one for one in here if one.max_length <= self.max_cached_length]
         others = [one for one in here if one.max_length > self.max_cached_length]
         return [
-            KVCachedDecode(kept, limits, self.ranks.device),
+            KVCachedDecode(kept, limits, self.ranks.device, self.layout.context.gather_tokens),
             FullRecomputeDecode(others, limits),
         ]
 
@@ -342,14 +342,12 @@ def build_generator(
     if config.latent:
         numbers = config.latent.kv_rank + config.latent.rope_dim
     numbers *= layers
-    # Ranks that share heads hold other tokens' latent vectors.
-    has_cache = layout.context.supports_kv_cache and not (config.latent and degrees.ulysses > 1)
     generator = Generator(
         layout,
         ranks,
         logits,
         tokens_multiple(train),
-        max_cached_length=config.cacheable_length if has_cache else 0,
+        max_cached_length=config.cacheable_length if layout.context.supports_kv_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
     )
     if not train.enable_compile:

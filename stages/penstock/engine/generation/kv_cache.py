@@ -4,7 +4,7 @@ T tokens of a pass, B sequences, C token slots per row, K key and value heads, N
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, count
 from typing import ClassVar
@@ -19,6 +19,15 @@ from penstock_kernels.to_device import to_device
 
 ALLOCATION_STEP = 64
 """Rows are allocated in multiples of so many tokens."""
+
+
+GatherTokens = Callable[[torch.Tensor], torch.Tensor]
+"""Returns all tokens of a pass, given those of this rank."""
+
+
+def _whole(x_T: torch.Tensor) -> torch.Tensor:
+    """This rank has all tokens."""
+    return x_T
 
 
 class KVCache:
@@ -103,6 +112,7 @@ class Prefill(CachedSegments):
     """int64 [E]: the row of each."""
     places: torch.Tensor
     """int64 [E]: the position of each in its row."""
+    gather: GatherTokens
     calls: "count[int]" = field(default_factory=count)
 
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -111,6 +121,11 @@ class Prefill(CachedSegments):
         kept = self.cache.layer(next(self.calls), parts)
         for x_BKCH, x_TKH in zip(kept, parts, strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
+
+    def store_latents(self, x_S1H: torch.Tensor) -> None:
+        """Cache what the heads of the current layer share, of this rank's tokens."""
+        x_T1H = self.gather(x_S1H)
+        self.store(x_T1H, x_T1H)
 
     def uncached(self) -> VarlenMetadata:
         """The same documents, not to be cached."""
@@ -201,7 +216,11 @@ class DecodeStep(CachedSegments):
 
 
 def prefill_segments(
-    segments: VarlenMetadata, cache: KVCache, rows: Sequence[int], device: torch.device
+    segments: VarlenMetadata,
+    cache: KVCache,
+    rows: Sequence[int],
+    device: torch.device,
+    gather: GatherTokens = _whole,
 ) -> VarlenMetadata:
     """Segments of a prefill pass, which fills the KV cache.
 
@@ -228,6 +247,7 @@ def prefill_segments(
         tokens=to_device(torch.cat(tokens), device),
         rows=to_device(torch.cat(into), device),
         places=to_device(torch.cat(places), device),
+        gather=gather,
     )
 
 

@@ -52,6 +52,10 @@ class CachedSegments(VarlenMetadata):
         which is then cached once."""
         raise NotImplementedError
 
+    def store_latents(self, x_S1H: torch.Tensor) -> None:
+        """Cache what the heads of the current layer share, of this rank's tokens, in a prefill."""
+        raise NotImplementedError
+
     def uncached(self) -> VarlenMetadata:
         """The same documents for attention without the cache."""
         raise NotImplementedError

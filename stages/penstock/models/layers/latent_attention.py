@@ -93,7 +93,7 @@ class LatentAttention(nn.Module):
             latent_T1L = torch.cat((latent_TR.unsqueeze(1), k_T1P), dim=-1)
             if segments.is_decode:
                 return self.o_proj(self._decode(q_TNn, q_TNP, latent_T1L, segments).flatten(1))
-            segments.store(latent_T1L, latent_T1L)
+            segments.store_latents(latent_T1L)
             segments = segments.uncached()
         q_TNW = self._padded(torch.cat((q_TNn, q_TNP), dim=-1))
         y_TNW = self.run_core(self._core, q_TNW, *self._keys_values(latent_TR, k_T1P), segments)
