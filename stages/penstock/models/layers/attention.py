@@ -186,5 +186,5 @@ class SelfAttention(nn.Module):
         if self.merge_qkv:
             q, k, *v = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
         else:
-            q, k, *v = (self.get_submodule(part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+            q, k, *v = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
         return q, k, v[0] if v else k
