@@ -191,6 +191,8 @@ def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: CausalLM) -> Non
         )
     biased = [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
     if spec.bias == "lora_only":
+        # Norms and routers have no adapters, and a bias of theirs is not one of an adapted layer.
+        biased = [name for name in biased if isinstance(whole.get_submodule(name), nn.Linear)]
         biased = [
             name for name in biased if not set(checkpoint_layers(whole, name)).isdisjoint(chosen)
         ]

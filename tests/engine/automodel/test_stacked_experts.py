@@ -9,9 +9,13 @@ import pytest
 import torch
 import transformers
 
+from penstock.adapters.inject import LoraSpec, inject
 from penstock.core.sources.pin import pin_model, pin_tokenizer
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat, LoraArgs, ModelSource
+from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.automodel.family import auto_family
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import CHECKPOINTS, Job
 from tests.engine import loops
@@ -95,3 +99,19 @@ def test_an_adapter_of_experts_is_the_same_in_peft_and_merged(tmp_path, model_ty
     wanted = _logits(adapted)
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
     assert (_logits(merged) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss"])
+def test_biases_of_adapted_layers_are_trained_and_not_those_of_norms(model_type):
+    values = {**tiny_models.tiny_config(model_type).to_dict(), "model_type": model_type}
+    family = auto_family(values)
+    config = family.read(values)
+    assert isinstance(config, AutoModelConfig)
+    model = AutoCausalLM(values, config)
+    spec = LoraSpec(4, 8, family.lora_targets, bias="lora_only")
+    with torch.device("meta"):
+        chosen = inject(model, spec)
+    learning = {name for name, p in model.named_parameters() if p.requires_grad}
+    biases = {name for name in learning if name.endswith(".bias")}
+    assert biases
+    assert {name.removesuffix(".bias") for name in biases} <= set(chosen)
