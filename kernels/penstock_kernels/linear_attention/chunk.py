@@ -1,6 +1,6 @@
-"""One chunk of linear attention, forward and backward, for several documents and heads at once.
+"""One chunk of linear attention, forward and backward, for all heads at once.
 
-H chunks of C tokens; K and V the widths of a key and of a value. Within a chunk the recurrence is
+H heads, C tokens; K and V the widths of a key and of a value. Within a chunk the recurrence is
 solved in closed form. With q~, k~ decayed since the chunk's start, k^ until its end, and S the
 state before it:
 

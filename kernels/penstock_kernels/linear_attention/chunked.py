@@ -1,7 +1,7 @@
 """Linear attention by chunks, in PyTorch: the implementation for CPUs, in fp32 and fp64.
 
-Its inputs and the delta rule's deltas are saved for the backward pass. For each document it first
-passes the chunks again, for the states before them.
+Its inputs and the delta rule's deltas are saved for the backward pass, which passes each document's
+chunks again for the states before them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,10 @@ from penstock_kernels.linear_attention.decays import decays_of
 
 CHUNK = 32
 """Tokens of a chunk. With half as many as on a GPU, products within chunks cost half as much."""
+
+KEPT = 64
+"""Chunks whose inputs and states the backward pass has in memory at a time: those of a longer
+document are passed once more."""
 
 
 class _Packed:
@@ -146,34 +150,45 @@ def _backward(
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)
-            passed = _passed(packed, chunks, deltas_TNV, state)
+            parts = [chunks[at : at + KEPT] for at in range(0, len(chunks), KEPT)]
+            befores = [state]
+            for part in parts[:-1]:
+                befores.append(_passed(packed, part, deltas_TNV, befores[-1])[1])
             dstate = _state(dfinal_BNKV, document, packed.wide)
-            for tokens in reversed(chunks):
-                dy_NCV = packed.read(dy_TNV, tokens).contiguous()
-                wants_state = tokens is not chunks[0] or initial_state_BNKV is not None
-                slopes = backward(*passed.pop(), dy_NCV, dstate, wants_state)
-                slopes.q.mul_(scale)
-                found = slopes.q, slopes.k, slopes.v, slopes.log_decay, slopes.beta
-                for gradient, one in zip(by_token, found, strict=True):
-                    packed.write(gradient, tokens, one)
-                dstate = slopes.state
+            for part in reversed(parts):
+                passed, _ = _passed(packed, part, deltas_TNV, befores.pop(), keep=True)
+                for tokens in reversed(part):
+                    dy_NCV = packed.read(dy_TNV, tokens).contiguous()
+                    wants_state = tokens is not chunks[0] or initial_state_BNKV is not None
+                    slopes = backward(*passed.pop(), dy_NCV, dstate, wants_state)
+                    slopes.q.mul_(scale)
+                    found = slopes.q, slopes.k, slopes.v, slopes.log_decay, slopes.beta
+                    for gradient, one in zip(by_token, found, strict=True):
+                        packed.write(gradient, tokens, one)
+                    dstate = slopes.state
             if initial_state_BNKV is not None and dstate is not None:
                 dinitial_BNKV[document] = dstate
     return gradients
 
 
 def _passed(
-    packed: _Packed, chunks: Sequence[slice], deltas_TNV: torch.Tensor, state: torch.Tensor | None
-) -> list[tuple[Chunk, torch.Tensor | None, torch.Tensor | None]]:
-    """Chunks of a document, their deltas, and the states before them."""
+    packed: _Packed,
+    part: Sequence[slice],
+    deltas_TNV: torch.Tensor,
+    state: torch.Tensor | None,
+    *,
+    keep: bool = False,
+) -> tuple[list[tuple[Chunk, torch.Tensor | None, torch.Tensor | None]], torch.Tensor | None]:
+    """With `keep` chunks, their deltas and the states before them; else the state after them."""
     passed = []
-    for tokens in chunks:
+    for tokens in part:
         chunk = packed.chunk(tokens)
         deltas_NCV = None if packed.beta is None else packed.read(deltas_TNV, tokens)
-        passed.append((chunk, deltas_NCV, state))
-        if tokens is not chunks[-1]:
+        if keep:
+            passed.append((chunk, deltas_NCV, state))
+        if not keep or tokens is not part[-1]:
             state = next_state(chunk, deltas_NCV, state)
-    return passed
+    return passed, state
 
 
 def _empty_gradients(
