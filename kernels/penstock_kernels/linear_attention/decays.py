@@ -1,8 +1,8 @@
 """Decays within a chunk, and the products of queries or keys with keys that they weaken.
 
-H heads, C tokens of a chunk, K channels of a key; R stacked sides, queries and keys. G is the sum of
-log decays up to and including a token. No factor is above 1, so nothing overflows, however strong a
-decay.
+H heads, C tokens of a chunk, K channels of a key; R stacked sides, queries and keys. G is the sum
+of log decays up to and including a token. No factor is above 1, so nothing overflows, however
+strong a decay.
 """
 
 from dataclasses import dataclass
