@@ -78,7 +78,7 @@ def test_files_from_before_transformers_5_and_of_kimi_k2_read_as_they_are_comput
     # 0.1 * ln(40) + 1, once for queries and once for keys.
     assert config.attention_scale == pytest.approx(20**-0.5 * 1.3688879454**2)
     assert config.rope_parameters["rope_theta"] == 50000.0
-    assert config.rope_head_dim == 8
+    assert config.rope_head_dims[0] == 8
     assert config.rope_pairs == "neighbours"
 
 
