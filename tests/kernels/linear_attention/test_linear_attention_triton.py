@@ -44,6 +44,9 @@ def test_values_and_gradients_are_those_of_the_recurrence(seeds, monkeypatch):
         # The largest cases take seconds in the interpreter.
         lengths = (1, 2, 33, 64) if seed < 4 else (1, 2, 63, 64, 65, 130)
         widths = (3, 17, 32) if seed < 4 else (1, 3, 17, 32, 65)
+        if seed >= 4 and dtype != torch.float32:
+            # Keys of few channels are nearly the same, and the system ill-conditioned in 16 bits.
+            widths = (17, 32, 65)
         case = calm(drawn(seed, documents=3, widths=widths, lengths=lengths)).rounded(dtype)
         want = case.with_gradients(linear_attention.reference)
         for mine, exact in zip(case.with_gradients(on_triton, dtype), want, strict=True):
