@@ -175,6 +175,7 @@ def tried(job):
     broken = loop_of(job)
     norm = decoder_of(broken).model.norm
     assert norm is not None
+    assert norm.weight is not None
     norm.weight.data.fill_(math.nan)
     with pytest.raises(StageError) as error:
         broken.run()
