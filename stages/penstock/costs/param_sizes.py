@@ -142,7 +142,8 @@ def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
     if format:
         width = gathered = _bytes_per_element(format, shape[-1], _group_size(sharded))
     shards = sharded.expert_shards if of_experts else sharded.shards
-    hidden = is_matrix and layer != ROOT and leaf != "sinks"
+    is_filter = sharded.model.roles.get(module) is ParallelStyle.CHANNELS
+    hidden = is_matrix and layer != ROOT and leaf != "sinks" and not is_filter
     unit = _unit(sharded, module)
     return Tensor(unit, rows, columns, learns, width, gathered, shards, hidden)
 
@@ -189,7 +190,7 @@ def _quant_format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | No
     if (
         not lora.enable_qlora
         or not is_matrix
-        or role in (None, ParallelStyle.ROUTER, ParallelStyle.PER_HEAD)
+        or role in (None, ParallelStyle.ROUTER, ParallelStyle.PER_HEAD, ParallelStyle.CHANNELS)
     ):
         return None
     published = sharded.model.quantization

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
 from penstock.models.latent_config import LatentAttentionConfig
+from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 
 POSITIVE_INT_FIELDS = (
     "vocab_size",
@@ -309,6 +311,9 @@ class DecoderConfig:
     attention_soft_cap: float | None = None
     """Soft cap of attention scores, `cap * tanh(score / cap)`."""
     query_scale: QueryScale | None = None
+    output_gate: bool = False
+    """Whether the output of each head is multiplied by the sigmoid of a gate, which q_proj computes
+    after the head's query."""
     attention_sinks: bool = False
     """Whether each query head has a trained attention sink logit."""
     sliding_window: int | None = None
@@ -341,6 +346,10 @@ class DecoderConfig:
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention, with as many key heads as query heads and `head_dim` features of
     queries and keys; None: grouped-query attention."""
+    linear: GatedDeltaConfig | None = None
+    linear_layers: tuple[int, ...] = ()
+    """Indices of the layers with linear attention, as `linear` defines it; the others have softmax
+    attention."""
     experts: ExpertsConfig | None = None
     names: TensorNames = field(default_factory=TensorNames)
 
@@ -395,6 +404,11 @@ class DecoderConfig:
     def value_dim(self) -> int:
         """Features of a head's values."""
         return self.latent.v_dim if self.latent else self.head_dim
+
+    @property
+    def query_features(self) -> int:
+        """Features of a head in q_proj: its query, and the gate of its output if it has one."""
+        return self.head_dim * (2 if self.output_gate else 1)
 
     @property
     def attention_dim(self) -> int:
@@ -461,7 +475,7 @@ class DecoderConfig:
         """Output features of q_proj, k_proj and, if there is one, v_proj, in the order in which
         they are fused. Those of one layer are `of_layer(layer).qkv_features`."""
         keys = self.num_key_value_heads * self.head_dim
-        queries = {"q_proj": self.num_attention_heads * self.head_dim, "k_proj": keys}
+        queries = {"q_proj": self.num_attention_heads * self.query_features, "k_proj": keys}
         return queries if self.keys_are_values else {**queries, "v_proj": keys}
 
     @property
@@ -499,6 +513,15 @@ class DecoderConfig:
         """Whether this layer has `query_scale`."""
         scale = self.query_scale
         return scale is not None and (not scale.only_without_rope or layer in self.no_rope_layers)
+
+    def layer_mixer(self, layer: int) -> str:
+        """The module of this layer where tokens see one another."""
+        return LINEAR_ATTN if layer in self.linear_layers else SELF_ATTN
+
+    @property
+    def softmax_layers(self) -> int:
+        """The number of layers with softmax attention."""
+        return self.num_hidden_layers - len(self.linear_layers)
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of this layer; None if it is dense."""

@@ -141,10 +141,10 @@ def pairs_per_token(config: DecoderConfig) -> int:
     full_features, local_features = (
         6 * _pair_features(kind) for kind in (config.layer_kinds[-1], config)
     )
-    per_token = 6 * matrix_parameters(config)
+    per_token = 6 * (matrix_parameters(config) + _state_macs(config))
     per_token += local_features * local * _local_keys(config)
     # With sliding windows in every layer no cost is quadratic.
-    per_squared_token = full_features * (config.num_hidden_layers - local) // 2 or 1
+    per_squared_token = full_features * (config.softmax_layers - local) // 2 or 1
     return max(1, round(per_token / per_squared_token))
 
 
@@ -162,14 +162,8 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
         return width * config.vocab_size
     if isinstance(config, AutoModelConfig):
         return config.outline.matmul_params() if part == "network" else 0
-    if part == "attention" and config.latent:
-        shapes = config.latent.shapes(width, config.num_attention_heads).values()
-        return config.num_hidden_layers * sum(math.prod(one) for one in shapes if len(one) == 2)
     if part == "attention":
-        return sum(
-            width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
-            for own in map(config.of_layer, range(config.num_hidden_layers))
-        )
+        return sum(_mixer_params(config, layer) for layer in range(config.num_hidden_layers))
     networks = 0
     for layer in range(config.num_hidden_layers):
         features, choices = config.intermediate_size, 0
@@ -183,6 +177,18 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
     return networks
 
 
+def _mixer_params(config: DecoderConfig, layer: int) -> int:
+    """Parameters of the projections of a layer's attention, softmax or linear."""
+    width = config.hidden_size
+    if config.linear and layer in config.linear_layers:
+        return config.linear.matmul_params(width)
+    if config.latent:
+        shapes = config.latent.shapes(width, config.num_attention_heads).values()
+        return sum(math.prod(one) for one in shapes if len(one) == 2)
+    own = config.of_layer(layer)
+    return width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
+
+
 def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
     """Multiplications of a part's matrices with tokens."""
     return _matmul_params(config, part) * (work.logits if part == "head" else work.tokens)
@@ -194,10 +200,15 @@ def _pair_features(config: DecoderConfig) -> int:
 
 
 def _attention_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of all layers' attention scores and of their products with values, in one
-    forward pass."""
+    """FLOPs of all layers' attention scores and of their products with values, and those with
+    states of linear attention token by token, in one forward pass."""
     local = len(config.local_layers)
     full_features, local_features = map(_pair_features, (config.layer_kinds[-1], config))
-    full = (config.num_hidden_layers - local) * full_features * work.attention_pairs
+    full = (config.softmax_layers - local) * full_features * work.attention_pairs
     nearby = local * local_features * work.local_pairs
-    return 2.0 * (full + nearby)
+    return 2.0 * (full + nearby + _state_macs(config) * work.tokens)
+
+
+def _state_macs(config: DecoderConfig) -> int:
+    """Multiplications of one token with the states of linear attention, in all layers."""
+    return len(config.linear_layers) * config.linear.state_macs if config.linear else 0

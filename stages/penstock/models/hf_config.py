@@ -83,7 +83,8 @@ UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "re
 """`hidden_act` values of MLPs without a gate."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-"""`layer_types` values of full, sliding-window and chunked attention."""
+LINEAR = "linear_attention"
+"""`layer_types` values of full, sliding-window, chunked and linear attention."""
 
 
 def decoder_config(
@@ -114,18 +115,21 @@ def decoder_config(
             *not_native,
             f"{act} is {activation!r}; {', '.join(supported)} are computed",
         )
-    local = tuple(
+    kinds = tuple(
         kind
-        for kind, field in ((SLIDING, "sliding_layers"), (CHUNKED, "chunked_layers"))
+        for kind, field in (
+            (SLIDING, "sliding_layers"),
+            (CHUNKED, "chunked_layers"),
+            (LINEAR, "linear_layers"),
+        )
         if field in specific
     )
-    check_supported(hf, unsupported, not_native, local=local)
+    check_supported(hf, unsupported, not_native, kinds=kinds)
     heads = config_require(hf, "num_attention_heads")
     hidden = config_require(hf, "hidden_size")
     fields = {
         "vocab_size": config_require(hf, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": config_require(hf, inner),
         "num_hidden_layers": config_require(hf, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": config_get(hf, "num_key_value_heads", heads),
@@ -136,6 +140,8 @@ def decoder_config(
         "initializer_range": config_get(hf, "initializer_range", 0.02),
         "activation": activations[activation],
     }
+    if "intermediate_size" not in specific:
+        fields["intermediate_size"] = config_require(hf, inner)
     if "rope_parameters" not in specific:
         fields["rope_parameters"] = require_full_rotary(rope_parameters(hf))
     return DecoderConfig(**{**fields, **specific})
@@ -322,16 +328,16 @@ def check_supported(
     unsupported: Iterable[str],
     not_native: Iterable[str] = (),
     *,
-    local: tuple[str, ...],
+    kinds: tuple[str, ...],
 ) -> None:
     """Raise one error for everything that is unsupported in all families, and for `unsupported` and
     `not_native`: NotNativeError if transformers computes some of it, otherwise CapabilityError.
 
-    `local` are the `layer_types` of this family besides full attention.
+    `kinds` are the `layer_types` of this family besides full attention.
     """
     unsupported, not_native = list(unsupported), list(not_native)
-    supported = (FULL, *local)
-    if SLIDING not in local and config_get(hf, "use_sliding_window", False):
+    supported = (FULL, *kinds)
+    if SLIDING not in kinds and config_get(hf, "use_sliding_window", False):
         not_native.append("use_sliding_window is true; attention over whole documents is computed")
     elif other := sorted(set(config_get(hf, "layer_types", [])) - set(supported)):
         not_native.append(

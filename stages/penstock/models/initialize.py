@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.names import LAYER_SCALAR
+from penstock.models.names import LAYER_SCALAR, LINEAR_ATTN
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
@@ -27,9 +27,17 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     """
     *_, module, leaf = name.split(".")
     with torch.device("cpu"):
+        if module == LINEAR_ATTN:
+            # As in transformers: time steps of one, and decay rates between 0.01 and 16.
+            if leaf == "dt_bias":
+                return torch.ones(*shape, dtype=torch.float32)
+            rates = torch.empty(*shape, dtype=torch.float32)
+            return rates.uniform_(0.01, 16, generator=generator_for(name, seed)).log_()
         if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
         if leaf == LAYER_SCALAR:
+            return torch.ones(*shape, dtype=torch.float32)
+        if f".{LINEAR_ATTN}." in name and module == "norm":
             return torch.ones(*shape, dtype=torch.float32)
         if "norm" in module:
             is_of_stream = module.endswith("layernorm") or module == "norm"

@@ -10,3 +10,6 @@ SELECTION_BIAS = "e_score_correction_bias"
 
 LAYER_SCALAR = "layer_scalar"
 """A number that a layer's output is multiplied by, without a gradient."""
+
+SELF_ATTN, LINEAR_ATTN = "self_attn", "linear_attn"
+"""A layer's token mixer: softmax attention, and linear attention."""

@@ -35,6 +35,8 @@ from penstock.models.families.gemma.gemma2 import GEMMA2
 from penstock.models.families.gemma.gemma3 import GEMMA3
 from penstock.models.families.gemma.gemma4 import GEMMA4
 from penstock.models.families.gemma.vaultgemma import VAULTGEMMA
+from penstock.models.families.hybrid.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from penstock.models.families.hybrid.qwen3_next import QWEN3_NEXT
 from penstock.models.families.latent.deepseek_v2 import DEEPSEEK_V2
 from penstock.models.families.latent.deepseek_v3 import DEEPSEEK_V3
 from penstock.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
@@ -126,6 +128,9 @@ FAMILIES = {
         LLAMA4,
         MELLUM,
         SOLAR_OPEN,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
     )
 }
 

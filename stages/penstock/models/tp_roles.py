@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 
+from penstock.models.names import LINEAR_ATTN
+
 
 class ParallelStyle(Enum):
     """The role of a module in tensor and expert parallelism."""
@@ -25,9 +27,12 @@ class ParallelStyle(Enum):
     HEAD = "head"
     """Linear layer onto the vocabulary."""
     PER_HEAD = "per head"
-    """Its own parameters, not those of its submodules, have one value per query head."""
+    """Its own parameters, not those of its submodules, have one value per query head, or per value
+    head of linear attention."""
     SPLIT_NORM = "split norm"
     """Norm over the features of a column-parallel layer; its weight is split as they are."""
+    CHANNELS = "channels"
+    """Depthwise convolution of the features of a column-parallel layer."""
     ROUTER = "router"
     """Scores experts for tokens; in full precision on every rank."""
     EXPERTS = "experts"
@@ -44,6 +49,8 @@ class ShardUnit(Enum):
     """`head_dim` features of keys or values."""
     FEATURE = "feature"
     """One feature of an MLP; MLPs may differ in their number of features."""
+    LINEAR_HEAD = "linear head"
+    """The features of a key head of linear attention, or of its value heads."""
     TOKEN = "token"
     """One vocabulary entry."""
 
@@ -83,6 +90,15 @@ DECODER_ROLES: Roles = {
 }
 """Parallel styles of `decoder.Decoder`'s modules, for all families."""
 
+LINEAR_ATTENTION_ROLES: Roles = {
+    **DECODER_ROLES,
+    "model.layers.*.linear_attn": ParallelStyle.PER_HEAD,
+    "model.layers.*.linear_attn.in_proj_*": ParallelStyle.COLWISE,
+    "model.layers.*.linear_attn.conv1d": ParallelStyle.CHANNELS,
+    "model.layers.*.linear_attn.out_proj": ParallelStyle.ROWWISE,
+}
+"""The same for families with layers of linear attention."""
+
 SPLIT_QK_NORM_ROLES: Roles = {
     **DECODER_ROLES,
     "model.layers.*.self_attn.[qk]_norm": ParallelStyle.SPLIT_NORM,
@@ -109,3 +125,10 @@ DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
 }
 """What the rows (in a `ROWWISE` layer: the columns) of a checkpoint's layer are, by the last part
 of its name; the same for all families so far."""
+
+
+def shard_unit(layer: str) -> ShardUnit:
+    """The unit of a checkpoint's layer. The last part of its name is enough outside of linear
+    attention."""
+    parent, _, last = layer.rpartition(".")
+    return ShardUnit.LINEAR_HEAD if parent.endswith(LINEAR_ATTN) else DECODER_SHARD_UNITS[last]

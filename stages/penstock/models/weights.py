@@ -17,8 +17,10 @@ from penstock.models.names import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
     LAYER_SCALAR,
+    LINEAR_ATTN,
     POSITIONS_WEIGHT,
     SELECTION_BIAS,
+    SELF_ATTN,
 )
 
 QKV_PROJ = "qkv_proj"
@@ -66,7 +68,9 @@ class WeightMap:
     def row_blocks(self, hf_layer: str, rows: int) -> Mapping[str, int]:
         """The layers whose rows are the checkpoint's layer `hf_layer`, which has so many rows, by
         the last part of their names: one, or several where a checkpoint has them as one layer."""
-        last = hf_layer.rpartition(".")[2]
+        parent, _, last = hf_layer.rpartition(".")
+        if (linear := self.config.linear) and parent.endswith(LINEAR_ATTN):
+            return linear.row_blocks(last) or {last: rows}
         if last == QKV_PROJ and self.config.fused_qkv:
             return self.layer_config(hf_layer).qkv_features
         if last == GATE_UP_PROJ and self.config.fused_gate_up:
@@ -146,7 +150,10 @@ class WeightMap:
                 yield _renamed(f"{at}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
             if config.input_norms:
                 yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
-            yield from self._attention(at, stored, config.of_layer(layer))
+            if config.layer_mixer(layer) == LINEAR_ATTN:
+                yield from self._linear_attention(f"{at}.{LINEAR_ATTN}", f"{stored}.{LINEAR_ATTN}")
+            else:
+                yield from self._attention(at, stored, config.of_layer(layer))
             if config.output_norms:
                 output_norm = f"{stored}.{names.attention_output_norm}"
                 yield from self._norm(f"{at}.attention_output_norm", output_norm)
@@ -167,10 +174,15 @@ class WeightMap:
         for leaf in self.config.norm_parameters:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
+    def _linear_attention(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+        assert self.config.linear is not None
+        for name, shape in self.config.linear.shapes(self.config.hidden_size).items():
+            yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+
     def _attention(
         self, layer: str, stored_layer: str, config: DecoderConfig
     ) -> Iterator[tuple[str, _NativeParam]]:
-        at, stored = f"{layer}.self_attn", f"{stored_layer}.self_attn"
+        at, stored = f"{layer}.{SELF_ATTN}", f"{stored_layer}.{SELF_ATTN}"
         if latent := config.latent:
             shapes = latent.shapes(config.hidden_size, config.num_attention_heads)
             for name, shape in shapes.items():
@@ -200,7 +212,8 @@ class WeightMap:
                     name = f"{part}.{leaf}"
                     yield _renamed(f"{at}.{name}", f"{stored}.{name}", (rows, *rest))
         out = f"{stored_layer}.{config.names.o_proj}"
-        yield from _linear(f"{at}.o_proj", out, (width, parts["q_proj"]), config.o_bias)
+        outputs = config.num_attention_heads * config.head_dim
+        yield from _linear(f"{at}.o_proj", out, (width, outputs), config.o_bias)
         if config.qk_norm:
             is_per_head = config.qk_norm_over == "head"
             for norm, name, part in (

@@ -15,12 +15,11 @@ from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import CALL_HOOKS
+from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.router_observer import preserve_observer
-from penstock.models.layers.token_mixer import TokenMixer
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two implementations, and one for backward passes that are split (zero bubble)."""
@@ -72,8 +71,8 @@ def apply_activation_checkpointing(
     for name in CALL_HOOKS if modules is None else modules:
         if name == CORE_ATTENTION:
             for layer in layers:
-                attention = layer.get_submodule("self_attn")
-                assert isinstance(attention, TokenMixer)
+                assert isinstance(layer, Block)
+                attention = layer.token_mixer
                 attention.run_core = partial(recompute, attention.run_core)
             continue
         if name not in CALL_HOOKS:

@@ -72,7 +72,7 @@ def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
     if has_no_hooks and networks == [block.mlp] and _is_one_fsdp_unit(block):
         yield block
     else:
-        yield block.self_attn
+        yield block.token_mixer
         yield from networks
 
 

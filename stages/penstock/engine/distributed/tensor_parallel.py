@@ -32,7 +32,7 @@ from penstock.engine.distributed.vocab_parallel import VocabParallelEmbedding, l
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.attention import SelfAttention
-from penstock.models.layers.block import CALL_HOOKS, Block
+from penstock.models.layers.block import CALL_HOOKS, PART_NAMES, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, FusedFeedForward, PlainFeedForward
@@ -90,12 +90,12 @@ def parallelize_tensor(
         model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
     for number, layer in model.model.layers.items():
         assert isinstance(layer, Block)
-        if isinstance(layer.self_attn, SelfAttention):
+        if isinstance(layer.token_mixer, SelfAttention):
             parts = model.config.of_layer(int(number)).qkv_features
             spans = [plan.span(f"model.layers.{number}.{part}") for part in parts]
-            layer.self_attn.qkv_sizes = [span.count for span in spans]
+            layer.token_mixer.qkv_sizes = [span.count for span in spans]
         for part, socket in CALL_HOOKS.items():
-            is_moe = isinstance(getattr(layer, part), MoE)
+            is_moe = isinstance(layer.part(part), MoE)
             region = _moe_forward if is_moe else _tp_forward
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
             if not is_moe:
@@ -213,7 +213,7 @@ def _all_reduce_squares(squares: torch.Tensor, group: dist.ProcessGroup) -> torc
 def _has_sharded_tokens(name: str, plan: TensorParallelPlan) -> bool:
     """Whether a module receives only this rank's share of a layer's tokens."""
     parts = name.split(".")
-    in_stream = parts[:2] == ["model", "layers"] and not CALL_HOOKS.keys() & parts
+    in_stream = parts[:2] == ["model", "layers"] and not {*PART_NAMES} & {*parts}
     return plan.residual == "split" if in_stream else plan.is_in_moe(name)
 
 

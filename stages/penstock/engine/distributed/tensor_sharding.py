@@ -19,16 +19,16 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import GradReduceAxis, TensorShard, full_shard
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
-from penstock.models.layers.block import CALL_HOOKS
+from penstock.models.layers.block import PART_NAMES
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.tp_roles import (
     DECODER_ROLES,
-    DECODER_SHARD_UNITS,
     ParallelStyle,
     Roles,
     ShardUnit,
     find_parallel_style,
+    shard_unit,
 )
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format
@@ -93,8 +93,9 @@ class TensorParallelPlan:
             [tensor] = self.names.hf_names(name)
             return (self._replicate(tensor, self._norm_grad_reduce(module)),)
         if role is ParallelStyle.PER_HEAD:
-            heads = _span(self.names.config.num_attention_heads, self.size, self.index)
-            return (self._shard(name, 0, heads),)
+            [tensor] = self.names.hf_names(name)
+            heads = _span(self._shapes[tensor][0], self.size, self.index)
+            return (self._shard(tensor, 0, heads),)
         if role is ParallelStyle.EXPERTS:
             return tuple(self._expert_shards(name))
         if self.is_in_moe(module):
@@ -133,17 +134,26 @@ class TensorParallelPlan:
         """This rank's features of a checkpoint layer. The last part of its name is enough where
         all layers have heads of the same size.
 
-        `features` is the total of a feed-forward network; it is not read for other layers.
+        `features` is the total of a feed-forward network or of linear attention; it is not read for
+        other layers.
         """
-        config, unit = self.names.layer_config(layer), DECODER_SHARD_UNITS[layer.rpartition(".")[2]]
+        config, unit = self.names.layer_config(layer), shard_unit(layer)
         if unit is ShardUnit.TOKEN:
             return _span(config.vocab_size, self.size, self.index)
         if unit is ShardUnit.FEATURE:
             return _span(features, self.size, self.index)
+        if unit is ShardUnit.LINEAR_HEAD:
+            assert config.linear is not None
+            heads = config.linear.key_heads
+            return _span(heads, self.size, self.index, features // heads)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
         if unit is ShardUnit.QUERY_HEAD:
-            width = config.latent.head_features(layer) if config.latent else config.head_dim
+            width = config.head_dim
+            if config.latent:
+                width = config.latent.head_features(layer)
+            elif layer.endswith("q_proj"):
+                width = config.query_features
             return _span(heads, self.size, self.index, width)
         assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
         if self.size <= keys:
@@ -248,7 +258,7 @@ class TensorParallelPlan:
         )
 
     def _norm_grad_reduce(self, module: str) -> GradReduceAxis | None:
-        within = any(part in CALL_HOOKS for part in module.split("."))
+        within = any(part in PART_NAMES for part in module.split("."))
         return "tensor" if within or self.residual == "split" else None
 
     def _shard(

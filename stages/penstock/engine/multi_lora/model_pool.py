@@ -24,6 +24,7 @@ from penstock.engine.multi_lora.client_optimizer import optimizer_for, override_
 from penstock.engine.multi_lora.rank_padding import padded_lora_init
 from penstock.engine.multi_lora.shared_base import SharedBase
 from penstock.engine.optim.norm_metrics import Norms, norms_by_type
+from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 
 Kind = Literal["attn", "mlp", "unembed"]
 KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
@@ -355,6 +356,6 @@ def layer_kind(layer: str) -> Kind | None:
     """The kind of a layer, by its model or checkpoint name."""
     if layer == HEAD:
         return "unembed"
-    if ".self_attn." in layer:
+    if f".{SELF_ATTN}." in layer or f".{LINEAR_ATTN}." in layer:
         return "attn"
     return "mlp" if ".mlp" in layer or ".block_sparse_moe" in layer else None

@@ -14,6 +14,7 @@ import torch
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
 
 Detail = Literal["none", "total", "layers"]
@@ -162,7 +163,7 @@ def norm_layer_type(name: str) -> str:
     `attention`, `feed_forward`, `experts`, `router`, `norm`, or the module outside layers.
     """
     inner = _LAYER.sub("", name)
-    if inner.startswith("self_attn."):
+    if inner.startswith((f"{SELF_ATTN}.", f"{LINEAR_ATTN}.")):
         return "attention"
     if inner.startswith("mlp."):
         module = inner.split(".")[1]

@@ -76,7 +76,8 @@ class QKClip:
             for layer, block in part.model.layers.items():
                 assert isinstance(block, Block)
                 max_N = self._max_LN[int(layer), first : first + heads]
-                _observe(block.self_attn, max_N, recompute)
+                if int(layer) not in config.linear_layers:
+                    _observe(block.token_mixer, max_N, recompute)
         self._reduced_LN = self._max_LN
 
     def reduce(self) -> torch.Tensor:

@@ -56,6 +56,18 @@ class CachedSegments(VarlenMetadata):
         """Cache what the heads of the current layer share, of this rank's tokens, in a prefill."""
         raise NotImplementedError
 
+    def store_states(self, *states: torch.Tensor) -> None:
+        """Cache the states of the current layer in a prefill: of each document, [B, ...]."""
+        raise NotImplementedError
+
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The states of the current layer in a decode step, of each sequence, [B, ...]."""
+        raise NotImplementedError
+
+    def replace_states(self, *states: torch.Tensor) -> None:
+        """Cache the states after the new tokens, in place of those that `states` returned."""
+        raise NotImplementedError
+
     def uncached(self) -> VarlenMetadata:
         """The same documents for attention without the cache."""
         raise NotImplementedError
@@ -112,6 +124,7 @@ class SelfAttention(nn.Module):
         self.scale, self.soft_cap = config.score_scale, config.attention_soft_cap
         self.merge_qkv = merge_qkv or config.fused_qkv
         self.rope_pairs: RotaryPairs = config.rope_pairs
+        self.output_gate = config.output_gate
         self.qkv_sizes = list(config.qkv_features.values())
         width, bias = config.hidden_size, config.qkv_bias
         if self.merge_qkv:
@@ -119,7 +132,8 @@ class SelfAttention(nn.Module):
         else:
             for part, features in config.qkv_features.items():
                 self.add_module(part, nn.Linear(width, features, bias=bias))
-        self.o_proj = nn.Linear(self.qkv_sizes[0], width, bias=config.o_bias)
+        outputs = config.num_attention_heads * config.head_dim
+        self.o_proj = nn.Linear(outputs, width, bias=config.o_bias)
         self.qk_norm, self.qk_norm_over = config.qk_norm, config.qk_norm_over
         self.qk_norm_after_rope = config.qk_norm_after_rope
         if config.qk_norm:
@@ -147,11 +161,17 @@ class SelfAttention(nn.Module):
         """Attention's output, which is added to the residual stream, [T, D]. `query_scale_T` are
         factors of the queries after RoPE."""
         q, k, v = self._project_qkv(x_TD)
+        gate_TNH = None
+        if self.output_gate:
+            q, gate_TNH = q.view(len(q), -1, 2 * self.head_dim).chunk(2, dim=-1)
         if self.qk_norm and self.qk_norm_over == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
         # -1 for heads, because under tensor parallelism the projections return only the local
         # heads.
-        q_TNH, k_TKH, v_TKH = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))
+        q_TNH, k_TKH, v_TKH = (
+            part if part.ndim == 3 else part.view(len(part), -1, self.head_dim)
+            for part in (q, k, v)
+        )
         norms_heads = self.qk_norm and self.qk_norm_over == "head"
         if norms_heads and not self.qk_norm_after_rope:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
@@ -166,6 +186,8 @@ class SelfAttention(nn.Module):
         if query_scale_T is not None:
             q_TNH = q_TNH * query_scale_T[:, None, None]
         y_TNH = self.run_core(self._core, q_TNH, k_TKH, v_TKH, segments)
+        if gate_TNH is not None:
+            y_TNH = y_TNH * gate_TNH.sigmoid()
         return self.o_proj(y_TNH.flatten(1))
 
     def _core(

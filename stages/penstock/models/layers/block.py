@@ -15,11 +15,14 @@ from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
-from penstock.models.layers.token_mixer import build_token_mixer
+from penstock.models.layers.token_mixer import TokenMixer, build_token_mixer
+from penstock.models.names import LINEAR_ATTN
 from penstock_kernels.attention import VarlenMetadata
 
 CALL_HOOKS = {"self_attn": "run_attn", "mlp": "run_mlp"}
-"""The two submodules of a block, and the call hooks through which they are called."""
+"""The two parts of a block, and the call hooks through which they are called."""
+PART_NAMES = (*CALL_HOOKS, LINEAR_ATTN)
+"""What the modules that these hooks call are named."""
 
 
 class Block(nn.Module):
@@ -49,7 +52,8 @@ class Block(nn.Module):
             for there in (config.input_norms, config.output_norms)
         )
         self.input_layernorm = input_norm()
-        self.self_attn = build_token_mixer(
+        self.mixer_name = config.layer_mixer(layer)
+        mixer = build_token_mixer(
             config,
             layer,
             merge_qkv=merge_qkv,
@@ -57,6 +61,7 @@ class Block(nn.Module):
             operations=operations,
             drop=dropout.of_weights(layer, config.num_hidden_layers),
         )
+        self.add_module(self.mixer_name, mixer)
         self.attention_output_norm = output_norm()
         self.is_parallel = config.parallel_block
         self.post_attention_layernorm = NoNorm() if config.parallel_block else input_norm()
@@ -77,6 +82,17 @@ class Block(nn.Module):
         self.run_attn: CallHook = call
         self.run_mlp: CallHook = call
 
+    @property
+    def token_mixer(self) -> TokenMixer:
+        """`self_attn`, or `linear_attn` in layers of linear attention."""
+        mixer = self.get_submodule(self.mixer_name)
+        assert isinstance(mixer, TokenMixer)
+        return mixer
+
+    def part(self, name: str) -> nn.Module:
+        """One of the two parts of `CALL_HOOKS`: the token mixer for `self_attn`."""
+        return self.mlp if name == "mlp" else self.token_mixer
+
     def forward(
         self,
         x_TD: torch.Tensor,
@@ -87,7 +103,7 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """The residual stream after this block, [T, D]. The rest as in `token_mixer.py`."""
         normed_TD = self.input_layernorm(x_TD)
-        y_TD = self.run_attn(self.self_attn, normed_TD, cos_TH, sin_TH, segments, *query_scale)
+        y_TD = self.run_attn(self.token_mixer, normed_TD, cos_TH, sin_TH, segments, *query_scale)
         y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
         x_TD, after_TD = self.post_attention_layernorm(y_TD, x_TD)
         normed_TD = normed_TD if self.is_parallel else after_TD

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.models.decoder_config import Activation
+from penstock_kernels.gated_rms_norm import gated_rms_norm
 from penstock_kernels.glu import geglu, geglu_tanh, packed_swiglu, swiglu
 from penstock_kernels.op import Op
 from penstock_kernels.rms_norm import add_rms_norm, rms_norm
@@ -47,6 +48,7 @@ class LayerOps:
 
     rms_norm: Callable[..., torch.Tensor]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    gated_rms_norm: Callable[..., torch.Tensor]
     gates: Mapping[Activation, Gate]
     """The elementwise part of a gated MLP (SwiGLU, GeGLU), by activation."""
     packed_swiglu: Callable[[torch.Tensor], torch.Tensor]
@@ -68,6 +70,7 @@ def layer_operations(
     return LayerOps(
         rms_norm=_select(rms_norm, norms),
         add_rms_norm=_select(add_rms_norm, norms),
+        gated_rms_norm=_select(gated_rms_norm, norms),
         gates={name: _select(gate, gates) for name, gate in GATES.items()},
         packed_swiglu=_select(packed_swiglu, gates),
         rope=_select(rope, rope_impl),

@@ -69,6 +69,19 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class GatedRMSNorm(nn.Module):
+    """`x / rms(x) * weight * silu(gate)` over the last dimension, in x's dtype."""
+
+    def __init__(self, width: int, eps: float, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps, self.operations = eps, operations
+
+    def forward(self, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
+        """The normalized and gated input. T may be any leading dimensions."""
+        return self.operations.gated_rms_norm(x_TD, gate_TD, self.weight, self.eps)
+
+
 class NoNorm(nn.Module):
     """The identity, where a family has no norm."""
 

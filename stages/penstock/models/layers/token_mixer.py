@@ -1,4 +1,5 @@
-"""The token mixer of a layer: the module `self_attn` of a block, where tokens see one another.
+"""The token mixer of a layer, where tokens see one another: the module `self_attn` of a block, or
+`linear_attn` in layers of linear attention.
 
 A token mixer is an `nn.Module` that provides:
 
@@ -9,18 +10,20 @@ A token mixer is an `nn.Module` that provides:
   gradient. Its sizes are read from tensors, because a rank has only some of the heads.
 - Its tensors in `weights.WeightMap`, and its FLOPs and saved activations in `flops.py` and
   `costs/activations.py`.
-- Where it is attention: `run_core`, a call hook around attention without projections
-  (`recompute_modules: [core_attn]`), and `attend`, the function from queries, keys and values to
-  outputs, through which context parallelism and the KV cache work.
+- `run_core`, a call hook around it without projections (`recompute_modules: [core_attn]`).
+- Where it is softmax attention: `attend`, the function from queries, keys and values to outputs,
+  through which context parallelism and the KV cache work. Where it has a state, passes with a KV
+  cache keep that (`CachedSegments`).
 """
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.gated_delta_net import GatedDeltaNet
 from penstock.models.layers.latent_attention import LatentAttention
 from penstock.models.layers.layer_ops import LayerOps
 
-TokenMixer = SelfAttention | LatentAttention
+TokenMixer = SelfAttention | LatentAttention | GatedDeltaNet
 
 
 def build_token_mixer(
@@ -33,6 +36,8 @@ def build_token_mixer(
     drop: WeightDropout | None,
 ) -> TokenMixer:
     """The token mixer of this layer, as the config defines it."""
+    if layer in config.linear_layers:
+        return GatedDeltaNet(config, operations=operations)
     if config.latent:
         return LatentAttention(config, attend=attend, operations=operations, drop=drop)
     return SelfAttention(
