@@ -214,13 +214,18 @@ def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if not data.shares_prompts or data.share_prompts is not None:
         return run, ()
     # A finished run of other data is known without the model.
+    from penstock.models.families.hybrid.fields import linear_key_heads
+    from penstock.models.multimodal import language_config
     from penstock.models.registry import is_native
 
     hf_config, adapters = resolve_hf_config(run), run.lora.enable_lora
-    if is_native(hf_config, run.model.backend, adapters=adapters):
+    native = is_native(hf_config, run.model.backend, adapters=adapters)
+    has_states = linear_key_heads(language_config(hf_config)) > 0
+    if native and not has_states:
         return run, ()
     apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
-    note = "data: prompts are stored before each answer; transformers' models cannot share them"
+    why = "linear attention" if native else "transformers' models"
+    note = f"data: prompts are stored before each answer; {why} cannot share them"
     return apart, (note,)
 
 

@@ -32,6 +32,21 @@ BY_LAYER = {
 }
 """RoPE of each kind of layer."""
 
+LINEAR_ATTENTION: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "rms_norm_eps": 1e-3,  # outputs near 0 are not enlarged to full size, with their rounding
+    "pad_token_id": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
 MODELS: Mapping[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
@@ -306,6 +321,27 @@ MODELS: Mapping[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4,
         "v_head_dim": 8,
+    },
+    # Layers with states, whose projections have the rows of each key head together.
+    "linear attention": {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "tie_word_embeddings": False,
+        **LINEAR_ATTENTION,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "dense linear attention": {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "tie_word_embeddings": False,
+        "intermediate_size": 64,
+        **LINEAR_ATTENTION,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
     },
 }
 SHAPE = {

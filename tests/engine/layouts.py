@@ -301,6 +301,33 @@ OF_LATENT_ATTENTION += (
 )
 """Heads of latent attention are split, and its latent vectors computed on every rank."""
 
+OF_LINEAR_ATTENTION = tuple(
+    _of("linear attention", name, **settings)
+    for name, settings in {
+        "shard 2": {"shard": 2, "load_weights_mode": "all_ranks"},
+        "tp 2": {"tp": 2, "recompute_modules": ["core_attn"]},
+        "ep 2 over tp 2": EP_TP,
+        "tp 4": {"tp": 4, "recompute_modules": ["self_attn"]},
+        "tp 2, adapters": {"tp": 2, "lora": "of all", **SPLIT},
+        "pp 2 x shard 2": {"pp": 2, "shard": 2},
+        "ep 4 over pp 2 x shard 2 x tp 2": {
+            "pp": 2,
+            "shard": 2,
+            "tp": 2,
+            "expert_parallel_size": 4,
+        },
+    }.items()
+)
+OF_LINEAR_ATTENTION += (
+    _of("dense linear attention", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("dense linear attention", "tp 2, normed adapters", tp=2, lora="normed"),
+    _of("dense linear attention", "tp 2, merged adapters", tp=2, lora="merged"),
+    _of("dense linear attention", "over nf4, shard 2 x tp 2", shard=2, tp=2, lora="over nf4"),
+    _of("dense linear attention", "replicate 2, ddp", replicate=2, data_parallel_mode="ddp"),
+    _of("dense linear attention", "pp 2", pp=2),
+)
+"""Heads of linear attention are split, and the channels of its convolution with them."""
+
 OF_GEMMA3 = tuple(
     replace(layout, name=f"gemma 3, {layout.name}", kind="gemma 3")
     for layout in (*SINGLE, *PAIRS, *TRIPLES)
@@ -460,6 +487,7 @@ LAYOUTS = {
         *WITH_LEARNED_POSITIONS,
         *DESCRIBED,
         *OF_LATENT_ATTENTION,
+        *OF_LINEAR_ATTENTION,
         *OF_GEMMA3,
         *FORMED,
         *MERGING,

@@ -82,6 +82,8 @@ def write_model(folder: Path, *, seed: int = 0, noise: float = 0.05, **changes: 
             parameter.add_(noise * torch.randn_like(parameter))
             if config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
                 parameter.mul_(0.2)  # scores have no other factor
+            if name.endswith("A_log"):
+                parameter.sub_(4)  # a state that is forgotten at once has no gradient but rounding
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.add_(noise * torch.randn_like(buffer))

@@ -13,14 +13,14 @@ from penstock.models.foundation import NO_EFFECT, apply_overrides, check_foundat
 from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import FAMILIES, get_family
 from penstock_kernels.attention import VarlenMetadata
-from tests.models.twins import LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE, marked
+from tests.models.twins import HYBRID, LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE, marked
 
 TOKENS = 24
 
 BASES: dict[str, dict[str, Any]] = {
     name: {
         **SIZES,
-        **(SPARSE | LATENT).get(name, {}),
+        **(SPARSE | LATENT | HYBRID).get(name, {}),
         **NEEDED.get(name, {}),
         "num_hidden_layers": 2,
     }
@@ -46,6 +46,11 @@ for name in WITH_WINDOWS:
 
 BASES["llama4_text"] |= {"no_rope_layers": [1, 0], "moe_layers": [1]}
 BASES["cohere2_moe"]["mlp_layer_types"] = ["dense", "sparse"]
+for name in HYBRID:
+    BASES[name]["layer_types"] = ["linear_attention", "full_attention"]
+BASES["qwen3_next"]["mlp_only_layers"] = []
+del BASES["qwen3_5_moe_text"]["intermediate_size"]  # it has no dense layers
+
 BASES["mellum"]["mlp_layer_types"] = ["dense", "sparse"]
 
 OTHER: dict[str, Any] = {

@@ -10,9 +10,11 @@ from penstock.costs.sharded_model import ShardedModel
 from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.latent_config import LatentAttentionConfig
+from penstock.models.linear_config import GatedDeltaConfig
 from penstock.models.weights import LAYERS
 
 FP32 = 4
+INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read one input, by the names that checkpoints have for them."""
@@ -57,9 +59,12 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     normed = tokens * stream_row
     norms = config.input_norms * (1 if config.parallel_block else 2) + 2 * config.output_norms
     stream = norms * (tokens / split) * (stream_row + FP32)
-    attention = normed * saved_inputs.num_copies(*QKV) + _attention(
-        sharded, saved_inputs, config.of_layer(number)
-    )
+    if config.linear and number in config.linear_layers:
+        attention = normed * saved_inputs.num_copies(*INPUTS)
+        attention += _linear_attention(sharded, saved_inputs, config.linear)
+    else:
+        attention = normed * saved_inputs.num_copies(*QKV)
+        attention += _attention(sharded, saved_inputs, config.of_layer(number))
     experts = config.layer_experts(number)
     if experts:
         network = _experts(sharded, experts, saved_inputs)
@@ -128,6 +133,9 @@ def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: Decode
     if sharded.kind == "cuda" and (sharded.run.model.merge_qkv or config.fused_qkv):
         # v is a view of the fused qkv output, so saving v keeps all of that output.
         kept += (0 if config.qk_norm else projected) - row * width * keys
+    if config.output_gate:
+        # The gate, its sigmoid, and the output that it multiplies, which o_proj reads.
+        kept += row * width * heads * (2 + saved_inputs.num_copies("o_proj"))
     if sharded.kind == "cpu" and within != width:
         # o_proj reads (and saves) a cast copy of the attention output.
         kept += row * width * heads * saved_inputs.num_copies("o_proj")
@@ -154,6 +162,25 @@ def _latent_attention(
     if within != width or latent.padded_dim != latent.v_dim:
         kept += tokens * heads * latent.v_dim * width * saved_inputs.num_copies("o_proj")
     return kept + saved_inputs.lora_a_bytes(*QKV, "q_b_proj", "kv_b_proj", "o_proj")
+
+
+def _linear_attention(
+    sharded: ShardedModel, saved_inputs: _SavedInputs, linear: GatedDeltaConfig
+) -> float:
+    """Saved: the input of the convolution, which in the fused layout is a copy beside the
+    projection that has the gate; queries, keys and values after it, queries and keys again in fp32
+    and of length 1; the output of the delta rule and, in fp32, its deltas; for each value head the
+    steps, decays and rates; the input of out_proj."""
+    width, tokens = sharded.compute_bytes, sharded.tokens
+    sizes = {part: count / sharded.degrees.tensor for part, count in linear.channels.items()}
+    convolved, values = sum(sizes.values()), sizes["v"]
+    kept = tokens * width * (2 * convolved + values * (2 + saved_inputs.num_copies("out_proj")))
+    kept += tokens * width * convolved * linear.fused
+    kept += tokens * (sizes["q"] + sizes["k"]) * (FP32 * 2 + width)
+    kept += tokens * values * FP32
+    heads = linear.value_heads / sharded.degrees.tensor
+    kept += tokens * heads * (5 * FP32 + 2 * width)
+    return kept + saved_inputs.lora_a_bytes(*INPUTS, "out_proj")
 
 
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:

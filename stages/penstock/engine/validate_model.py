@@ -9,6 +9,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.families.hybrid.fields import linear_key_heads
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import language_config
 
@@ -40,7 +41,8 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
 
 def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError if completions share a prompt and RoPE depends on document length.
+    """Raise CapabilityError if completions share a prompt, and RoPE depends on document length or
+    there is linear attention.
 
     The RoPE type is that in this config.json.
     """
@@ -50,6 +52,12 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
             "data.share_prompts lays both answers to a prompt into one document, and this model "
             f"attends in chunks of {config.attention_chunk} tokens of a document "
             "(attention_chunk_size in config.json).\n  Write data.share_prompts: false."
+        )
+    if data.shares_prompts and linear_key_heads(hf):
+        raise CapabilityError(
+            "data.share_prompts lays both answers to a prompt into one document, and the model has "
+            "layers of linear attention, whose states have all tokens before.\n"
+            "  Write data.share_prompts: false."
         )
     kind = _length_dependent_rope(hf)
     if kind is not None and data.shares_prompts:

@@ -69,6 +69,10 @@ FAMILIES = {
     "query scales": MODELS["query scales"],
     "fused layers": MODELS["fused layers"],
     "latent attention": {**MODELS["latent attention"], "num_attention_heads": 8},
+    "linear attention": {
+        **MODELS["linear attention"],
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "dynamic": {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -176,7 +180,13 @@ def in_little_room(job):
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "sinks", pytest.param("latent attention", marks=pytest.mark.exhaustive)]
+    "name",
+    [
+        "model",
+        "sinks",
+        "linear attention",
+        pytest.param("latent attention", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_is_kept_and_how_many_are_written_at_once_changes_nothing(folder, name):
     [found] = on_ranks(1, in_little_room, job_of(folder, f"room {name}", name))

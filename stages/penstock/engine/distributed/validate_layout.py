@@ -36,6 +36,7 @@ from penstock.engine.distributed.suggest_layout import (
 )
 from penstock.models.decoder_config import HeadSizes
 from penstock.models.families.gemma.gemma4 import full_attention_heads
+from penstock.models.families.hybrid.fields import linear_key_heads, linear_value_features
 from penstock.models.hf_config import HfConfig, config_get, config_require
 from penstock.models.multimodal import language_config
 from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
@@ -61,6 +62,10 @@ class ModelDims:
     """Features of a head's values."""
     full_attention_heads: HeadSizes | None = None
     """Those of layers without a sliding window, where they differ."""
+    linear_key_heads: int = 0
+    """Key heads of linear attention; 0: there is none."""
+    linear_value_features: int = 0
+    """Features of all its value heads."""
     published: QuantizationConfig | None = None
     """The format of its pre-quantized weights."""
 
@@ -80,19 +85,24 @@ class ModelDims:
             heads,
             config_get(hf, "num_key_value_heads", heads),
             config_require(hf, "num_hidden_layers"),
-            config_require(hf, "intermediate_size"),
+            # With experts in all layers a config.json may have no size of a dense one.
+            config_get(hf, "intermediate_size", hf.get("moe_intermediate_size"))
+            or config_require(hf, "intermediate_size"),
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "v_head_dim", config_get(hf, "head_dim", hidden // heads)),
             full_attention_heads(hf) if hf.get("model_type") == "gemma4_text" else None,
+            linear_key_heads(hf),
+            linear_value_features(hf),
             parse_quantization_config(hf),
         )
 
 
 def is_model_parallel(train: TrainConfig) -> bool:
     """Whether the layout splits the model itself, so that its dimensions matter."""
-    cuts = train.tensor_parallel_size, train.ulysses_parallel_size, train.pipeline_parallel_size
-    return max(*cuts, train.expert_parallel_size) > 1
+    context = max(train.ringattn_parallel_size, train.ulysses_parallel_size)
+    cuts = train.tensor_parallel_size, train.pipeline_parallel_size, train.expert_parallel_size
+    return max(*cuts, context) > 1
 
 
 def tokens_multiple(train: TrainConfig) -> int:
@@ -163,7 +173,8 @@ def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[La
     else:
         found += _batch_errors(train, parallel_dims)
     if dims:
-        found += [*_head_errors(train, dims), *_feature_errors(train, dims)]
+        found += [*_head_errors(train, dims), *_linear_errors(train, dims)]
+        found += _feature_errors(train, dims)
         found += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
         found += _quant_group_errors(run, dims)
     return [*found, *_padding_errors(run)]
@@ -197,6 +208,23 @@ def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
         )
 
 
+def _linear_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
+    keys, tensor = dims.linear_key_heads, train.tensor_parallel_size
+    if keys % tensor:
+        yield LayoutError(
+            f"train.tensor_parallel_size is {tensor}, and the model's linear_num_key_heads is "
+            f"{keys}: every rank must get equally many whole heads",
+            ("train.tensor_parallel_size",),
+        )
+    for name in ("ringattn_parallel_size", "ulysses_parallel_size"):
+        if keys and (size := getattr(train, name)) > 1:
+            yield LayoutError(
+                f"train.{name} is {size}, and the model has layers of linear attention, whose "
+                "states pass through the tokens of a document in order: ranks cannot share them",
+                (f"train.{name}",),
+            )
+
+
 def _feature_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
     tensor = train.tensor_parallel_size
     for name in ("intermediate_size", "vocab_size"):
@@ -216,6 +244,8 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
         return
     quantization, unit = _base_quantization(run, dims)
     columns = [("o_proj", dims.num_attention_heads * dims.value_dim)]
+    if dims.linear_value_features:
+        columns.append(("out_proj", dims.linear_value_features))
     if own := dims.full_attention_heads:
         columns.append(("o_proj", dims.num_attention_heads * own.head_dim))
     if not dims.num_experts:

@@ -35,6 +35,8 @@ class Limits:
     """Prompt tokens in one pass; one prompt is always admitted."""
     pad_to_multiple_of: int
     """The padding multiple of a pass."""
+    state_tokens: int = 0
+    """How many tokens' keys and values are as large as the states of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ class KVCachedDecode:
             tokens += 0 if is_same else len(one.prompt.tokens)
             if one.needs_kv_cache:
                 rows, longest = rows + 1, max(longest, one.max_length)
-            has_room = rows <= 1 or rows * longest <= self._limits.kv_cache_tokens
+            each = longest + self._limits.state_tokens
+            has_room = rows <= 1 or rows * each <= self._limits.kv_cache_tokens
             if not has_room or (groups and tokens > self._limits.prefill_tokens):
                 break
             self._waiting.popleft()

@@ -44,8 +44,11 @@ from penstock.engine.generation.sequences import (
     Prompt,
 )
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.layers.block import Block
+from penstock.models.layers.gated_delta_net import GatedDeltaNet
 from penstock_kernels.to_device import to_device
 
+FP32 = 4
 KV_CACHE_TOKENS = 1 << 17
 PREFILL_TOKENS = 1 << 13
 
@@ -98,6 +101,8 @@ class Generator:
     """
     kv_cache_bytes_per_token: int
     """KV cache bytes per token on this rank."""
+    state_bytes: int = 0
+    """Bytes of the states of linear attention for a sequence on this rank."""
     eager_context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context manager around generation that disables compilation, because passes change shape."""
     kv_cache_tokens: int = KV_CACHE_TOKENS
@@ -201,7 +206,8 @@ class Generator:
         mesh = self.layout.mesh
         mine = shard_range(len(sequences), mesh.dims.num_replicas, mesh.index("replicate", "shard"))
         here = [sequences[number] for number in mine]
-        limits = Limits(self._cache_capacity(), self.prefill_tokens, self.multiple)
+        states = -(-self.state_bytes // max(1, self.kv_cache_bytes_per_token))
+        limits = Limits(self._cache_capacity(), self.prefill_tokens, self.multiple, states)
         kept = [one for one in here if one.max_length <= self.max_cached_length]
         others = [one for one in here if one.max_length > self.max_cached_length]
         return [
@@ -329,13 +335,24 @@ class Generator:
         return to_device(values, self.ranks.device)
 
 
+def _state_numbers(config: DecoderConfig) -> int:
+    """Numbers in the state of a layer of linear attention, for a sequence."""
+    return config.linear.state_macs // 3 if config.linear else 0
+
+
 def build_generator(
     train: TrainConfig, layout: ParallelModel, ranks: ProcessInfo, logits: LogitsFn
 ) -> Generator:
     """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.dims
     split = degrees.tensor * degrees.ulysses
-    layers = sum(len(part.blocks) for part in layout.parts)
+    linear = [
+        block
+        for part in layout.parts
+        for block in part.blocks
+        if isinstance(block, Block) and isinstance(block.token_mixer, GatedDeltaNet)
+    ]
+    layers = sum(len(part.blocks) for part in layout.parts) - len(linear)
     numbers = max(
         2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
     )
@@ -349,6 +366,7 @@ def build_generator(
         tokens_multiple(train),
         max_cached_length=config.cacheable_length if layout.context.supports_kv_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
+        state_bytes=FP32 * len(linear) * _state_numbers(config) // degrees.tensor,
     )
     if not train.enable_compile:
         return generator

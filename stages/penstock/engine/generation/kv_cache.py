@@ -17,6 +17,8 @@ from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
 from penstock_kernels.to_device import to_device
 
+STATES = "states of the current layer"
+
 ALLOCATION_STEP = 64
 """Rows are allocated in multiples of so many tokens."""
 
@@ -47,6 +49,8 @@ class KVCache:
         self._rows = self._slots = 0
         """The allocated size of every layer: rows, and token slots per row."""
         self._layers: list[tuple[torch.Tensor, ...]] = []
+        self._states: list[tuple[torch.Tensor, ...]] = []
+        """The states of each layer that has any, [rows, ...]: their size does not grow."""
 
     def free(self, row: int) -> None:
         """Free a row. The last row is moved into its place."""
@@ -56,6 +60,9 @@ class KVCache:
             for kept in self._layers:
                 for x_BKCH in kept:
                     x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
+            for kept in self._states:
+                for state in kept:
+                    state[row] = state[last]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
@@ -72,6 +79,8 @@ class KVCache:
         self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
         for layer, kept in enumerate(self._layers):
             self._layers[layer] = tuple(map(self._resize, kept))
+        for layer, kept in enumerate(self._states):
+            self._states[layer] = tuple(map(self._resize_rows, kept))
 
     def layer(self, layer: int, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What a layer has cached of these parts [T, K, H], [B, K, C, H] each: keys and values.
@@ -81,6 +90,19 @@ class KVCache:
         if layer == len(self._layers):
             self._layers.append(tuple(map(self._allocate, parts)))
         return self._layers[layer]
+
+    def states(self, layer: int, like: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
+        """The states of a layer, [rows, ...] each, by its order among those that have any. They are
+        allocated on first use `like` the states of documents."""
+        if layer == len(self._states):
+            self._states.append(tuple(one.new_zeros((self._rows, *one.shape[1:])) for one in like))
+        return self._states[layer]
+
+    def _resize_rows(self, state: torch.Tensor) -> torch.Tensor:
+        moved = state.new_zeros((self._rows, *state.shape[1:]))
+        rows = min(len(moved), len(state))
+        moved[:rows] = state[:rows]
+        return moved
 
     def _allocate(self, like_TKH: torch.Tensor) -> torch.Tensor:
         like_TKH = as_autocast(like_TKH)
@@ -113,7 +135,12 @@ class Prefill(CachedSegments):
     places: torch.Tensor
     """int64 [E]: the position of each in its row."""
     gather: GatherTokens
+    documents: torch.Tensor
+    """int64 [R]: the document of each new row."""
+    first_row: int
+    """The first new row."""
     calls: "count[int]" = field(default_factory=count)
+    state_calls: "count[int]" = field(default_factory=count)
 
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Cache the keys and values of the current layer."""
@@ -126,6 +153,14 @@ class Prefill(CachedSegments):
         """Cache what the heads of the current layer share, of this rank's tokens."""
         x_T1H = self.gather(x_S1H)
         self.store(x_T1H, x_T1H)
+
+    def store_states(self, *states: torch.Tensor) -> None:
+        """Cache the states of the current layer."""
+        rows = slice(self.first_row, self.first_row + len(self.documents))
+        for kept, state in zip(
+            self.cache.states(next(self.state_calls), states), states, strict=True
+        ):
+            kept[rows] = state[self.documents]
 
     def uncached(self) -> VarlenMetadata:
         """The same documents, not to be cached."""
@@ -144,6 +179,7 @@ class DecodeStep(CachedSegments):
     longest: int
     """Tokens of the shortest and longest row, including the new token."""
     calls: "count[int]" = field(default_factory=count)
+    state_calls: "count[int]" = field(default_factory=count)
 
     def attend(
         self,
@@ -177,6 +213,17 @@ class DecodeStep(CachedSegments):
         if rows == len(q_TNH):
             return y_BNH
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
+
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The states of the current layer, [rows, ...] each."""
+        every = self.cache.states(next(self.state_calls))
+        self.kept[STATES] = tuple(state[: self.rows] for state in every)
+        return self.kept[STATES]
+
+    def replace_states(self, *states: torch.Tensor) -> None:
+        """Write those after the new tokens."""
+        for kept, state in zip(self.kept[STATES], states, strict=True):
+            kept.copy_(state)
 
     def _write_newest(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
         """The cache rows with the new tokens written to them."""
@@ -228,7 +275,8 @@ def prefill_segments(
     """
     if not any(rows):
         return segments
-    starts = (0, *accumulate(segments.lengths))
+    starts, first_row = (0, *accumulate(segments.lengths)), len(cache.lengths)
+    documents = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
     tokens: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
     places: list[torch.Tensor] = []
@@ -248,6 +296,8 @@ def prefill_segments(
         rows=to_device(torch.cat(into), device),
         places=to_device(torch.cat(places), device),
         gather=gather,
+        documents=to_device(documents, device),
+        first_row=first_row,
     )
 
 

@@ -21,6 +21,27 @@ DEFAULTS = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128
 """Transformers' defaults."""
 
 
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The model types that these fields are read for."""
+
+
+def linear_key_heads(hf: HfConfig) -> int:
+    """Key heads of linear attention; 0 for a model without it."""
+    if hf.get("model_type") not in MODEL_TYPES or not linear_layers(hf):
+        return 0
+    return config_get(hf, FIELDS["key_heads"], DEFAULTS["key_heads"])
+
+
+def linear_value_features(hf: HfConfig) -> int:
+    """Features of all value heads of linear attention; 0 for a model without it."""
+    if not linear_key_heads(hf):
+        return 0
+    heads, width = (
+        config_get(hf, FIELDS[name], DEFAULTS[name]) for name in ("value_heads", "value_dim")
+    )
+    return heads * width
+
+
 def gated_delta_layers(hf: HfConfig, *, keys: int, fused: bool) -> dict[str, Any]:
     """The fields of a DecoderConfig with layers of Gated DeltaNet and of gated softmax attention.
     `keys` is the family's default of num_key_value_heads."""
