@@ -118,6 +118,25 @@ CONFIGS = {
         "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
         "tie_word_embeddings": False,
     },
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                **MROPE,
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+        "tie_word_embeddings": False,
+    },
     "qwen3_vl": {
         "text_config": {
             **TEXT,

@@ -45,6 +45,7 @@ MULTIMODAL: Mapping[str, Multimodal] = {
     "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen2_vl": Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen3_5": Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
 """By the `model_type` of config.json."""
@@ -96,6 +97,7 @@ TEXT_TYPES: Mapping[str, TextType] = {
     # Rotary positions in three axes are those of the text model where there are no images.
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen3_5_text": TextType("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
     "qwen3_vl_text": TextType(
         "qwen3", {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5}
     ),
