@@ -113,6 +113,19 @@ CASES: Mapping[str, Case] = {
         "model": {"backend": "transformers"},
         "enable_mixed_precision": False,
     },
+    "linear attention, in full precision": {
+        "lengths": LONG,
+        "hf": {
+            "model_type": "qwen3_5_text",
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "pad_token_id": None,
+        },
+        "enable_mixed_precision": False,
+    },
     "sharded": {"world": 2, "lengths": [512, 512]},
     "split matrices": {"world": 2, "lengths": [512, 512], "tensor_parallel_size": 2},
 }

@@ -153,6 +153,7 @@ LATER = [
         "parallel blocks",
         "scales",
         "query scales",
+        "dense linear attention",
     )
 ]
 

@@ -192,7 +192,7 @@ def _update_module(
     if isinstance(module, PositionTable) and plan.residual == "split":
         module.local_positions = partial(local_share, group=group)
     if isinstance(module, WeightDropout):
-        module.first_feature = plan.span("q_proj").first // plan.names.config.head_dim
+        module.first_feature = plan.span("q_proj").first // plan.names.config.query_features
     if isinstance(module, Router):
         module.local_rows = partial(local_share, group=group)
 
