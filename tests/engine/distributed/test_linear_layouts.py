@@ -1,0 +1,52 @@
+"""What linear attention does not support is refused before any work, with what to write instead."""
+
+import json
+
+import pytest
+
+from penstock.config.loading.load import loads
+from penstock.core import env
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.validate_model import require_prompts_apart
+from penstock.machine import check_layout, with_prompts_apart
+from tests.config.values import smallest
+from tests.engine import runs
+from tests.engine.inputs import MODELS, SHAPE
+
+MODEL = {**runs.TINY, **SHAPE, **MODELS["linear attention"]}
+
+
+def run_of(folder, nproc, data=None, **train):
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    sections = {"data": data or {}, "launch": {"nproc_per_node": nproc}, "train": train}
+    return loads(smallest(model={"config_path": str(folder)}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "train", "says"),
+    [
+        (2, {"ringattn_parallel_size": 2}, "ringattn_parallel_size is 2, .* states pass"),
+        (2, {"ulysses_parallel_size": 2}, "ulysses_parallel_size is 2, .* states pass"),
+        (8, {"tensor_parallel_size": 8}, "tensor_parallel_size is 8, .* linear_num_key_heads is 4"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_would_cut_states_is_refused_with_one_that_does_not(
+    tmp_path, monkeypatch, nproc, train, says
+):
+    monkeypatch.setattr(env, "num_gpus", lambda: 0)
+    with pytest.raises(ConfigError, match=says) as refusal:
+        check_layout(run_of(tmp_path, nproc, **train))
+    assert "Write train." in str(refusal.value)
+    check_layout(run_of(tmp_path, 4, tensor_parallel_size=4))
+
+
+def test_prompts_are_not_shared_unless_that_is_written_which_is_refused(tmp_path):
+    data = {"datasets": [{"path": "dummy", "type": "preference"}]}
+    run = run_of(tmp_path, 1, data, objective="preference")
+    apart, notes = with_prompts_apart(run)
+    assert not apart.data.shares_prompts
+    assert "linear attention cannot share them" in notes[0]
+    written = run_of(tmp_path, 1, {**data, "share_prompts": True}, objective="preference")
+    with pytest.raises(CapabilityError, match=r"Write data\.share_prompts: false"):
+        require_prompts_apart(written.data, MODEL)
