@@ -151,7 +151,7 @@ class TensorParallelPlan:
         if unit is ShardUnit.QUERY_HEAD:
             width = config.head_dim
             if config.latent:
-                width = config.latent.head_features(layer)
+                width = config.latent.head_features(layer.rpartition(".")[2])
             elif layer.endswith("q_proj"):
                 width = config.query_features
             return _span(heads, self.size, self.index, width)
