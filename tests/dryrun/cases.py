@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dryrun.summary import DryRun, RankSummary
-from tests.dryrun.layouts import GEMMA3, LATENT, MOE, OLMO2, PHI3, Case, dry_runs
+from tests.dryrun.layouts import GEMMA3, LATENT, LINEAR, MOE, OLMO2, PHI3, Case, dry_runs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
 
@@ -76,6 +76,10 @@ CASES: Mapping[str, Case] = {
     "latent attention, tp": Case(
         model=LATENT,
         train={"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
+    ),
+    "linear attention, tp": Case(model=LINEAR, train={"tensor_parallel_size": 2}),
+    "linear attention, no recomputation": Case(
+        model=LINEAR, train={"enable_gradient_checkpointing": False}
     ),
     "moe, tp": Case(model=MOE, train={"tensor_parallel_size": 2}),
 }

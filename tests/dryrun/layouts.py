@@ -70,6 +70,16 @@ LATENT: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+LINEAR: dict[str, Any] = {
+    **DENSE,
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 PHI3: dict[str, Any] = {**DENSE, "model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
 
 DEVICE = "H100"
