@@ -64,7 +64,12 @@ def recurrent(
     Returns:
         Outputs [T, N, V] in the dtype of v, and each document's state after its last token, [B, N,
         K, V] in fp32, or fp64 for inputs of that dtype.
+
+    Raises:
+        ValueError: start rows hide some of a document's past, all of which its state has.
     """
+    if segments.start_rows is not None:
+        raise ValueError("start rows hide some of a document's past, and its state has all of it")
     wide = torch.promote_types(v_TNV.dtype, torch.float32)
     if initial_state_BNKV is None:
         shape = len(segments.lengths), v_TNV.shape[1], k_TGK.shape[2], v_TNV.shape[2]

@@ -201,3 +201,10 @@ def test_it_is_compiled_in_one_graph():
     run = torch.compile(on_cpu, fullgraph=True, backend="aot_eager")
     for mine, exact in zip(case.with_gradients(run), case.with_gradients(on_cpu), strict=True):
         torch.testing.assert_close(mine, exact)
+
+
+def test_start_rows_are_refused_by_every_backend():
+    segments = VarlenMetadata.of([4], start_rows=[4, 3, 4, 4])
+    x_TNK = torch.randn(4, 1, 8)
+    with pytest.raises(ValueError, match="start rows"):
+        linear_attention(x_TNK, x_TNK, x_TNK, -torch.rand(4, 1), None, segments, 1.0)
