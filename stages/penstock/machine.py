@@ -214,17 +214,16 @@ def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if not data.shares_prompts or data.share_prompts is not None:
         return run, ()
     # A finished run of other data is known without the model.
-    from penstock.models.families.hybrid.fields import linear_key_heads
-    from penstock.models.multimodal import language_config
-    from penstock.models.registry import is_native
+    from penstock.models.registry import get_family, is_native
 
     hf_config, adapters = resolve_hf_config(run), run.lora.enable_lora
-    native = is_native(hf_config, run.model.backend, adapters=adapters)
-    has_states = linear_key_heads(language_config(hf_config)) > 0
-    if native and not has_states:
-        return run, ()
+    why = "transformers' models"
+    if is_native(hf_config, run.model.backend, adapters=adapters):
+        config = get_family(hf_config, run.model.backend, adapters=adapters).read(hf_config)
+        if not (config.linear_layers or config.chunked_layers):
+            return run, ()
+        why = "linear attention" if config.linear_layers else "attention in chunks"
     apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
-    why = "linear attention" if native else "transformers' models"
     note = f"data: prompts are stored before each answer; {why} cannot share them"
     return apart, (note,)
 

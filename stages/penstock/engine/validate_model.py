@@ -9,7 +9,6 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.hybrid.fields import linear_key_heads
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import language_config
 
@@ -53,7 +52,7 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
             f"attends in chunks of {config.attention_chunk} tokens of a document "
             "(attention_chunk_size in config.json).\n  Write data.share_prompts: false."
         )
-    if data.shares_prompts and linear_key_heads(hf):
+    if data.shares_prompts and config is not None and config.linear_layers:
         raise CapabilityError(
             "data.share_prompts lays both answers to a prompt into one document, and the model has "
             "layers of linear attention, whose states have all tokens before.\n"

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from penstock.core.errors import ConfigError
 
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The model types with such layers."""
+
 FIELDS: Mapping[str, str] = {
     "key_heads": "linear_num_key_heads",
     "value_heads": "linear_num_value_heads",

@@ -35,9 +35,8 @@ from penstock.engine.distributed.suggest_layout import (
     suggest_change,
 )
 from penstock.models.decoder_config import HeadSizes
-from penstock.models.families.gemma.gemma4 import full_attention_heads
-from penstock.models.families.hybrid.fields import linear_key_heads, linear_value_features
 from penstock.models.hf_config import HfConfig, config_get, config_require
+from penstock.models.linear_config import MODEL_TYPES as HYBRID
 from penstock.models.multimodal import language_config
 from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
 
@@ -91,11 +90,31 @@ class ModelDims:
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "v_head_dim", config_get(hf, "head_dim", hidden // heads)),
-            full_attention_heads(hf) if hf.get("model_type") == "gemma4_text" else None,
-            linear_key_heads(hf),
-            linear_value_features(hf),
+            _full_attention_heads(hf),
+            *_linear_attention(hf),
             parse_quantization_config(hf),
         )
+
+
+def _full_attention_heads(hf: HfConfig) -> HeadSizes | None:
+    if hf.get("model_type") != "gemma4_text":
+        return None
+    # A finished run needs no families.
+    from penstock.models.families.gemma.gemma4 import full_attention_heads  # noqa: PLC0415
+
+    return full_attention_heads(hf)
+
+
+def _linear_attention(hf: HfConfig) -> tuple[int, int]:
+    """Key heads, and features of all value heads; 0 without linear attention."""
+    if hf.get("model_type") not in HYBRID:
+        return 0, 0
+    from penstock.models.families.hybrid.fields import (  # noqa: PLC0415
+        linear_key_heads,
+        linear_value_features,
+    )
+
+    return linear_key_heads(hf), linear_value_features(hf)
 
 
 def is_model_parallel(train: TrainConfig) -> bool:

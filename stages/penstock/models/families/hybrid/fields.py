@@ -12,17 +12,13 @@ from penstock.models.hf_config import (
     config_require,
     rope_parameters,
 )
-from penstock.models.linear_config import FIELDS, GatedDeltaConfig
+from penstock.models.linear_config import FIELDS, MODEL_TYPES, GatedDeltaConfig
 from penstock.models.tp_roles import LINEAR_ATTENTION_ROLES
 
 ROLES = LINEAR_ATTENTION_ROLES
 
 DEFAULTS = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "kernel": 4}
 """Transformers' defaults."""
-
-
-MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""The model types that these fields are read for."""
 
 
 def linear_key_heads(hf: HfConfig) -> int:
