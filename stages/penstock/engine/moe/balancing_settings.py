@@ -39,7 +39,9 @@ MOE_FAMILIES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 """Families that are always MoE, even if config.json does not give the number of experts."""
 
