@@ -112,6 +112,7 @@ def test_all_ranks_of_a_layout_issue_matching_collectives() -> None:
         assert dict(one.faults) == {}, name
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_one_stage_do_the_same() -> None:
     """So that one of them stands for all."""
     [one] = dry_runs({"1f1b x tp": CASES["1f1b x tp"]}, "all").values()

@@ -10,20 +10,20 @@ from tests.dryrun.paths import run_paths
 pytestmark = pytest.mark.slow
 
 PATHS = {
-    "evaluate": ["fsdp", "tp", "1f1b"],
+    "evaluate": ["fsdp", "1f1b"],
     "score_completions": ["tp, orpo"],
-    "generate": ["tp", "ep"],
+    "generate": ["tp"],
     "save": ["one device, lora"],
-    "server_step": ["tp", "ep, lora"],
-    "stage_checkpoint": ["fsdp", "ep"],
+    "server_step": ["ep, lora"],
+    "stage_checkpoint": ["fsdp"],
 }
 MORE = {
-    "evaluate": ["one device", "ep", "ring", "zbv"],
+    "evaluate": ["one device", "tp", "ep", "ring", "zbv"],
     "score_completions": ["fsdp, dpo", "1f1b, dpo, lora"],
-    "generate": ["1f1b", "fsdp, lora", "one device, qlora"],
+    "generate": ["1f1b", "ep", "fsdp, lora", "one device, qlora"],
     "save": ["one device"],
-    "server_step": ["one device, lora", "1f1b"],
-    "stage_checkpoint": ["one device", "fsdp, optimizer on the host"],
+    "server_step": ["one device, lora", "tp", "1f1b"],
+    "stage_checkpoint": ["one device", "ep", "fsdp, optimizer on the host"],
 }
 """Further layouts of the same."""
 

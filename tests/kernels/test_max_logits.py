@@ -56,6 +56,6 @@ def test_a_window_and_start_rows_together_are_left_to_the_reference():
     q, k = torch.randn(4, 1, 16, device=DEVICE), torch.randn(4, 1, 16, device=DEVICE)
     segments = VarlenMetadata.of([4], DEVICE, start_rows=[4, 3, 4, 4])
     inputs = (q, k, segments, 1.0, 2)
-    torch.testing.assert_close(max_logits(*inputs).double(), exact(*inputs))
+    torch.testing.assert_close(max_logits(*inputs).double(), exact(*inputs), rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match="start rows and a window"):
         max_logits.backend("triton")(*inputs)

@@ -14,13 +14,21 @@ from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.registry import FAMILIES
-from penstock.models.tp_roles import DECODER_SHARD_UNITS, ParallelStyle, find_parallel_style
+from penstock.models.tp_roles import ParallelStyle, find_parallel_style, shard_unit
 from penstock_kernels.attention import VarlenMetadata, attention
 from tests.models.stored import from_hf
 from tests.models.twins import FAMILIES as DENSE
-from tests.models.twins import NEEDED, SIZES, SPARSE, documents, packed_logits, packed_loss
+from tests.models.twins import (
+    HYBRID,
+    NEEDED,
+    SIZES,
+    SPARSE,
+    documents,
+    packed_logits,
+    packed_loss,
+)
 
-SHAPES = DENSE | SPARSE
+SHAPES = DENSE | SPARSE | HYBRID
 CONFIG = {"model_type": "qwen3", "head_dim": 16, **SIZES}
 
 
@@ -73,7 +81,8 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     stored = [hf for name in linear for hf in weights.hf_names(f"{name}.weight")]
     rows = {hf.removesuffix(".weight"): weights.hf_shapes()[hf][0] for hf in stored}
     layers = [weights.row_blocks(layer, count) for layer, count in rows.items()]
-    assert set().union(*layers) <= DECODER_SHARD_UNITS.keys()
+    for layer, blocks in zip(rows, layers, strict=True):
+        assert all(shard_unit(f"{layer.rpartition('.')[0]}.{part}") for part in blocks)
     assert [sum(blocks.values()) for blocks in layers] == [*rows.values()]
     experts = weights.config.experts
     count = len(experts.layers) if experts else 0
@@ -82,7 +91,7 @@ def test_every_matrix_has_a_role_and_a_grain(model_type, merge_qkv):
     assert roles["model.embed_tokens"] == ParallelStyle.VOCAB
     # What narrows is what writes into the residual stream.
     narrow = {name for name in linear if roles[name] is ParallelStyle.ROWWISE}
-    assert narrow == {name for name in linear if name.endswith(("o_proj", "down_proj"))}
+    assert narrow == {name for name in linear if name.endswith(("o_proj", "out_proj", "down_proj"))}
 
 
 def test_fused_and_split_projections_start_as_the_same_model():

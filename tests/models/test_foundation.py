@@ -48,7 +48,7 @@ BASES["llama4_text"] |= {"no_rope_layers": [1, 0], "moe_layers": [1]}
 BASES["cohere2_moe"]["mlp_layer_types"] = ["dense", "sparse"]
 for name in HYBRID:
     BASES[name]["layer_types"] = ["linear_attention", "full_attention"]
-BASES["qwen3_next"]["mlp_only_layers"] = []
+BASES["qwen3_next"]["mlp_only_layers"] = [1]
 del BASES["qwen3_5_moe_text"]["intermediate_size"]  # it has no dense layers
 
 BASES["mellum"]["mlp_layer_types"] = ["dense", "sparse"]

@@ -49,9 +49,8 @@ def assert_same_model(theirs, ids, labels, implementations, *, within=""):
         seen = {}
         for name, gradient in gradients(pair.ours).items():
             seen |= to_hf(pair.weights, name, gradient)
-        assert_gradients_equal(
-            *({n: g for n, g in one.items() if within in n} for one in (seen, wanted))
-        )
+        here, there = ({n: g for n, g in one.items() if within in n} for one in (seen, wanted))
+        assert_gradients_equal(here, there)
 
 
 @pytest.mark.parametrize("family", [*SPARSE, *VARIANTS])

@@ -26,14 +26,12 @@ from tests.ranks import on_ranks
 KINDS = (
     "apertus",  # scalar parameters
     "bloom",  # ALiBi: masks of its own, one document a row
-    "cohere2",  # scaled logits, sliding windows
     "deepseek_v3",  # latent attention, experts stored one by one, a router's buffer
     "gemma3n_text",  # per-layer inputs, shared keys and values, soft-capped logits
     "gpt2",  # learned positions, transposed matrices
     "llama4_text",  # chunked attention, all logits
     "mamba",  # state
     "modernbert-decoder",  # a head of several layers
-    "phi3",  # fused projections
     "qwen3_next",  # linear attention and gated attention
     "longcat_flash",  # experts without tokens on one of the ranks
 )

@@ -52,7 +52,12 @@ def gone_on(job):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [CHANGES[:7], pytest.param(CHANGES[7:], marks=pytest.mark.exhaustive)],
+    ids=["of each kind", "others"],
+)
+def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path, changes):
     write_inputs(tmp_path, ROWS_PER_STEP * (BEFORE + AFTER))
     layouts = {"one process": alone("tied"), **LAYOUTS}
 
@@ -64,10 +69,10 @@ def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path)
             made.setdefault(layout.world, {})[out] = job
         return made
 
-    for world, some in jobs({f"begun {name}": layouts[name] for name, _ in CHANGES}).items():
+    for world, some in jobs({f"begun {name}": layouts[name] for name, _ in changes}).items():
         on_ranks(world, each, begun, some, timeout=300)
-    goings_on = {f"{before} to {after}": layouts[after] for before, after in CHANGES}
-    for before, after in CHANGES:
+    goings_on = {f"{before} to {after}": layouts[after] for before, after in changes}
+    for before, after in changes:
         begun_there = tmp_path / f"begun {before}" / CHECKPOINTS
         shutil.copytree(begun_there, tmp_path / f"{before} to {after}" / CHECKPOINTS)
     wholes = {f"whole {layout.alone.name}": layout.alone for layout in goings_on.values()}

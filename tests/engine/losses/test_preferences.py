@@ -90,6 +90,7 @@ def test_a_layout_learns_from_pairs_what_one_process_does(folder, reference):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", MORE)
 def test_other_layouts_learn_from_pairs_what_one_process_does(world, folder, reference):
     check(MORE[world], "sigmoid", folder, reference)

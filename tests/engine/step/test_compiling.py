@@ -79,7 +79,12 @@ def counted(job, backend):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, "inductor") for name in COMPILED),
+        ("adapters", "inductor"),
+        *(
+            pytest.param(name, "inductor", marks=pytest.mark.exhaustive)
+            for name in COMPILED
+            if name != "adapters"
+        ),
         # The same programs, which nobody turns into code.
         *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in OTHERS),
     ],

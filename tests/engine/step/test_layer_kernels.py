@@ -15,6 +15,7 @@ from penstock.engine.validate_model import (
     require_prompts_apart,
     require_whole_documents,
 )
+from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import Block
 from penstock.plan import check_machine
 from penstock_kernels.op import Op
@@ -75,7 +76,8 @@ def watched(job):
     seen = set()
     for layer in decoder_of(loop).model.layers.values():
         assert isinstance(layer, Block)
-        layer.self_attn.attend = partial(seeing, layer.self_attn.attend, seen)
+        assert isinstance(layer.token_mixer, SelfAttention)
+        layer.token_mixer.attend = partial(seeing, layer.token_mixer.attend, seen)
 
     def counted(op, *arguments, **options):
         asked.add(op.name)
