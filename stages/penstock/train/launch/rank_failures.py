@@ -95,7 +95,8 @@ def build_error(logs: Path, status: int, hang_report: str | None = None) -> Stag
     first = next((f for f in failures if f.message), failures[0] if failures else None)
     if hang_report and (first is None or not first.message):
         return _retryable(hang_report)
-    if crashes and (first is None or crashes[0].time <= first.time):
+    # The agent finds a crash a moment later: another rank may have reported its lost connection.
+    if crashes and (first is None or crashes[0].time <= first.time or _has_lost_peer(first)):
         text = _describe_crash(crashes[0], logs)
         return _retryable(text) if crashes[0].signal == signal.SIGKILL else StageError(text)
     if first is None:
@@ -111,8 +112,13 @@ def build_error(logs: Path, status: int, hang_report: str | None = None) -> Stag
         f"rank {first.rank} on {first.host}: {first.error}\n"
         f"  The traceback is in {logs / f'rank_{first.rank}.log'}."
     )
-    failure.may_pass = any(word in first.error for word in _LOST_PEER)
+    failure.may_pass = _has_lost_peer(first)
     return failure
+
+
+def _has_lost_peer(failure: Failure) -> bool:
+    """Whether the rank failed because another one was gone."""
+    return not failure.message and any(word in failure.error for word in _LOST_PEER)
 
 
 def _retryable(text: str) -> StageError:
