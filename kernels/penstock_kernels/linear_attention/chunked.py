@@ -15,7 +15,7 @@ from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.linear_attention.chunk import Chunk, backward, forward, next_state
-from penstock_kernels.linear_attention.decays import decays_of
+from penstock_kernels.linear_attention.decays import chunk_decays
 
 CHUNK = 32
 """Tokens of a chunk. With half as many as on a GPU, products within chunks cost half as much."""
@@ -72,7 +72,7 @@ class _Packed:
         """The inputs of a chunk."""
         qk = torch.stack((self.read(self.q, tokens), self.read(self.k, tokens)), dim=1)
         qk[:, 0].mul_(self.scale)
-        decays = decays_of(self.read(self.log_decay, tokens))
+        decays = chunk_decays(self.read(self.log_decay, tokens))
         beta = None if self.beta is None else self.read(self.beta, tokens).unsqueeze(-1)
         return Chunk(qk, self.read(self.v, tokens), decays, beta)
 

@@ -142,7 +142,7 @@ class ChannelDecays:
 Decays = HeadDecays | ChannelDecays
 
 
-def decays_of(log_decay: torch.Tensor) -> Decays:
+def chunk_decays(log_decay: torch.Tensor) -> Decays:
     """Of chunks' log decays, [H, C] or [H, C, K]."""
     sums = log_decay.cumsum(1)
     return HeadDecays(sums) if sums.ndim == 2 else ChannelDecays(sums)

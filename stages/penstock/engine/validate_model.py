@@ -102,9 +102,10 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
 
 def require_unnormalized_queries(train: TrainConfig, hf: HfConfig) -> None:
     """Raise CapabilityError for QK-clip of a model with QK norm."""
-    from penstock.models.registry import FAMILIES  # noqa: PLC0415
-
-    if train.qk_clip_threshold is not None and FAMILIES[hf["model_type"]].read(hf).qk_norm:
+    if train.qk_clip_threshold is None:
+        return
+    config = _native_config(hf)
+    if config is not None and (config.qk_norm or config.qk_unit_norm):
         raise CapabilityError(
             f"train.qk_clip_threshold is {train.qk_clip_threshold:g}, and this "
             f"{hf['model_type']} normalizes queries and keys (QK norm): scaling the weights before "

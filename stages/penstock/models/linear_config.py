@@ -94,10 +94,15 @@ class GatedDeltaConfig:
         return sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
 
     @property
+    def state_size(self) -> int:
+        """Numbers in the state of a layer, for one sequence."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
     def state_macs(self) -> int:
         """Multiplications of one token with the states of a layer: a state is read for its key,
         updated, and read for its query."""
-        return 3 * self.value_heads * self.key_dim * self.value_dim
+        return 3 * self.state_size
 
 
 def _config_error(fault: str) -> ConfigError:

@@ -335,11 +335,6 @@ class Generator:
         return to_device(values, self.ranks.device)
 
 
-def _state_numbers(config: DecoderConfig) -> int:
-    """Numbers in the state of a layer of linear attention, for a sequence."""
-    return config.linear.state_macs // 3 if config.linear else 0
-
-
 def build_generator(
     train: TrainConfig, layout: ParallelModel, ranks: ProcessInfo, logits: LogitsFn
 ) -> Generator:
@@ -359,6 +354,7 @@ def build_generator(
     if config.latent:
         numbers = config.latent.kv_rank + config.latent.rope_dim
     numbers *= layers
+    state_size = config.linear.state_size if config.linear else 0
     generator = Generator(
         layout,
         ranks,
@@ -366,7 +362,7 @@ def build_generator(
         tokens_multiple(train),
         max_cached_length=config.cacheable_length if layout.context.supports_kv_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
-        state_bytes=FP32 * len(linear) * _state_numbers(config) // degrees.tensor,
+        state_bytes=FP32 * len(linear) * state_size // degrees.tensor,
     )
     if not train.enable_compile:
         return generator

@@ -7,11 +7,10 @@ width.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, count
-from typing import ClassVar
 
 import torch
 
-from penstock.models.layers.attention import AttentionFn, CachedSegments
+from penstock.models.layers.attention import AttentionFn, DecodeSegments, PrefillSegments
 from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.attention.decode import decode_attention
@@ -122,10 +121,8 @@ class KVCache:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefill(CachedSegments):
+class Prefill(PrefillSegments):
     """Prefill: documents of a pass whose keys and values go into the cache."""
-
-    is_decode: ClassVar[bool] = False
 
     cache: KVCache
     tokens: torch.Tensor
@@ -168,10 +165,8 @@ class Prefill(CachedSegments):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeStep(CachedSegments):
+class DecodeStep(DecodeSegments):
     """Decode step: one more token of each row, in order, followed by padding."""
-
-    is_decode: ClassVar[bool] = True
 
     cache: KVCache
     rows: int

@@ -14,7 +14,7 @@ from penstock.models.automodel.normalize import (
     transposed_layers,
 )
 from penstock.models.automodel.outline import STACKED, ModelOutline, Shape
-from penstock.models.automodel.routers import layers_of, router_modules
+from penstock.models.automodel.routers import layer_indices, router_modules
 from penstock.models.automodel.saved_activations import saved_activations
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
@@ -44,7 +44,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
     layers = tuple(repeated_layers(model))
-    routers = layers_of(router_modules(model), layers) if traits.scoring else {}
+    routers = layer_indices(router_modules(model), layers) if traits.scoring else {}
     if traits.scoring and not routers:
         traits = replace(traits, scoring=None, routers_why="its routers are not one in a layer")
     return ModelOutline(

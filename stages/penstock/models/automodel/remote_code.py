@@ -28,10 +28,10 @@ def trusted(hf_config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"model.trust_remote_code is true, and {folder}/config.json names no code of its own "
             "(auto_map).\n  Leave trust_remote_code out."
         )
-    return {**hf_config, CODE: {"folder": str(folder.resolve()), "digest": digest_of(folder)}}
+    return {**hf_config, CODE: {"folder": str(folder.resolve()), "digest": code_digest(folder)}}
 
 
-def digest_of(folder: Path) -> str:
+def code_digest(folder: Path) -> str:
     """The digest of the code in a folder: names and contents of its files."""
     total = hashlib.sha256()
     for file in code_files(folder):
@@ -59,7 +59,7 @@ def load_class(hf_config: Mapping[str, Any], name: str) -> Any:
             "is the name of a class in a file beside it (modeling_x.XForCausalLM).\n"
             "  Copy the code into this folder, and correct auto_map."
         )
-    if digest_of(folder) != digest:
+    if code_digest(folder) != digest:
         raise ConfigError(
             f"the code in {folder} has changed since this run began.\n  Run it again."
         )

@@ -5,8 +5,6 @@ weights of a token's experts and their numbers. T tokens, R packed rows, E exper
 token.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 
 from penstock.models.automodel.outline import Scoring
+from penstock.models.layers.router import AddAuxLoss
 from penstock.models.layers.router_observer import (
     AuxLossGradient,
     RouterObserver,
@@ -37,7 +36,7 @@ def router_modules(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def scoring_of(output: Any, tokens: int, num_experts: int) -> Scoring | None:
+def infer_scoring(output: Any, tokens: int, num_experts: int) -> Scoring | None:
     """The function from the logits to the weights that a router returned for these tokens, up to a
     factor for each token; None if it is not known."""
     if not (isinstance(output, tuple) and len(output) == 3):
@@ -75,7 +74,7 @@ def observe_router(module: nn.Module, scoring: Scoring) -> None:
             if grad is None:
                 return None
             aux_loss = grad.inner_product(stats)
-        return logits_TE, _WithAuxLoss.apply(weights_TK, aux_loss), choice_TK
+        return logits_TE, AddAuxLoss.apply(weights_TK, aux_loss), choice_TK
 
     module.register_forward_hook(report)
 
@@ -113,7 +112,7 @@ class PaddedObserver:
         return self._observer.observe(router, stats)
 
 
-def layers_of(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
+def layer_indices(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
     """The number of each router's layer; nothing unless each has a layer of its own."""
     found = {
         router: number
@@ -122,21 +121,6 @@ def layers_of(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict
         if router.startswith(f"{layer}.")
     }
     return found if len({*found.values()}) == len(routers) else {}
-
-
-class _WithAuxLoss(torch.autograd.Function):
-    """Returns the weights unchanged; the backward pass gives the auxiliary loss a gradient of 1, as
-    a term of the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_TK: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(aux_loss)
-        return weights_TK.view_as(weights_TK)
-
-    @staticmethod
-    def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (aux_loss,) = ctx.saved_tensors
-        return dweights_TK, torch.ones_like(aux_loss)
 
 
 def _stats(

@@ -18,7 +18,7 @@ from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model
 from penstock.models.automodel.inputs import accepted, packed_inputs
 from penstock.models.automodel.outline import AttentionImpl, Head, Scoring, Traits
-from penstock.models.automodel.routers import router_modules, scoring_of
+from penstock.models.automodel.routers import infer_scoring, router_modules
 from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
 
@@ -153,7 +153,7 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
 
     def hook(name: str) -> RemovableHandle:
         def look(_: nn.Module, __: Any, output: Any) -> None:
-            found[name].append(scoring_of(output, ids_1L.shape[1], experts))
+            found[name].append(infer_scoring(output, ids_1L.shape[1], experts))
 
         return routers[name].register_forward_hook(look)
 

@@ -3,8 +3,9 @@
 T tokens, D model width, N query heads, K key and value heads, H head dimension.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -42,35 +43,37 @@ class AttentionFn(Protocol):
     ) -> torch.Tensor: ...
 
 
-class CachedSegments(VarlenMetadata):
-    """Documents of a pass with a KV cache: a prefill, or a decode step."""
+class PrefillSegments(VarlenMetadata, ABC):
+    """Documents of a prefill, whose layers fill the KV cache."""
 
-    is_decode: ClassVar[bool]
-
+    @abstractmethod
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Cache the keys and values of the current layer in a prefill. They may be one tensor,
-        which is then cached once."""
-        raise NotImplementedError
+        """Cache the keys and values of the current layer. They may be one tensor, which is then
+        cached once."""
 
+    @abstractmethod
     def store_latents(self, x_S1H: torch.Tensor) -> None:
-        """Cache what the heads of the current layer share, of this rank's tokens, in a prefill."""
-        raise NotImplementedError
+        """Cache what the heads of the current layer share, of this rank's tokens."""
 
+    @abstractmethod
     def store_states(self, *states: torch.Tensor) -> None:
-        """Cache the states of the current layer in a prefill: of each document, [B, ...]."""
-        raise NotImplementedError
+        """Cache the states of the current layer: of each document, [B, ...]."""
 
-    def states(self) -> tuple[torch.Tensor, ...]:
-        """The states of the current layer in a decode step, of each sequence, [B, ...]."""
-        raise NotImplementedError
-
-    def replace_states(self, *states: torch.Tensor) -> None:
-        """Cache the states after the new tokens, in place of those that `states` returned."""
-        raise NotImplementedError
-
+    @abstractmethod
     def uncached(self) -> VarlenMetadata:
         """The same documents for attention without the cache."""
-        raise NotImplementedError
+
+
+class DecodeSegments(VarlenMetadata, ABC):
+    """Sequences of a decode step, of one new token each."""
+
+    @abstractmethod
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The states of the current layer, of each sequence, [B, ...]."""
+
+    @abstractmethod
+    def replace_states(self, *states: torch.Tensor) -> None:
+        """Cache the states after the new tokens, in place of those that `states` returned."""
 
 
 def in_bf16(attend: AttentionFn) -> AttentionFn:

@@ -85,7 +85,7 @@ class Block(nn.Module):
     @property
     def token_mixer(self) -> TokenMixer:
         """`self_attn`, or `linear_attn` in layers of linear attention."""
-        mixer = self.get_submodule(self.mixer_name)
+        mixer = getattr(self, self.mixer_name)
         assert isinstance(mixer, TokenMixer)
         return mixer
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.attention import CachedSegments
+from penstock.models.layers.attention import DecodeSegments, PrefillSegments
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
@@ -82,9 +82,11 @@ class GatedDeltaNet(nn.Module):
         wide = torch.promote_types(a_TN.dtype, torch.float32)
         steps_TN = F.softplus(a_TN.to(wide) + self.dt_bias.to(wide))
         log_decay_TN = -self.A_log.to(wide).exp() * steps_TN
-        core = self._decode if isinstance(segments, CachedSegments) else self._core
-        if isinstance(segments, CachedSegments) and not segments.is_decode:
+        core = self._core
+        if isinstance(segments, PrefillSegments):
             core = self._prefill
+        elif isinstance(segments, DecodeSegments):
+            core = self._decode
         y_TNV = self.run_core(core, qkv_TC, log_decay_TN, b_TN.sigmoid(), segments)
         return self.out_proj(self.norm(y_TNV, z_TNV).flatten(1))
 
@@ -137,7 +139,7 @@ class GatedDeltaNet(nn.Module):
         qkv_TC: torch.Tensor,
         log_decay_TN: torch.Tensor,
         beta_TN: torch.Tensor,
-        segments: CachedSegments,
+        segments: PrefillSegments,
     ) -> torch.Tensor:
         """The same, whose states are cached."""
         args = qkv_TC, log_decay_TN, beta_TN, segments.uncached()
@@ -150,7 +152,7 @@ class GatedDeltaNet(nn.Module):
         qkv_TC: torch.Tensor,
         log_decay_TN: torch.Tensor,
         beta_TN: torch.Tensor,
-        segments: CachedSegments,
+        segments: DecodeSegments,
     ) -> torch.Tensor:
         """One more token of each cached sequence, then padding, whose outputs are zeros."""
         tail_BWC, state_BNKV = segments.states()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, RotaryPairs
-from penstock.models.layers.attention import AttentionFn, CachedSegments
+from penstock.models.layers.attention import AttentionFn, DecodeSegments, PrefillSegments
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
@@ -89,9 +89,9 @@ class LatentAttention(nn.Module):
         if query_scale_T is not None:
             scale_T11 = query_scale_T[:, None, None]
             q_TNn, q_TNP = q_TNn * scale_T11, q_TNP * scale_T11
-        if isinstance(segments, CachedSegments):
+        if isinstance(segments, PrefillSegments | DecodeSegments):
             latent_T1L = torch.cat((latent_TR.unsqueeze(1), k_T1P), dim=-1)
-            if segments.is_decode:
+            if isinstance(segments, DecodeSegments):
                 return self.o_proj(self._decode(q_TNn, q_TNP, latent_T1L, segments).flatten(1))
             segments.store_latents(latent_T1L)
             segments = segments.uncached()

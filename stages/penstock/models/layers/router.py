@@ -75,7 +75,7 @@ class Router(OpModule):
             return choice_TK, _AddAuxLossCompiled.apply(weights_TK, *scores, choice_TK, op_id)
         aux_loss = self._aux_loss(logits_TE, choice_TK)
         if aux_loss is not None:
-            weights_TK = _AddAuxLoss.apply(weights_TK, aux_loss)
+            weights_TK = AddAuxLoss.apply(weights_TK, aux_loss)
         return choice_TK, weights_TK
 
     def _aux_loss(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
@@ -154,7 +154,7 @@ class Router(OpModule):
         return f"{width} -> {self.config.experts_per_token} of {experts}, {self.config.scoring}"
 
 
-class _AddAuxLoss(torch.autograd.Function):
+class AddAuxLoss(torch.autograd.Function):
     """Returns the weights unchanged; the backward pass gives the auxiliary loss a gradient of 1, as
     a term of the loss."""
 

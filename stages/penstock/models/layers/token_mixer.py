@@ -13,7 +13,7 @@ A token mixer is an `nn.Module` that provides:
 - `run_core`, a call hook around it without projections (`recompute_modules: [core_attn]`).
 - Where it is softmax attention: `attend`, the function from queries, keys and values to outputs,
   through which context parallelism and the KV cache work. Where it has a state, passes with a KV
-  cache keep that (`CachedSegments`).
+  cache keep that (`PrefillSegments`, `DecodeSegments`).
 """
 
 from penstock.models.decoder_config import DecoderConfig
