@@ -74,6 +74,11 @@ class Op(Generic[P, R]):
                 return backend.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
+    def is_fast(self, *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Whether a call with these inputs would run a fast backend."""
+        reasons = (one.unsupported_reason(*args, **kwargs) for one in self.available)
+        return any(reason is None for reason in reasons)
+
     @property
     def backends(self) -> tuple[str, ...]:
         """The names that `backend` accepts."""

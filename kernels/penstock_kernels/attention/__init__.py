@@ -1,5 +1,5 @@
 """Varlen attention: causal within each document of a packed micro-batch; grouped-query attention,
-sliding windows, sinks, soft caps, and start rows that mask a document further.
+sliding windows, sinks, soft caps, start rows that mask a document further, and bidirectional runs.
 """
 
 from collections.abc import Callable

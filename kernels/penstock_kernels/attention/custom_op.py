@@ -24,9 +24,11 @@ def _documents(lengths: tuple[int, ...]) -> VarlenMetadata:
     return VarlenMetadata.of(lengths)
 
 
-def _segments(cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None) -> VarlenMetadata:
+def _segments(
+    cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None, run_ends_T: torch.Tensor | None
+) -> VarlenMetadata:
     documents = _documents(tuple(cu_seqlens.diff().tolist()))
-    return replace(documents, start_rows=start_rows_T, kept={})
+    return replace(documents, start_rows=start_rows_T, run_ends=run_ends_T, kept={})
 
 
 def _forward(
@@ -36,10 +38,11 @@ def _forward(
     sinks_N: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     start_rows_T: torch.Tensor | None,
+    run_ends_T: torch.Tensor | None,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    segments = _segments(cu_seqlens, start_rows_T)
+    segments = _segments(cu_seqlens, start_rows_T, run_ends_T)
     y_TNH, lse_TN = block.block(q_TNH, k_TKH, v_TKH, segments, scale, window)
     if sinks_N is not None:
         y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
@@ -53,10 +56,11 @@ def _fake(
     sinks_N: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     start_rows_T: torch.Tensor | None,
+    run_ends_T: torch.Tensor | None,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, scale, window
+    del k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, run_ends_T, scale, window
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
     return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[:2], dtype=wide)
 
@@ -70,10 +74,11 @@ def _backward(
     lse_TN: torch.Tensor,
     cu_seqlens: torch.Tensor,
     start_rows_T: torch.Tensor | None,
+    run_ends_T: torch.Tensor | None,
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    segments = _segments(cu_seqlens, start_rows_T)
+    segments = _segments(cu_seqlens, start_rows_T, run_ends_T)
     dq, dk, dv = block.block_backward(
         dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments, scale, window
     )
@@ -84,19 +89,18 @@ _operator_backward = operator("packed_attention_backward", _backward, fake=fake_
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, *output)
+    *tensors, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _gradients(ctx: Any, dy_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    q_TNH, k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, y_TNH, lse_TN = ctx.saved_tensors
-    dq_TNH, dk_TKH, dv_TKH = _operator_backward(
-        dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, cu_seqlens, start_rows_T, ctx.scale, ctx.window
-    )
+    q_TNH, k_TKH, v_TKH, sinks_N, *documents, y_TNH, lse_TN = ctx.saved_tensors
+    given = q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, *documents
+    dq_TNH, dk_TKH, dv_TKH = _operator_backward(dy_TNH, *given, ctx.scale, ctx.window)
     dsinks_N = None
     if sinks_N is not None and ctx.needs_input_grad[3]:
         dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
-    return dq_TNH, dk_TKH, dv_TKH, dsinks_N, None, None, None, None
+    return dq_TNH, dk_TKH, dv_TKH, dsinks_N, *[None] * 5
 
 
 _operator = operator("packed_attention", _forward, fake=_fake, keep=_keep, backward=_gradients)
@@ -111,8 +115,7 @@ def traced(
     window: int | None,
     sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Same as sdpa, [T, N, H]. Uses only boundaries and start rows of the documents."""
-    y_TNH, _ = _operator(
-        q_TNH, k_TKH, v_TKH, sinks_N, segments.cu_seqlens, segments.start_rows, scale, window
-    )
+    """Same as sdpa, [T, N, H]. Uses only boundaries, start rows and run ends of the documents."""
+    documents = segments.cu_seqlens, segments.start_rows, segments.run_ends
+    y_TNH, _ = _operator(q_TNH, k_TKH, v_TKH, sinks_N, *documents, scale, window)
     return y_TNH

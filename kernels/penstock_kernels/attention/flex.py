@@ -1,6 +1,6 @@
 """attention through PyTorch's flex_attention, for cases that its variable-length kernel does not
-support: soft caps and start rows. One call for the whole micro-batch; fully masked blocks are
-skipped.
+support: soft caps, start rows, and bidirectional runs of tokens. One call for the whole
+micro-batch; fully masked blocks are skipped.
 
 T tokens; N query heads, K key/value heads, H head width; n blocks of the T tokens.
 """
@@ -28,7 +28,10 @@ def unsupported_width(q_TNH: torch.Tensor) -> str | None:
     """Heads too narrow for it."""
     if q_TNH.shape[-1] >= NARROWEST:
         return None
-    return f"heads are {q_TNH.shape[-1]} wide; with soft caps or start rows it takes {NARROWEST} up"
+    return (
+        f"heads are {q_TNH.shape[-1]} wide; with soft caps, start rows or bidirectional runs"
+        f" it takes {NARROWEST} up"
+    )
 
 
 def flex(
@@ -94,7 +97,7 @@ def blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
 def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask  # noqa: PLC0415
 
-    total, start_T = segments.num_tokens, segments.start_rows
+    total, start_T, end_T = segments.num_tokens, segments.start_rows, segments.run_ends
     lengths = segments.cu_seqlens.diff()
     document_T = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
         lengths, output_size=total
@@ -102,14 +105,15 @@ def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
 
     depth_T = None
     if start_T is not None and window is not None:
-        end_T = segments.cu_seqlens[1:].repeat_interleave(lengths, output_size=total)
-        depth_T = visible_counts(torch.minimum(start_T, end_T))
+        last_T = segments.cu_seqlens[1:].repeat_interleave(lengths, output_size=total)
+        depth_T = visible_counts(torch.minimum(start_T, last_T))
 
     def sees(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         del batch, head
-        seen = (document_T[query] == document_T[key]) & (key <= query)
+        within = key <= query if end_T is None else key < end_T[query]
+        seen = (document_T[query] == document_T[key]) & within
         if window is not None:
             back = query - key if depth_T is None else depth_T[query] - depth_T[key]
             seen = seen & (back < window)
@@ -122,7 +126,10 @@ def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     back_nn = (query_n1 - key_n) * BLOCK
     # Documents lie in order: two blocks share one if the earlier one's last is the later one's
     # first, and hold but one if its first is the later one's last.
-    some_nn = (back_nn >= 0) & (last_n >= first_n.unsqueeze(1))
+    some_nn = back_nn >= 0
+    if end_T is not None:
+        some_nn = key_n * BLOCK < _in_blocks(end_T).amax(1, keepdim=True)
+    some_nn &= last_n >= first_n.unsqueeze(1)
     every_nn = (back_nn > 0) & (first_n == last_n.unsqueeze(1))
     # Indices past the last token occur.
     every_nn &= (query_n1 + 1) * BLOCK <= total

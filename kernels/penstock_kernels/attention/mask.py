@@ -1,4 +1,4 @@
-"""Masks within a document: causal, sliding window, start rows."""
+"""Masks within a document: causal, sliding window, start rows, bidirectional runs."""
 
 import torch
 
@@ -8,15 +8,19 @@ def causal_window_mask(
     window: int | None,
     device: torch.device,
     start_rows_L: torch.Tensor | None = None,
+    run_ends_L: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """bool [L, L], queries by keys: True for later tokens, and for tokens `window` or more back.
+    With run ends a query sees the keys before its own, of which it is one.
 
     A token is in its own window, so with a window of 1 a query attends only to itself. None: no
     window. Keys whose start row the query has reached are masked; these do not count in a
-    window either. For start rows [..., L] of several documents the result is [..., L, L].
+    window either. For start rows or run ends [..., L] of several documents the result is
+    [..., L, L].
     """
     at_L = torch.arange(length, device=device)
-    hidden_LL = at_L.unsqueeze(1) < at_L
+    last_L = at_L if run_ends_L is None else torch.maximum(at_L, run_ends_L - 1)
+    hidden_LL = last_L.unsqueeze(-1) < at_L
     if start_rows_L is not None:
         hidden_LL = hidden_LL | (at_L.unsqueeze(1) >= start_rows_L.unsqueeze(-2))
     if window is not None:

@@ -77,4 +77,5 @@ def native(
 
 
 def _needs_flex(segments: VarlenMetadata, soft_cap: float | None) -> bool:
-    return soft_cap is not None or segments.start_rows is not None
+    masks = segments.start_rows, segments.run_ends
+    return soft_cap is not None or any(mask is not None for mask in masks)

@@ -44,6 +44,8 @@ def unsupported_reason(
         return f"heads are {q_TNH.shape[-1]} wide, and it takes up to {package.widest}"
     if segments.start_rows is not None:
         return "start rows hide some of a document's past, and it has causal masks and windows"
+    if segments.run_ends is not None:
+        return "runs of tokens are bidirectional, and it has causal masks and windows"
     if sinks_N is not None and not package.sinks:
         return "heads have sinks, and it has none"
     if soft_cap is not None and not package.soft_cap:

@@ -25,10 +25,10 @@ def eager(
     """Causal attention within each document, one document after another.
 
     T tokens, N query heads, K key/value heads (N a multiple of K), H head width. A query attends to
-    the last `window` tokens up to its own (None: all) whose start row it has not reached. Scores
-    are soft-capped at `soft_cap` by a tanh, as in Gemma 2. `sinks_N` are additional logits without
-    values. The softmax is computed in fp32 or wider. `drop` is the dropout of a document's
-    attention weights. Returns [T, N, H].
+    the last `window` tokens up to its own (None: all) whose start row it has not reached, and to
+    the later ones of its run. Scores are soft-capped at `soft_cap` by a tanh, as in Gemma 2.
+    `sinks_N` are additional logits without values. The softmax is computed in fp32 or wider. `drop`
+    is the dropout of a document's attention weights. Returns [T, N, H].
     """
     group = q_TNH.shape[1] // k_TKH.shape[1]
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
@@ -43,8 +43,9 @@ def eager(
         scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).to(wide) * scale
         if soft_cap is not None:
             scores_NLL = (scores_NLL / soft_cap).tanh() * soft_cap
-        start_rows_L = segments.start_rows_of(first, length)
-        hidden_LL = causal_window_mask(length, window, q_TNH.device, start_rows_L)
+        start_rows_L = segments.document_start_rows(first, length)
+        run_ends_L = segments.document_run_ends(first, length)
+        hidden_LL = causal_window_mask(length, window, q_TNH.device, start_rows_L, run_ends_L)
         scores_NLL = scores_NLL.masked_fill(hidden_LL, float("-inf"))
         if sinks_N is not None:
             sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)

@@ -29,8 +29,8 @@ def unsupported_reason(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> str | None:
-    """Supports every device and all consistent shapes; windows, sinks and start rows
-    where its block does. No soft cap.
+    """Supports every device and all consistent shapes; windows, sinks, start rows
+    and bidirectional runs where its block does. No soft cap.
     """
     if soft_cap is not None:
         return f"scores are capped at {soft_cap}, and PyTorch's fused kernels do not cap them"
@@ -72,6 +72,7 @@ def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tenso
     return (
         segments.effective_window(window) is None
         and segments.start_rows is None
+        and segments.run_ends is None
         and sinks_N is None
     )
 

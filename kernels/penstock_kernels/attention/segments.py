@@ -5,8 +5,9 @@ attention runs once per bucket. Padding on the right needs no mask, because caus
 attends to the right; outputs of padding are dropped.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +62,9 @@ class VarlenMetadata:
     start_rows: torch.Tensor | None
     """int32 [T] on the device: for each token the first one that no longer sees it, though it comes
     later in the document. None where a token sees all of its document's past."""
+    run_ends: torch.Tensor | None = field(default=None, kw_only=True)
+    """int32 [T] on the device: for each token the first later one that it does not see: the end of
+    its bidirectional run, or the next token. None without such runs."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     """Values that backends compute once for all layers."""
 
@@ -97,16 +101,26 @@ class VarlenMetadata:
             raise ValueError(f"a chunk of {size} tokens has none; it has at least 1")
         if size >= self.max_length:
             return self
-        if self.start_rows is not None:
-            raise ValueError("documents with branches cannot be cut into chunks")
+        if self.start_rows is not None or self.run_ends is not None:
+            raise ValueError(
+                "documents with branches or bidirectional runs cannot be cut into chunks"
+            )
         if ("chunks", size) not in self.kept:
             lengths = chunk_lengths(self.lengths, size)
             self.kept["chunks", size] = VarlenMetadata.of(lengths, self.cu_seqlens.device)
         return self.kept["chunks", size]
 
-    def start_rows_of(self, first: int, length: int) -> torch.Tensor | None:
+    def document_start_rows(self, first: int, length: int) -> torch.Tensor | None:
         """The start rows of a document, counted from its own first token."""
         return None if self.start_rows is None else self.start_rows[first : first + length] - first
+
+    def document_run_ends(self, first: int, length: int) -> torch.Tensor | None:
+        """The run ends of a document, counted from its own first token."""
+        return None if self.run_ends is None else self.run_ends[first : first + length] - first
+
+    def causal(self) -> "VarlenMetadata":
+        """The same documents without bidirectional runs."""
+        return self if self.run_ends is None else replace(self, run_ends=None, kept={})
 
     @staticmethod
     def of(
@@ -114,8 +128,13 @@ class VarlenMetadata:
         device: torch.device | str = "cpu",
         *,
         start_rows: Sequence[int] | None = None,
+        bidirectional: Sequence[tuple[int, int]] = (),
     ) -> "VarlenMetadata":
         """Documents of these lengths, one after another.
+
+        The tokens of a bidirectional run (its first token, and its end) attend to one another in
+        both directions, as those of an image do in Gemma 3. A window limits only what they see of
+        the past.
 
         `start_rows` mask a document further, for completions that share a prompt: for each of the T
         tokens the number, counted over all of them, of the first one that does not attend to it.
@@ -123,7 +142,8 @@ class VarlenMetadata:
 
         Raises:
             ValueError: for no documents at all, or a document without tokens; for other start rows
-                than one for each token, or a token that would be masked for itself.
+                than one for each token, or a token that would be masked for itself; for runs that
+                are not in order, or not within a document.
         """
         lengths = tuple(int(length) for length in lengths)
         if not lengths or min(lengths) < 1:
@@ -138,6 +158,9 @@ class VarlenMetadata:
             cu_seqlens=_to_device((0, *accumulate(lengths)), device),
             buckets=buckets,
             start_rows=_to_device(start_rows, device) if start_rows is not None and hides else None,
+            run_ends=_to_device(_run_ends(bidirectional, lengths), device)
+            if bidirectional
+            else None,
         )
 
 
@@ -165,6 +188,23 @@ def _hides_anything(start_rows: Sequence[int], lengths: tuple[int, ...]) -> bool
         end for end, length in zip(accumulate(lengths), lengths, strict=True) for _ in range(length)
     )
     return any(start < end for start, end in zip(start_rows, ends, strict=True))
+
+
+def _run_ends(runs: Sequence[tuple[int, int]], lengths: tuple[int, ...]) -> list[int]:
+    """For each token the first later one that it does not see."""
+    bounds = (0, *accumulate(lengths))
+    ends = list(range(1, bounds[-1] + 1))
+    last = 0
+    for first, end in runs:
+        within = bisect_right(bounds, first)
+        if not last <= first < end <= bounds[-1] or end > bounds[within]:
+            raise ValueError(
+                f"a run of tokens {first} to {end} is not after the one before it, or not within"
+                f" one of the documents of {lengths} tokens"
+            )
+        ends[first:end] = [end] * (end - first)
+        last = end
+    return ends
 
 
 def _groups(lengths: tuple[int, ...]) -> list[list[int]]:

@@ -21,6 +21,8 @@ def _unsupported_reason(
     del scale
     if segments.start_rows is not None and window is not None:
         return "start rows and a window hide keys together"
+    if segments.run_ends is not None:
+        return "runs of tokens are bidirectional"
     return needs_cuda(q_TNH, k_TKH) or needs_floats(q_TNH, k_TKH)
 
 

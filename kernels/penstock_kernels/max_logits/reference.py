@@ -1,7 +1,7 @@
 """max_logits in PyTorch: a block of queries at a time.
 
-T tokens; N query heads, K key heads, G = N / K; H head width; L queries of a block, E keys up to
-their end.
+T tokens; N query heads, K key heads, G = N / K; H head width; L queries of a block, E keys that
+they may see.
 """
 
 from itertools import accumulate
@@ -31,12 +31,16 @@ def max_logits(
     for first, length in zip(starts, segments.lengths, strict=False):
         q_NLH = q_TNH[first : first + length].to(wide).transpose(0, 1)
         k_KLH = k_TKH[first : first + length].to(wide).transpose(0, 1)
-        start_rows_L = segments.start_rows_of(first, length)
+        masks = (
+            segments.document_start_rows(first, length),
+            segments.document_run_ends(first, length),
+        )
         for row in range(0, length, QUERIES):
             end = min(row + QUERIES, length)
-            hidden_LE = _hidden(row, end, window, q_TNH.device, start_rows_L)
+            hidden_LE = _hidden(row, end, length, window, q_TNH.device, *masks)
+            keys = hidden_LE.shape[1]
             q_KRH = q_NLH[:, row:end].reshape(len(k_KLH), -1, q_NLH.shape[-1])
-            scores_NLE = (q_KRH @ k_KLH[:, :end].mT).view(len(q_NLH), end - row, end)
+            scores_NLE = (q_KRH @ k_KLH[:, :keys].mT).view(len(q_NLH), end - row, keys)
             scores_NLE.masked_fill_(hidden_LE, float("-inf"))
             largest_N = torch.maximum(largest_N, scores_NLE.amax((1, 2)))
     return largest_N * scale
@@ -45,11 +49,16 @@ def max_logits(
 def _hidden(
     row: int,
     end: int,
+    length: int,
     window: int | None,
     device: torch.device,
     start_rows_L: torch.Tensor | None,
+    run_ends_L: torch.Tensor | None,
 ) -> torch.Tensor:
-    """bool [L, E]: keys that the queries `row` to `end` do not attend to."""
+    """bool [L, E]: keys that the queries `row` to `end` of a document of `length` tokens do not
+    attend to."""
+    if run_ends_L is not None:
+        return causal_window_mask(length, window, device, start_rows_L, run_ends_L)[row:end]
     if start_rows_L is not None:
         return causal_window_mask(end, window, device, start_rows_L[:end])[row:]
     query_L1 = torch.arange(row, end, device=device).unsqueeze(1)

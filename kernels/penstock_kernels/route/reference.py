@@ -11,6 +11,7 @@ def route(
     *,
     scoring: Literal["softmax", "sigmoid"] = "softmax",
     normalized: bool = True,
+    norm_eps: float = 1e-20,
     bias_E: torch.Tensor | None = None,
     num_groups: int = 1,
     groups_per_token: int = 1,
@@ -21,7 +22,7 @@ def route(
 
     T tokens, E experts in `num_groups` groups of equal size. A token chooses among the experts of
     the groups with the largest sums of their two best scores, or with the best scores. `bias_E`
-    affects only the choice.
+    affects only the choice. `norm_eps` is added to the sum that normalizes weights, which may be 0.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.softmax(-1) if scoring == "softmax" else logits_TE.sigmoid()
@@ -39,6 +40,5 @@ def route(
         choice_TK = wanted_TE.topk(experts_per_token, dim=-1).indices
     weights_TK = scores_TE.gather(1, choice_TK)
     if normalized:
-        # The smallest number prevents a division by 0 if all sigmoids are 0.
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + norm_eps)
     return choice_TK, weights_TK * scale

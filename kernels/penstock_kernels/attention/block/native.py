@@ -15,12 +15,14 @@ def unsupported_reason(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> str | None:
-    """bf16 and fp16 on CUDA only, without start rows."""
+    """bf16 and fp16 on CUDA only, without start rows and bidirectional runs."""
     del scale, window
     if soft_cap is not None:
         return f"scores are capped at {soft_cap}, and its blocks do not cap them"
     if not isinstance(sees, Rectangle) and sees.start_rows is not None:
         return "start rows hide some of a document's past, and it has causal masks and windows"
+    if not isinstance(sees, Rectangle) and sees.run_ends is not None:
+        return "runs of tokens are bidirectional, and it has causal masks and windows"
     return unsupported_tensors(q_QNH, k_SKH, v_SKH) or unsupported_sizes(q_QNH, k_SKH, sees)
 
 

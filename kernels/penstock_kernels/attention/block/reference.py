@@ -24,8 +24,8 @@ def block(
     """Attention of the queries to the unmasked keys of this block only.
 
     Within documents, a query attends to the last `window` tokens up to its own (None: all) whose
-    start row it has not reached. A `Rectangle` defines its own mask. Scores are soft-capped at
-    `soft_cap` by a tanh.
+    start row it has not reached, and to the later ones of its run. A `Rectangle` defines its own
+    mask. Scores are soft-capped at `soft_cap` by a tanh.
 
     Returns the output [Q, N, H], and the log-sum-exp of each query's scores [Q, N], in fp32 or
     wider.
@@ -89,8 +89,9 @@ def _parts(
     window = sees.effective_window(window)
     start = 0
     for length in sees.lengths:
-        document, start_rows_L = slice(start, start + length), sees.start_rows_of(start, length)
-        yield document, document, causal_window_mask(length, window, q_QNH.device, start_rows_L)
+        document = slice(start, start + length)
+        masks = sees.document_start_rows(start, length), sees.document_run_ends(start, length)
+        yield document, document, causal_window_mask(length, window, q_QNH.device, *masks)
         start += length
 
 

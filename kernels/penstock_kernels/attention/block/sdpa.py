@@ -66,7 +66,7 @@ def block(
         return y.squeeze(0).to(q_QNH.dtype), lse.squeeze(0)
     rows = (_rows(part, sees) for part in (q, k, v))
     results = [
-        _documents(scale, window, *bucket) for bucket in zip(_starts(sees), *rows, strict=True)
+        _documents(scale, window, *bucket) for bucket in zip(_masks(sees), *rows, strict=True)
     ]
     y, lse = (_tokens(parts, sees) for parts in zip(*results, strict=True))
     return y.to(q_QNH.dtype), lse
@@ -93,7 +93,7 @@ def block_backward(
         gradients = tuple(part.squeeze(0) for part in given)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
-        given = zip(_starts(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
+        given = zip(_masks(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
         results = [_documents_backward(scale, window, *bucket) for bucket in given]
         gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
     dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
@@ -126,44 +126,55 @@ def _rows(
     ]
 
 
-def _starts(documents: VarlenMetadata) -> Sequence[torch.Tensor | None]:
-    """Start rows of each bucket's documents [B, L], counted from their first tokens; None without
-    any masked token.
-    """
-    if documents.start_rows is None:
-        return [None] * len(documents.buckets)
-    lengths = documents.cu_seqlens.diff()
-    first_T = documents.cu_seqlens[:-1].repeat_interleave(lengths, output_size=documents.num_tokens)
-    starts = _rows(documents.start_rows - first_T, documents)
+Masks = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Start rows and run ends of a bucket's documents [B, L], counted from their first tokens."""
+
+
+def _masks(documents: VarlenMetadata) -> Sequence[Masks]:
+    """The masks of each bucket beyond causal ones and windows."""
+    starts, ends = (
+        [None] * len(documents.buckets) if mask_T is None else _within(mask_T, documents)
+        for mask_T in (documents.start_rows, documents.run_ends)
+    )
     if documents.layout is None:
-        return starts
+        return [*zip(starts, ends, strict=True)]
     # Padding attends to itself: a query without keys would give NaN.
     padding = documents.layout.is_padding.split([b.num_slots for b in documents.buckets])
-    return [
-        start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
+    starts = [
+        start_BL
+        if start_BL is None
+        else start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
         for start_BL, is_padding in zip(starts, padding, strict=True)
     ]
+    return [*zip(starts, ends, strict=True)]
+
+
+def _within(mask_T: torch.Tensor, documents: VarlenMetadata) -> list[torch.Tensor]:
+    """Numbers of tokens by bucket, [B, L], counted from the first token of their document."""
+    lengths = documents.cu_seqlens.diff()
+    first_T = documents.cu_seqlens[:-1].repeat_interleave(lengths, output_size=documents.num_tokens)
+    return _rows(mask_T - first_T, documents)
 
 
 def _documents(
-    scale: float, window: int | None, start_BL: torch.Tensor | None, *parts: torch.Tensor
+    scale: float, window: int | None, masks: Masks, *parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of a bucket, from its rows of q, k and v."""
     length, device = parts[0].shape[1], parts[0].device
-    if start_BL is not None:
-        return _forward(scale, "all", causal_window_mask(length, window, device, start_BL), *parts)
+    if any(mask_BL is not None for mask_BL in masks):
+        return _forward(scale, "all", causal_window_mask(length, window, device, *masks), *parts)
     if window is None or window >= length:
         return _forward(scale, "past", None, *parts)
     return chunks.forward(partial(_forward, scale, "all"), window, *parts)
 
 
 def _documents_backward(
-    scale: float, window: int | None, start_BL: torch.Tensor | None, *parts: torch.Tensor
+    scale: float, window: int | None, masks: Masks, *parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a bucket, from its rows of dy, q, k, v, y and the log-sum-exp."""
     length, device = parts[0].shape[1], parts[0].device
-    if start_BL is not None:
-        return _backward(scale, "all", causal_window_mask(length, window, device, start_BL), *parts)
+    if any(mask_BL is not None for mask_BL in masks):
+        return _backward(scale, "all", causal_window_mask(length, window, device, *masks), *parts)
     if window is None or window >= length:
         return _backward(scale, "past", None, *parts)
     return chunks.backward(partial(_backward, scale, "all"), window, *parts)
